@@ -1,0 +1,1 @@
+"""The `lmt` command line: parses, calls one function, prints, sets the exit code."""

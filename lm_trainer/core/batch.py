@@ -1,0 +1,29 @@
+"""The one shape of data that flows from the loader through the step into the model.
+
+Shape letters: B rows (examples), S positions in a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Rows of tokens with everything a causal language model needs to train on them.
+
+    Packed, padded and plain rows and decoding share this shape, and so one code path.
+    """
+
+    tokens: np.ndarray | jax.Array
+    """int32 [B, S]: the inputs."""
+    targets: np.ndarray | jax.Array
+    """int32 [B, S]: the token that follows each input."""
+    weights: np.ndarray | jax.Array
+    """float32 [B, S]: 1 where the target counts in the loss, 0 for padding and across document ends."""
+    positions: np.ndarray | jax.Array
+    """int32 [B, S]: position inside the document, from 0."""
+    segments: np.ndarray | jax.Array
+    """int32 [B, S]: which document of the row; attention never crosses segments. -1 is padding."""

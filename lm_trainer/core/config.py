@@ -1,0 +1,88 @@
+"""The base of every configuration model, and the value types that users write in YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+
+class Config(BaseModel):
+    """A frozen value that knows all its keys: an unknown key is an error, never ignored."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+    refused_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of other frameworks' configurations that are refused here, each with the reason or the replacement."""
+
+
+_UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def parse_duration(value: Any) -> timedelta:
+    """Reads `15m`, `1h30m`, `90s`, `0.5h` or `2d`.
+
+    Raises:
+        ValueError: for a bare number (its unit would be a guess) or anything else.
+    """
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError(f"a bare number is ambiguous; write {value}s, {value}m or {value}h")
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if single := re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text):
+            return timedelta(seconds=float(single[1]) * _UNIT_SECONDS[single[2]])
+        if text and (parts := _DURATION.fullmatch(text)) and any(parts.groups()):
+            days, hours, minutes, seconds = (float(p or 0) for p in parts.groups())
+            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    raise ValueError(f"expected a duration such as 90s, 15m or 1h30m, got {value!r}")
+
+
+def format_duration(value: timedelta) -> str:
+    """The shortest text that `parse_duration` reads back as the same duration."""
+    seconds = value.total_seconds()
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _UNIT_SECONDS[unit] == 0:
+            return f"{int(seconds // _UNIT_SECONDS[unit])}{unit}"
+    return f"{int(seconds)}s" if seconds == int(seconds) else f"{seconds:g}s"
+
+
+Duration = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration, return_type=str),
+    Field(json_schema_extra={"type": "string", "format": "duration", "examples": ["15m", "1h30m"]}),
+]
+"""A span of time as people write it: `15m`, `1h30m`, `90s`."""
+
+
+def fraction_or_steps(value: float, total: int) -> int:
+    """Turns a setting that is a fraction of `total` steps (<= 1.0 as a float) or a number of steps into steps.
+
+    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, rounded down.
+
+    Raises:
+        ValueError: for a negative value or a fractional number of steps above 1.
+    """
+    if value < 0:
+        raise ValueError(f"expected a fraction or a number of steps, got {value}")
+    if isinstance(value, int):
+        return value
+    if value <= 1.0:
+        return int(value * total)
+    if value != int(value):
+        raise ValueError(f"{value} is neither a fraction (at most 1.0) nor a whole number of steps")
+    return int(value)

@@ -1,0 +1,50 @@
+"""Errors that are addressed to the person at the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+EXIT_CRASH = 1
+EXIT_CONFIG = 2
+EXIT_NON_FINITE = 3
+EXIT_PREEMPTED = 75
+"""`EX_TEMPFAIL` of sysexits.h: everything is saved, start me again."""
+
+
+class UserError(Exception):
+    """A mistake or a state of the machine that the user can mend.
+
+    The command line prints the message alone, without a traceback, and exits with `exit_code`.
+    The message says what is wrong, where, and what to do instead.
+    """
+
+    exit_code: int = EXIT_CONFIG
+
+
+class ConfigError(UserError):
+    """Everything that is wrong with a configuration, found in one pass.
+
+    `problems` holds one line each, sorted by position, already with `file:line:column` where there is one.
+    """
+
+    def __init__(self, problems: Iterable[str]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class MachineError(UserError):
+    """The configuration is right, but the machine cannot do it: a full disk, a dead mount, lost permissions."""
+
+    exit_code = EXIT_CRASH
+
+
+class NonFiniteError(UserError):
+    """Training was stopped because the loss or the gradient was NaN or infinite."""
+
+    exit_code = EXIT_NON_FINITE
+
+
+class Preempted(UserError):
+    """The run was asked to stop and has saved everything."""
+
+    exit_code = EXIT_PREEMPTED

@@ -1,0 +1,95 @@
+"""Mixed precision policies, written as the field writes them: `f32`, `p=f32,c=bfloat16`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import jax.numpy as jnp
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+_DTYPES = {
+    "f32": "float32",
+    "float32": "float32",
+    "full": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "f16": "float16",
+    "float16": "float16",
+    "half": "float16",
+}
+_PARTS = {
+    "p": "param",
+    "params": "param",
+    "param": "param",
+    "c": "compute",
+    "compute": "compute",
+    "o": "output",
+    "output": "output",
+}
+
+
+class Policy(NamedTuple):
+    """Which dtype each part of the computation uses; the names are NumPy dtype names."""
+
+    param: str = "float32"
+    """Master weights, gradients and optimizer state."""
+    compute: str = "float32"
+    """Activations and the operands of matrix products."""
+    output: str = "float32"
+    """What the model returns (logits); the loss itself is always float32."""
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.compute)
+
+    @property
+    def param_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.param)
+
+
+def parse_policy(value: Any) -> Policy:
+    """Reads `f32`, `bfloat16` (all parts) or `p=f32,c=bfloat16[,o=f32]`; an absent output follows compute.
+
+    Raises:
+        ValueError: for an unknown dtype or part, naming those that exist.
+    """
+    if isinstance(value, Policy):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"expected a precision policy such as f32 or p=f32,c=bfloat16, got {value!r}")
+    if "=" not in value:
+        dtype = _dtype(value)
+        return Policy(dtype, dtype, dtype)
+    parts: dict[str, str] = {}
+    for item in value.split(","):
+        key, _, dtype = item.partition("=")
+        name = _PARTS.get(key.strip())
+        if name is None:
+            raise ValueError(f"unknown part {key.strip()!r} of a precision policy; use p, c and o (p=f32,c=bfloat16)")
+        if name in parts:
+            raise ValueError(f"the precision policy {value!r} sets {key.strip()!r} twice")
+        parts[name] = _dtype(dtype)
+    param = parts.get("param", "float32")
+    compute = parts.get("compute", param)
+    return Policy(param, compute, parts.get("output", compute))
+
+
+def _dtype(text: str) -> str:
+    try:
+        return _DTYPES[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"unknown dtype {text.strip()!r}; use f32, bfloat16 or float16") from None
+
+
+def format_policy(policy: Policy) -> str:
+    """The text that `parse_policy` reads back as the same policy."""
+    return f"p={policy.param},c={policy.compute},o={policy.output}"
+
+
+PrecisionPolicy = Annotated[
+    Policy,
+    BeforeValidator(parse_policy),
+    PlainSerializer(format_policy, return_type=str),
+    Field(json_schema_extra={"type": "string", "examples": ["f32", "p=f32,c=bfloat16"]}),
+]
+"""A `Policy` as users write it."""
