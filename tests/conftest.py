@@ -1,0 +1,183 @@
+"""What every test needs: JAX on 8 emulated CPU devices, no network, `lmt` in a subprocess, tiny reference checkpoints.
+
+The environment is set before anything imports jax, which reads it only once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICES = 8
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def _xla_flags(devices: int) -> str:
+    kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
+    return " ".join([*kept, f"{_DEVICE_FLAG}={devices}"])
+
+
+# Programs that the command line runs again and again (resume, kill) compile once in a session.
+_CACHE = tempfile.TemporaryDirectory(prefix="lmt-test-")
+
+os.environ.update(
+    {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": _xla_flags(DEVICES),
+        "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+    }
+)
+for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
+    os.environ.pop(_secret, None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _eight_devices() -> None:
+    """Fails at once where jax was imported too early to see the settings above."""
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        assert jax.device_count() == DEVICES, "jax was imported before tests/conftest.py set the number of devices"
+
+
+@pytest.fixture(autouse=True)
+def _only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for the network fails here, on every machine alike."""
+    import socket
+
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"a test tried to reach {address[0]}; tests use no network")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+RunLmt = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def lmt_command(*args: str | Path) -> list[str]:
+    """The `lmt` command line for this checkout, whether or not it is installed."""
+    return [sys.executable, "-c", "from cli.main import main; main()", *map(str, args)]
+
+
+def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with `devices` emulated devices, the checkout on the path and `env` on top."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "XLA_FLAGS": _xla_flags(devices), "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
+
+
+@pytest.fixture
+def run_lmt(tmp_path: Path) -> RunLmt:
+    """`run_lmt("train", "c.yaml", cwd=..., env=..., devices=1, timeout=300)`: runs `lmt` to its end in a subprocess.
+
+    The working directory is `tmp_path` unless given. The exit code is for the test to look at.
+    """
+
+    def run(
+        *args: str | Path,
+        cwd: Path = tmp_path,
+        env: Mapping[str, str] | None = None,
+        devices: int = 1,
+        timeout: float = 300,
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            lmt_command(*args),
+            cwd=cwd,
+            env=lmt_environment(devices=devices, env=env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+MakeHfModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_hf_model(tmp_path_factory: pytest.TempPathFactory) -> MakeHfModel:
+    """`make_hf_model("GPT2", **config)`: a tiny random transformers checkpoint and what it computes.
+
+    The directory holds config.json, model.safetensors and reference.npz with input_ids [2, 48] and the float32
+    logits [2, 48, vocab] of the torch model. Norm gains and biases are random: a fresh initialisation has ones and
+    zeros there, which hides mistakes. Equal arguments give the same directory, built once in a session.
+    """
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    built: dict[str, Path] = {}
+
+    def make(family: str, *, seed: int = 0, model_class: str | None = None, **config: Any) -> Path:
+        name = model_class or {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+        key = repr((family, name, seed, sorted(config.items())))
+        if key not in built:
+            built[key] = tmp_path_factory.mktemp(family.lower())
+            _write_hf_model(built[key], f"{family}Config", name, seed, config)
+        return built[key]
+
+    return make
+
+
+def _write_hf_model(out: Path, config_class: str, model_class: str, seed: int, config: Mapping[str, Any]) -> None:
+    import numpy as np
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    hf_config = getattr(transformers, config_class)(**config)
+    hf_config._attn_implementation = "eager"
+    model = getattr(transformers, model_class)(hf_config).float().eval()
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        input_ids = torch.randint(0, hf_config.vocab_size, (2, 48), generator=generator)
+        logits = model(input_ids=input_ids).logits.float()
+    model.save_pretrained(out)
+    np.savez(out / "reference.npz", input_ids=input_ids.numpy(), logits=logits.numpy())
+
+
+TINY_GPT2 = {
+    "vocab_size": 257,
+    "n_positions": 128,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Odd sizes on purpose: a vocabulary that no power of two divides, more positions than the reference input has."""
+
+
+@pytest.fixture(scope="session")
+def tiny_gpt2(make_hf_model: MakeHfModel) -> Path:
+    """The checkpoint that most comparisons with transformers use."""
+    return make_hf_model("GPT2", **TINY_GPT2)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs the test in an empty working directory, where relative paths of a configuration do no harm."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
