@@ -1,0 +1,53 @@
+"""What every decoder family's configuration shares."""
+
+from abc import abstractmethod
+from typing import Literal
+
+from flax import nnx
+from pydantic import Field
+
+from lm_trainer.core.config import Config
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.spec import DecoderSpec, Remat
+
+SCAN_ABOVE = 12
+"""Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
+
+
+class DecoderConfig(Config):
+    """Settings of a decoder-only model that do not change its parameters."""
+
+    type: str
+    seq_len: int = Field(default=1024, gt=0)
+    """The longest sequence, in tokens."""
+    num_layers: int = Field(default=12, gt=0)
+    """How many blocks the model has."""
+    gradient_checkpointing: bool | Literal["full", "dots", "dots_no_batch"] = True
+    """What the backward pass computes again instead of keeping it: `true` or `full`: everything inside a block
+    (least memory, about a third more computation); `dots`: all but the results of matrix products; `dots_no_batch`:
+    all but the results of matrix products with weights, so attention scores are not kept; `false`: nothing."""
+    scan_layers: bool | None = None
+    """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. Unset: as
+    a loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
+    cross_entropy_block_size: int | None = Field(default=None, gt=0)
+    """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
+    logits are held at once. At 512 and above blocks are as fast and need less memory."""
+
+    @abstractmethod
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        """The model as data."""
+
+    def build(self, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
+        """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`."""
+        return Decoder(self.spec(vocab_size), rngs=rngs)
+
+    @property
+    def remat(self) -> Remat:
+        """`gradient_checkpointing` as a policy of the trunk."""
+        value = self.gradient_checkpointing
+        return value if isinstance(value, str) else ("full" if value else "none")
+
+    @property
+    def scan(self) -> bool:
+        """`scan_layers` with its default resolved."""
+        return self.num_layers > SCAN_ABOVE if self.scan_layers is None else self.scan_layers

@@ -1,0 +1,45 @@
+"""One layer of a decoder.
+
+Shape letters: B rows, S positions, D hidden dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from lm_trainer.nn.attention import Attention, Context
+from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.mlp import Mlp
+from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.spec import BlockSpec
+
+
+class Block(nnx.Module):
+    """`x += post(f(pre(x)))` with attention and then the MLP as f; an absent norm is the identity."""
+
+    def __init__(self, spec: BlockSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
+        self.dropout = spec.dropout
+        self.attention_pre_norm = make_norm(spec.pre_norm, dim)
+        self.attention = Attention(spec.attention, dim, std=std, out_std=out_std, rngs=rngs)
+        self.attention_post_norm = make_norm(spec.post_norm, dim)
+        self.mlp_pre_norm = make_norm(spec.pre_norm, dim)
+        self.mlp = Mlp(spec.mlp, dim, std=std, out_std=out_std, rngs=rngs)
+        self.mlp_post_norm = make_norm(spec.post_norm, dim)
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        context: Context,
+        layer: jax.Array | int,
+        *,
+        key: jax.Array | None = None,
+        cache: KvCache | None = None,
+    ) -> tuple[jax.Array, KvCache | None]:
+        """`key` is this layer's own; None switches dropout off."""
+        inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
+        a_BSD, cache = self.attention(self.attention_pre_norm(x_BSD), context, layer, key=inner, cache=cache)
+        x_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
+        m_BSD = self.mlp(self.mlp_pre_norm(x_BSD))
+        return x_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache

@@ -1,0 +1,35 @@
+"""Keys and values of past positions, kept while text is generated.
+
+Shape letters: L layers, B rows, T new tokens, C capacity in positions, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KvCache(NamedTuple):
+    """Slot p of a row holds position p of that row, so rows of different lengths need no padding on the left.
+
+    A slot past a row's newest position may hold anything: it is written before a query can see it.
+    """
+
+    k: jax.Array
+    """[L, B, C, N, H]."""
+    v: jax.Array
+    """[L, B, C, N, H]."""
+
+    def write(
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array
+    ) -> tuple[KvCache, jax.Array, jax.Array]:
+        """Stores the keys and values of one layer at their positions and returns all of that layer, k and v [B, C, N, H].
+
+        Positions at or past the capacity are dropped.
+        """
+        rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
+        k = self.k.at[layer, rows_B1, positions_BT].set(k_BTNH.astype(self.k.dtype), mode="drop")
+        v = self.v.at[layer, rows_B1, positions_BT].set(v_BTNH.astype(self.v.dtype), mode="drop")
+        return KvCache(k, v), k[layer], v[layer]

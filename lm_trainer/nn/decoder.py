@@ -1,0 +1,111 @@
+"""The trunk of every decoder-only model.
+
+Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabulary, C cache capacity.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lm_trainer.nn.attention import Context, cache_bias, causal_bias
+from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.linear import dropout, normal_param
+from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stack import Stack
+
+
+class Embedding(nnx.Module):
+    """Token and learned position tables, summed; the token table is the head as well."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        self.tokens = normal_param({"vocab": spec.vocab_size, "embed": spec.hidden_dim}, spec.init_std, rngs=rngs)
+        self.positions = normal_param(
+            {"position": spec.num_positions, "embed": spec.hidden_dim}, spec.init_std, rngs=rngs
+        )
+
+    def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
+        """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
+        tokens_BSD = jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
+        return tokens_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer, built from its spec. Parameters are float32 and stacked over layers."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        self.spec = spec
+        self.embed = Embedding(spec, rngs=rngs)
+        self.stack = Stack(spec, rngs=rngs)
+        self.final_norm = make_norm(spec.final_norm, spec.hidden_dim)
+
+    def __call__(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        segments_BS: jax.Array,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits, float32 [B, S, V]. Arguments as for `hidden`."""
+        return self.logits(self.hidden(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key))
+
+    def hidden(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        segments_BS: jax.Array,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """What the head reads, [B, S, D] in `dtype`.
+
+        Args:
+            tokens_BS: int32.
+            positions_BS: int32, position inside the document.
+            segments_BS: int32; a position attends only to earlier ones of its row in the same segment.
+            dtype: of activations and of the operands of matrix products.
+            key: for dropout; None switches it off.
+        """
+        embed_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
+        x_BSD = dropout(x_BSD, self.spec.embed_dropout, embed_key)
+        x_BSD, _ = self.stack(x_BSD, Context(positions_BS, causal_bias(segments_BS)), key=stack_key)
+        return self.final_norm(x_BSD)
+
+    def head_weight(self) -> jax.Array:
+        """[V, D] in the parameter dtype: logits are `h_BSD @ head_weight().T`."""
+        return self.embed.tokens[...]
+
+    def logits(self, h_BSD: jax.Array) -> jax.Array:
+        """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""
+        w_VD = self.head_weight().astype(h_BSD.dtype)
+        h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
+        logits_MV = jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
+        return logits_MV.reshape(*h_BSD.shape[:-1], -1)
+
+    def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
+        """An empty cache of `capacity` positions for each of `batch_size` rows; `decode` computes in its dtype."""
+        attention = self.spec.blocks[0].attention
+        shape = (len(self.spec.blocks), batch_size, capacity, attention.num_heads, attention.head_dim)
+        return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
+        """Goes on from a cache with the same numbers as a full forward pass over each row.
+
+        Positions 0 to p of a row must have been decoded, here or before, when position p is read from the result.
+        Rows shorter than T are padded on the right with consecutive positions; what is returned there means nothing.
+
+        Returns:
+            Logits, float32 [B, T, V], and the cache with the new positions.
+        """
+        x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
+        context = Context(positions_BT, cache_bias(positions_BT, cache.k.shape[2]))
+        x_BTD, cache_after = self.stack(x_BTD, context, cache=cache)
+        assert cache_after is not None
+        return self.logits(self.final_norm(x_BTD)), cache_after

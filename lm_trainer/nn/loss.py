@@ -1,0 +1,134 @@
+"""Cross-entropy of the next token, whole or in blocks of tokens that never hold all logits at once.
+
+Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D hidden dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.decoder import Decoder
+
+
+def token_loss(
+    model: Decoder,
+    batch: Batch,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    key: jax.Array | None = None,
+    block_size: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of -log p(target) in nats, and the sum of the weights; float32 scalars.
+
+    Sums, because they add up over microbatches where means do not.
+
+    Args:
+        model: the decoder.
+        batch: the rows; their weights may be any numbers.
+        dtype: compute dtype; the loss itself is float32.
+        key: for dropout; None switches it off.
+        block_size: how many tokens are processed together in the head; None: all. Smaller blocks need less memory
+            (`block_size` x V logits at a time); from about 512 on they cost no time.
+    """
+    h_BSD = model.hidden(
+        jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype, key=key
+    )
+    weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
+    h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
+    loss = weighted_nll(h_ND, model.head_weight(), jnp.asarray(batch.targets).reshape(-1), weights_N, block_size)
+    return loss, jnp.sum(weights_N)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def weighted_nll(
+    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+) -> jax.Array:
+    """sum_n weights[n] * -log softmax(w h[n])[targets[n]], a float32 scalar.
+
+    Under differentiation the gradients are made block by block in the forward pass, while the logits are there, so
+    that no logits are kept or recomputed; without it nothing but the loss is computed. Products are in the dtype of
+    `h_ND` and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
+    """
+    blocks = _in_blocks(h_ND, targets_N, weights_N, block_size)
+
+    def body(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        h_CD, targets_C, weights_C = block
+        nll_C = _nll(h_CD, w_VD, targets_C)[0]
+        return total + jnp.sum(weights_C * nll_C), None
+
+    return _fold(body, jnp.zeros((), jnp.float32), blocks)[0]
+
+
+def _nll(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The losses, exp(logits - highest), and the reciprocal of its row sums."""
+    logits_CV = jnp.matmul(h_CD, w_VD.astype(h_CD.dtype).T, preferred_element_type=jnp.float32)
+    highest_C1 = jnp.max(logits_CV, axis=-1, keepdims=True)
+    e_CV = jnp.exp(logits_CV - highest_C1)
+    sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
+    right_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
+    return (highest_C1 + jnp.log(sums_C1) - right_C1)[:, 0], e_CV, 1.0 / sums_C1
+
+
+def _forward(
+    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    n, blocks = h_ND.shape[0], _in_blocks(h_ND, targets_N, weights_N, block_size)
+    cast_VD = w_VD.astype(h_ND.dtype)
+
+    def body(carry: tuple[jax.Array, jax.Array], block: Any) -> tuple[Any, Any]:
+        total, dw_VD = carry
+        h_CD, targets_C, weights_C = block
+        nll_C, e_CV, reciprocal_C1 = _nll(h_CD, cast_VD, targets_C)
+        hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
+        d_CV = (weights_C[:, None] * (e_CV * reciprocal_C1 - hot_CV)).astype(h_CD.dtype)
+        dw_VD = dw_VD + jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
+        return (total + jnp.sum(weights_C * nll_C), dw_VD), (d_CV @ cast_VD, nll_C)
+
+    zero = (jnp.zeros((), jnp.float32), jnp.zeros(w_VD.shape, jnp.float32))
+    (total, dw_VD), (dh, nll) = _fold(body, zero, blocks)
+    return total, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), nll.reshape(-1)[:n])
+
+
+def _backward(
+    block_size: int | None, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+    del block_size
+    dh_ND, dw_VD, nll_N = (r.astype(jnp.float32) * cotangent for r in residuals)
+    return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, nll_N
+
+
+weighted_nll.defvjp(_forward, _backward)
+
+
+def _in_blocks(
+    h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens as [blocks, C, ...], filled up with tokens of weight 0."""
+    n = h_ND.shape[0]
+    size = min(block_size or n, n)
+    count = -(-n // size)
+
+    def cut(a: jax.Array) -> jax.Array:
+        return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
+
+    return cut(h_ND), cut(targets_N), cut(weights_N)
+
+
+def _fold(body: Any, zero: Any, blocks: Any) -> Any:
+    """`lax.scan`, without a loop for a single block."""
+    if jax.tree.leaves(blocks)[0].shape[0] == 1:
+        carry, out = body(zero, jax.tree.map(lambda a: a[0], blocks))
+        return carry, jax.tree.map(lambda a: a[None], out)
+    return jax.lax.scan(body, _varying_like(zero, blocks), blocks)
+
+
+def _varying_like(tree: Any, reference: Any) -> Any:
+    """Marks constants as differing between the devices of a `shard_map` where `reference` does: a loop insists."""
+    axes = frozenset().union(*(jax.typeof(a).vma for a in jax.tree.leaves(reference)))
+    return jax.tree.map(lambda a: jax.lax.pcast(a, tuple(axes), to="varying"), tree) if axes else tree

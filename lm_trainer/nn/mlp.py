@@ -1,0 +1,24 @@
+"""The position-wise part of a layer.
+
+Shape letters: B rows, S positions, D hidden dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from lm_trainer.nn.linear import ACTIVATIONS, Linear
+from lm_trainer.nn.spec import MlpSpec
+
+
+class Mlp(nnx.Module):
+    """Up, activation, down."""
+
+    def __init__(self, spec: MlpSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
+        self.activation = spec.activation
+        self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, std=std, bias=spec.bias, rngs=rngs)
+        self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, std=out_std, bias=spec.bias, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down(ACTIVATIONS[self.activation](self.up(x_BSD)))
