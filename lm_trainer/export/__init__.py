@@ -1,0 +1,1 @@
+"""Models in and out of the Hugging Face world: directories on disk, and the hub."""

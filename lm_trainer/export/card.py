@@ -1,0 +1,101 @@
+"""The model card (README.md) that goes with exported weights."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~-])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\u2028\u2029]+")
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What is known of the training; None is left out of the card."""
+
+    step: int | None = None
+    tokens: int | None = None
+    train_loss: float | None = None
+    validation_loss: float | None = None
+
+
+def model_card(
+    name: str, *, hf_config: Mapping[str, Any], parameters: int, facts: TrainingFacts, hub_name: str | None
+) -> str:
+    """Markdown with a YAML header as the hub reads it.
+
+    Holds nothing from the configuration of the run (paths, project names): only the shape of the model and `facts`.
+
+    Args:
+        name: the title; may be any text, and is escaped.
+        hf_config: the content of config.json.
+        parameters: how many parameters the model has, shared ones counted once.
+        facts: what is known of the training.
+        hub_name: `ORG/NAME` where the model is pushed, None when it stays local.
+    """
+    from huggingface_hub import ModelCardData
+
+    header = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["lm_trainer", "jax"])
+    architecture = ", ".join(hf_config.get("architectures") or [str(hf_config.get("model_type", "unknown"))])
+    rows = [
+        ("Architecture", architecture),
+        ("Parameters", f"{parameters:,}"),
+        ("Vocabulary", _count(hf_config.get("vocab_size"))),
+        ("Context length", _count(hf_config.get("max_position_embeddings", hf_config.get("n_positions")))),
+        ("Weights", hf_config.get("dtype")),
+        ("Training steps", _count(facts.step)),
+        ("Training tokens", _count(facts.tokens)),
+        ("Training loss (nats per token)", _loss(facts.train_loss)),
+        ("Validation loss (nats per token)", _loss(facts.validation_loss)),
+    ]
+    table = "\n".join(f"| {title} | {escape(str(value))} |" for title, value in rows if value is not None)
+    return _TEXT.format(
+        header=header.to_yaml().strip(), title=escape(name), table=table, source=hub_name or "path/to/this/directory"
+    )
+
+
+_TEXT = """\
+---
+{header}
+---
+
+# {title}
+
+A language model trained from text with `lm_trainer`, exported for `transformers`.
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{source}")
+model = AutoModelForCausalLM.from_pretrained("{source}")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
+```
+
+## Limits
+
+This is a base model: it continues text and follows no instructions. What it writes mirrors its training data, errors
+and biases included, and has not been reviewed.
+"""
+
+
+def escape(text: str) -> str:
+    """`text` as Markdown that shows it literally, on one line, whatever it holds."""
+    return _MARKDOWN.sub(r"\\\1", html.escape(_CONTROL.sub(" ", text), quote=False))
+
+
+def _count(value: int | None) -> str | None:
+    return None if value is None else f"{value:,}"
+
+
+def _loss(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4f}"

@@ -1,0 +1,141 @@
+"""The Hugging Face hub: pushing an exported directory and fetching somebody's model.
+
+The token comes from the environment variable `HF_TOKEN` alone and is never printed, stored or taken from a
+configuration. `HF_ENDPOINT` and `HF_HUB_OFFLINE` have their usual meanings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lm_trainer.core.errors import MachineError, UserError
+
+TOKEN_VARIABLE = "HF_TOKEN"
+_DOWNLOADED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
+_STALE = ["*.safetensors", "*.safetensors.index.json"]
+
+
+class Pushed(NamedTuple):
+    """Where a pushed model is, and who can see it."""
+
+    url: str
+    private: bool
+
+
+def check_push(name: str) -> None:
+    """Finds what would make `push` fail without asking the network, so that nothing is exported in vain.
+
+    Raises:
+        UserError: for a malformed name, a missing token, or when the hub is switched off.
+    """
+    _check_name(name)
+    if "/" not in name:
+        raise UserError(f"{name!r} names no owner; write ORG/NAME, or USER/NAME for your own account")
+    if not _token():
+        raise UserError(
+            f"pushing needs a token with write access: set {TOKEN_VARIABLE} in the environment "
+            f"(tokens are made in the settings of your account on the hub)"
+        )
+    _check_online()
+
+
+def push(directory: Path, name: str, *, public: bool, patterns: Sequence[str]) -> Pushed:
+    """Uploads the files of `directory` that match `patterns` to the model repository `name` (`ORG/NAME`).
+
+    Creates the repository if need be, private unless `public`. Weights of an earlier push that are not part of this
+    one are deleted, so that no stale shard stays behind.
+
+    Raises:
+        UserError: when the hub refuses, or when the repository exists and is public without `public` being said.
+        MachineError: when the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    check_push(name)
+    api = HfApi(token=_token())
+    with _explained(name):
+        api.create_repo(name, private=not public, exist_ok=True)
+        # An existing repository keeps its visibility whatever create_repo was asked for.
+        private = bool(api.repo_info(name).private)
+        if not private and not public:
+            raise UserError(f"{name} exists on the hub and is public; say --public to push there, or take another name")
+        api.upload_folder(
+            repo_id=name,
+            folder_path=directory,
+            allow_patterns=list(patterns),
+            delete_patterns=_STALE,
+            commit_message="Upload the model",
+        )
+    return Pushed(f"{api.endpoint}/{name}", private)
+
+
+def download(name: str, *, revision: str | None = None) -> Path:
+    """The local copy of the model `name` from the hub: configuration, tokenizer and safetensors, nothing else.
+
+    Raises:
+        UserError: for a malformed name, or a model or revision that does not exist or may not be read.
+        MachineError: when the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    _check_name(name)
+    _check_online()
+    with _explained(name):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED, token=_token() or False))
+
+
+def _token() -> str:
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    # The HTTP client would print the whole header, token included, when it refuses such a value.
+    if not re.fullmatch(r"[!-~]*", token):
+        raise UserError(f"{TOKEN_VARIABLE} in the environment holds characters that no token has; set it anew")
+    return token
+
+
+def _check_name(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{name!r} is not a name on the hub: {error}") from None
+
+
+def _check_online() -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("the hub is switched off: HF_HUB_OFFLINE is set in the environment; unset it")
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turns the failures of the hub's client into messages that name the remedy and hide the token."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    # Its bases cover what the client's HTTP library raises (which one that is depends on its version) and OSError.
+    except HfHubHTTPError.__bases__ as error:
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        detail = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if token := _token():
+            detail = detail.replace(token, "***")
+        if remedy := _REMEDIES.get(status):
+            raise UserError(f"the hub refused {name}: {remedy.format(variable=TOKEN_VARIABLE)} ({detail})") from None
+        kind = "cannot be reached" if status is None else "failed"
+        raise MachineError(f"the hub {kind} for {name}: {detail}") from None
+
+
+_REMEDIES = {
+    400: "it does not accept the request",
+    401: "the name is wrong, or {variable} holds no valid token for it",
+    403: "the token in {variable} may not do this; it needs the right to read, or to write for a push",
+    404: "there is no such model or revision, or {variable} may not see it",
+}

@@ -1,0 +1,116 @@
+"""An output directory that is complete or does not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import fnmatch
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lm_trainer.core.errors import MachineError, UserError
+
+
+def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> None:
+    """Finds what would keep `complete_directory` from placing its result at `out`; changes nothing.
+
+    Raises:
+        UserError: when `out` is a file, or holds files and `overwrite` is not set, or holds a file whose name matches
+            none of the patterns in `replaceable`: what this program did not write it does not delete.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise UserError(f"{out}: exists and is not a directory; choose another name")
+    found = sorted(path.name for path in out.iterdir())
+    if found and not overwrite:
+        raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
+    foreign = [name for name in found if not any(fnmatch.fnmatchcase(name, pattern) for pattern in replaceable)]
+    if foreign:
+        raise UserError(
+            f"{out}: holds {foreign[0]}, which is not part of an exported model, so --overwrite does not touch it; "
+            f"choose another directory"
+        )
+
+
+@contextlib.contextmanager
+def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
+    """An empty directory beside `out` to write into; it becomes `out` when the block ends, and is gone if it raises.
+
+    What a killed writer left behind is removed by the next one for the same `out`.
+
+    Raises:
+        UserError: as `check_output`, or when somebody else is writing `out` at this moment.
+        MachineError: when the file system refuses.
+    """
+    out = Path(os.path.abspath(out))
+    check_output(out, overwrite=overwrite, replaceable=replaceable)
+    draft = out.parent / f".{out.name}.incomplete"
+    with _machine_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir(exist_ok=True)
+    with _locked(draft, out):
+        try:
+            with _machine_errors(out):
+                _empty(draft)
+                yield draft
+                _sync_directory(draft)
+                check_output(out, overwrite=overwrite, replaceable=replaceable)
+                _place(draft, out)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _place(draft: Path, out: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        draft.rename(out)
+    else:
+        # Renamed before anything is deleted: a kill in between leaves the old model whole, if under another name.
+        old = out.parent / f".{out.name}.replaced"
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+        draft.rename(out)
+        shutil.rmtree(old, ignore_errors=True)
+    _sync_directory(out.parent)
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sync_directory(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _locked(draft: Path, out: Path) -> Iterator[None]:
+    handle = os.open(draft, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise UserError(f"{out}: is being written by another process; wait for it to end") from None
+            # A file system without locks: two writers at once are then the user's own affair.
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _machine_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"{out}: cannot be written ({error.strerror or error}); nothing was left there") from None

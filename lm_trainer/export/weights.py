@@ -1,0 +1,227 @@
+"""Safetensors files on disk: written in shards with an index, read one tensor at a time.
+
+Nothing here unpickles or runs what a file says, and a name inside a file never leads out of its directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lm_trainer.core.errors import MachineError, UserError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_JSON_BYTES = 64 * 2**20
+"""A configuration or an index above this size is refused unread."""
+
+_SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `5GB` or `500MB`, in powers of 1000 as the hub counts them.
+
+    Raises:
+        UserError: for anything else, and for a size below one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _SIZE_UNITS[match[2].upper()]) if match else 0
+    if size < 1:
+        raise UserError(f"{text!r} is not a size; write a number with a unit, such as 5GB or 500MB")
+    return size
+
+
+def write_weights(directory: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype, max_shard_size: int) -> None:
+    """Writes `tensors`, cast to `dtype`, as one safetensors file, or as shards and an index above `max_shard_size`.
+
+    Rounds to the nearest even when `dtype` is narrower. A tensor is never split: one that is larger than
+    `max_shard_size` bytes is a shard of its own. Holds one shard in memory at a time besides `tensors`.
+
+    Raises:
+        MachineError: when the file system refuses (a full disk, lost permissions).
+    """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    plan = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        get_storage_id=lambda _: None,
+        max_shard_size=max_shard_size,
+    )
+    for filename, names in plan.filename_to_tensors.items():
+        # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would come out wrong.
+        shard = {name: np.asarray(tensors[name], dtype=dtype, order="C") for name in names}
+        _write_file(directory / filename, shard)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(directory / INDEX_FILE, index)
+
+
+def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors makes files that only the owner can read, whatever the umask says.
+        path.chmod(mode & 0o777)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (SafetensorError, OSError) as error:
+        raise MachineError(f"{path}: cannot be written ({error})") from None
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes `data` with sorted keys, and waits until it is on the disk."""
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file that somebody else wrote.
+
+    Raises:
+        UserError: when the file is missing, too large, or no JSON object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise UserError(f"{path}: {size} bytes are too many for this file; at most {MAX_JSON_BYTES} are read")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON ({error.msg})") from None
+    except (UnicodeDecodeError, RecursionError):
+        raise UserError(f"{path}: not a JSON text in UTF-8") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+class Weights(Mapping[str, np.ndarray]):
+    """The tensors of a directory by name, each read from its file when it is asked for.
+
+    Floating-point tensors come as float32, which is exact for float16 and bfloat16; other dtypes come as they are.
+    `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
+
+    Raises:
+        UserError: at opening, for a directory without safetensors, an index that leads outside, or a file whose header
+            is damaged; at reading, for a dtype that cannot be read exactly.
+    """
+
+    def __init__(self, directory: Path):
+        self._files = _open_files(directory)
+        self._shards: dict[str, str] = {}
+        self._specs: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for name, file in self._files.items():
+            for key in file.keys():  # noqa: SIM118 - not a mapping: only keys() lists the tensors
+                if key in self._shards:
+                    raise UserError(f"{directory}: tensor {key!r} is both in {self._shards[key]} and in {name}")
+                part = file.get_slice(key)
+                self._shards[key] = name
+                self._specs[key] = (part.get_dtype(), tuple(part.get_shape()))
+        self.dtypes = frozenset(dtype for dtype, _ in self._specs.values())
+        self.directory = directory
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        file = self._files[self._shards[name]]
+        dtype, _ = self._specs[name]
+        if dtype == "F64":
+            raise UserError(f"{self.directory / self._shards[name]}: {name} is float64, which float32 cannot hold")
+        if dtype.startswith(("F8", "F4", "F6")):
+            raise UserError(f"{self.directory / self._shards[name]}: {name} is quantized ({dtype}); use f32, f16, bf16")
+        tensor = file.get_tensor(name)
+        return tensor.astype(np.float32) if dtype in _FLOATS else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, from the header alone."""
+        return self._specs[name][1]
+
+
+def _open_files(directory: Path) -> dict[str, Any]:
+    index = directory / INDEX_FILE
+    single = directory / SINGLE_FILE
+    if index.exists():
+        placed = _weight_map(index)
+        files = {name: _open(directory, name, source=index) for name in sorted(set(placed.values()))}
+        _check_index(index, placed, files)
+        return files
+    if single.exists():
+        return {SINGLE_FILE: _open(directory, SINGLE_FILE, source=directory)}
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise UserError(
+            f"{directory}: {pickles[0]} is a pickle, which can run any code when it is opened, and is never read; "
+            f"convert it to safetensors where you trust it: transformers' from_pretrained, then save_pretrained"
+        )
+    raise UserError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; expected a directory with safetensors weights")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise UserError(f"{index}: expected a `weight_map` from tensor names to file names")
+    for tensor, name in placed.items():
+        if not isinstance(name, str) or not _SHARD_NAME.fullmatch(name):
+            raise UserError(
+                f"{index}: {tensor} is placed in {name!r}; a shard's name has letters, digits, '_', '.' and '-' only "
+                f"and ends with .safetensors"
+            )
+    return placed
+
+
+def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Any]) -> None:
+    present = {name: set(file.keys()) for name, file in files.items()}
+    for tensor, name in placed.items():
+        if tensor not in present[name]:
+            raise UserError(f"{index}: {tensor} should be in {name}, which does not hold it")
+    for name, tensors in present.items():
+        if unlisted := sorted(tensors - placed.keys()):
+            raise UserError(f"{index}: {name} holds {unlisted[0]}, which the index does not list")
+
+
+def _open(directory: Path, name: str, *, source: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / name
+    _check_inside(directory, path)
+    try:
+        return safe_open(path, framework="numpy")
+    except FileNotFoundError:
+        raise UserError(f"{source}: {name} is missing; the download or the copy is incomplete") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
+
+
+def _check_inside(directory: Path, path: Path) -> None:
+    """A link may lead to the hub's own cache of the same repository, whose blobs lie beside its snapshots."""
+    target, home = path.resolve(), directory.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        raise UserError(f"{path}: is a link to {target}, outside its directory; copy the file here if you trust it")
