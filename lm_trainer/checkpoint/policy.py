@@ -1,0 +1,51 @@
+"""Which steps are saved, and which of the saved ones stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from pydantic import PositiveInt, model_validator
+
+from lm_trainer.core.config import Config, Duration
+
+
+class KeepEvery(Config):
+    """Permanent checkpoints: one `every` so many steps, `until` a step."""
+
+    every: PositiveInt
+    """Steps between permanent checkpoints."""
+    until: PositiveInt | None = None
+    """The last step that this entry covers; null: for ever."""
+
+
+class CheckpointerConfig(Config):
+    """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
+
+    base_path: str = "checkpoints/"
+    """Where checkpoints go; the run's id is appended."""
+    save_interval: Duration = timedelta(minutes=15)
+    """A temporary checkpoint is written when so much time has passed since the last checkpoint."""
+    keep: tuple[KeepEvery, ...] = (KeepEvery(every=10_000),)
+    """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`."""
+    append_run_id_to_base_path: bool = True
+    """Whether checkpoints lie in a directory of `base_path` named after the run."""
+    delete_old_temp_checkpoints: bool = True
+    """Whether temporary checkpoints of earlier attempts at this run are deleted like one's own."""
+
+    @model_validator(mode="after")
+    def _keep_is_ordered(self) -> CheckpointerConfig:
+        for earlier, later in zip(self.keep, self.keep[1:], strict=False):
+            if earlier.until is None:
+                raise ValueError("keep: only the last entry may lack `until`")
+            if later.until is not None and later.until <= earlier.until:
+                raise ValueError(f"keep: `until` must grow from entry to entry, got {earlier.until}, {later.until}")
+        return self
+
+
+def is_permanent(step: int, keep: Sequence[KeepEvery]) -> bool:
+    """Whether the step policy keeps the checkpoint of `step` for ever."""
+    for entry in keep:
+        if entry.until is None or step <= entry.until:
+            return step > 0 and step % entry.every == 0
+    return False

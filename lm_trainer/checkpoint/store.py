@@ -1,0 +1,256 @@
+"""A directory of checkpoints on disk: saved asynchronously, verified when read, deleted by renaming first."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from lm_trainer.checkpoint.digest import digests
+from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
+from lm_trainer.core.errors import MachineError, UserError
+
+logger = logging.getLogger(__name__)
+_TRASH = ".trash-"
+_CORRUPT = ".corrupt"
+FORMAT = 1
+
+Arrays = dict[str, jax.Array]
+
+
+class Restored(NamedTuple):
+    """What a checkpoint held."""
+
+    step: int
+    arrays: Arrays
+    record: dict[str, Any]
+    """The JSON that was saved with it."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be trusted: incomplete, unreadable, or not what was written."""
+
+
+class CheckpointStore:
+    """Saves and restores flat dicts of arrays.
+
+    A step is written beside the others and appears by a rename, so it is complete or does not exist. Orbax verifies no
+    array data, so a checksum of every array is stored with the step and compared after reading.
+    """
+
+    def __init__(self, directory: Path, config: CheckpointerConfig):
+        self.directory = directory.absolute()
+        self._config = config
+        self._saved_at = time.monotonic()
+        _make_directory(self.directory)
+        for trash in self.directory.glob(f"{_TRASH}*"):
+            shutil.rmtree(trash, ignore_errors=True)
+        self._orbax = _open(self.directory, cleanup=True)
+        self._earlier = set() if config.delete_old_temp_checkpoints else set(self.steps())
+
+    def steps(self) -> list[int]:
+        """Steps that are committed, in order."""
+        return committed_steps(self.directory)
+
+    def due(self, step: int) -> bool:
+        """Whether a policy asks for a checkpoint after `step` steps."""
+        elapsed = time.monotonic() - self._saved_at
+        return is_permanent(step, self._config.keep) or elapsed >= self._config.save_interval.total_seconds()
+
+    def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
+        """Copies the arrays off the devices and writes them in the background; waits for the save before.
+
+        Raises:
+            MachineError: when this or the previous save failed, for a full disk for example.
+        """
+        self.wait()
+        self._delete_temporary()
+        meta = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
+        try:
+            self._orbax.save_checkpointables_async(step, {"state": arrays}, force=True, custom_metadata=meta)
+        except Exception as error:
+            raise self._save_failed(error) from error
+        self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+            MachineError: when it failed.
+        """
+        try:
+            self._orbax.wait()
+        except Exception as error:
+            raise self._save_failed(error) from error
+
+    def close(self) -> None:
+        """Waits and releases the directory."""
+        self.wait()
+        self._delete_temporary()
+        self._orbax.close()
+
+    def restore(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None) -> Restored | None:
+        """The newest checkpoint that proves intact, or None when there is none.
+
+        A checkpoint that cannot be trusted is moved aside, named, and the one before it is tried.
+
+        Args:
+            like: shape, dtype and sharding of every array.
+            step: only this one.
+
+        Raises:
+            UserError: when the checkpoint holds another model, or the given step does not exist.
+        """
+        steps = self.steps()
+        if step is not None and step not in steps:
+            raise UserError(f"{self.directory}: there is no checkpoint of step {step} (there are: {steps or 'none'})")
+        for candidate in [step] if step is not None else reversed(steps):
+            try:
+                return read_step(self.directory, candidate, like)
+            except CheckpointError as error:
+                aside = self._move_aside(candidate)
+                logger.error("checkpoint %s cannot be used: %s; moved to %s", candidate, error, aside)
+        return None
+
+    def _move_aside(self, step: int) -> Path:
+        target = self.directory / f"{step}{_CORRUPT}"
+        for n in range(1, 1000):
+            if not target.exists():
+                break
+            target = self.directory / f"{step}{_CORRUPT}.{n}"
+        (self.directory / str(step)).rename(target)
+        self._orbax.reload()
+        return target
+
+    def _delete_temporary(self) -> None:
+        """Deletes every temporary checkpoint but the newest.
+
+        By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one.
+        """
+        old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._earlier]
+        for step in old:
+            trash = self.directory / f"{_TRASH}{step}"
+            (self.directory / str(step)).rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+        if old:
+            self._orbax.reload()
+
+    def _save_failed(self, error: Exception) -> MachineError:
+        for left in self.directory.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)
+        return MachineError(
+            f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
+            f"The checkpoints of steps {self.steps()} are untouched; make room or mend the disk and start again"
+        )
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """The steps of a checkpoint directory, in order; empty when it does not exist."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if re.fullmatch(r"\d+", p.name) and p.is_dir())
+
+
+def read_record(directory: Path, step: int) -> dict[str, Any]:
+    """The JSON saved with a step.
+
+    Raises:
+        CheckpointError: when it is not there.
+    """
+    try:
+        meta = ocp.checkpointables_metadata(directory.absolute() / str(step)).custom_metadata
+    except Exception as error:
+        raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
+    if not isinstance(meta, dict) or "digests" not in meta:
+        raise CheckpointError("its metadata is missing")
+    return meta
+
+
+def read_step(
+    directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
+) -> Restored:
+    """Reads and verifies one step.
+
+    Args:
+        directory: the checkpoint directory.
+        step: which one.
+        like: what to read, and onto which sharding.
+        prefix: only arrays whose name begins so need to match `like`; the others are not read.
+
+    Raises:
+        CheckpointError: when it is damaged.
+        UserError: when it is sound, but holds other arrays.
+    """
+    record = read_record(directory, step)
+    saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
+    _check_same_arrays(directory / str(step), saved, describe(like))
+    wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
+    try:
+        loaded = ocp.load_checkpointables(directory.absolute() / str(step), {"state": wanted})["state"]
+    except Exception as error:
+        raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
+    arrays = {name: loaded[name] for name in like}
+    found = digests(arrays)
+    wrong = [name for name in arrays if found[name] != record["digests"][name]]
+    if wrong:
+        raise CheckpointError(f"the checksum differs for {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}")
+    return Restored(step, arrays, record)
+
+
+def describe(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> `float32[12,64]`."""
+    return {name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in arrays.items()}
+
+
+def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    if dict(saved) == dict(wanted):
+        return
+    lines = [
+        f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, the configuration asks for "
+        f"{wanted.get(name, 'nothing')}"
+        for name in sorted({*saved, *wanted})
+        if saved.get(name) != wanted.get(name)
+    ]
+    more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+    raise UserError(
+        f"{where} is a checkpoint of another model:\n" + "\n".join(lines[:8]) + more + "\n"
+        "Set trainer.id to start another run, or use the configuration that it was trained with"
+    )
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "no space left on device"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+def _open(directory: Path, *, cleanup: bool) -> Any:
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    return ocp.training.Checkpointer(
+        directory,
+        context=context,
+        preservation_policy=ocp.training.preservation_policies.PreserveAll(),
+        cleanup_tmp_directories=cleanup,
+    )
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written ({error.strerror}); choose another directory") from error

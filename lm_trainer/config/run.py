@@ -1,0 +1,90 @@
+"""`RunConfig`: the whole run as one validated value, and what of it decides the run's numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from pydantic import model_validator
+
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.config import Config
+from lm_trainer.data import DataConfig
+from lm_trainer.models import AnyModel, Gpt2Config
+from lm_trainer.optim import AdamConfig, AnyOptimizer
+
+_OPERATIONAL = {
+    "trainer": frozenset(
+        {
+            "id",
+            "steps_per_eval",
+            "max_eval_batches",
+            "per_device_eval_parallelism",
+            "steps_per_log",
+            "sample_tokens",
+            "log_dir",
+            "tracker",
+            "crash_on_nan",
+            "crash_on_inf",
+            "checkpointer",
+            "load_checkpoint",
+            "load_checkpoint_path",
+            "batch_axis",
+            "fsdp_axis",
+            "axis_resources",
+            "parameter_axis_resources",
+            "replica_ici_axis_size",
+            "replica_dcn_axis_size",
+            "jax_config",
+            "jax_compilation_cache_dir",
+            "require_accelerator",
+        }
+    ),
+    "data": frozenset({"cache_dir", "num_workers"}),
+}
+"""Keys that may change between two attempts at one run, because no weight depends on them."""
+
+
+class RunConfig(Config):
+    """A run is a function of this value, of the data that it names, and of the code."""
+
+    model: AnyModel = Gpt2Config()
+    data: DataConfig = DataConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    optimizer: AnyOptimizer = AdamConfig()
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> RunConfig:
+        try:
+            self.optimizer.schedule(self.trainer.num_train_steps)
+        except ValueError as error:
+            raise ValueError(f"optimizer: {error}") from None
+        return self
+
+
+def numeric_identity(config: RunConfig) -> dict[str, Any]:
+    """The part of a configuration that decides the run's numbers, as plain data."""
+    plain = config.model_dump(mode="json")
+    return {
+        section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
+        for section, values in plain.items()
+    }
+
+
+def config_hash(config: RunConfig) -> str:
+    """Eight hex digits that two configurations share when they describe the same numbers."""
+    text = json.dumps(numeric_identity(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def numeric_differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """One line for each key in which two results of `numeric_identity` differ."""
+    lines = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += numeric_differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: was {json.dumps(a)}, now {json.dumps(b)}")
+    return lines

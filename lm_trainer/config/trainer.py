@@ -1,0 +1,201 @@
+"""The `trainer:` section: how long, how large, on which devices, and what is recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from lm_trainer.checkpoint.policy import CheckpointerConfig
+from lm_trainer.core.config import Config
+from lm_trainer.core.mesh import BATCH_AXES, MeshShape, check_logical_axis, parse_rules
+from lm_trainer.core.precision import Policy, PrecisionPolicy
+from lm_trainer.trackers import AnyTracker, TensorboardConfig
+from lm_trainer.train_step import MicrobatchPlan
+
+Resources = dict[str, str | tuple[str, ...]]
+JsonValue = str | int | float | bool | None
+_LATER = "not available yet"
+
+
+class TrainerConfig(Config):
+    """Everything about a run that is neither the model, nor the data, nor the optimizer."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "per_device_train_parallelism": "renamed; use `per_device_parallelism`",
+        "wandb": "deprecated; use `tracker` with `type: wandb`",
+        **dict.fromkeys(
+            (
+                "quantization",
+                "model_averaging",
+                "watch",
+                "profiler",
+                "profiler_start_step",
+                "profiler_num_steps",
+                "profiler_perfetto_link",
+                "log_jaxprs",
+                "log_xla_hlo",
+                "allow_nondivisible_batch_size",
+                "allow_partial_checkpoint",
+                "distributed",
+                "ray",
+                "shutdown_at_exit",
+            ),
+            _LATER,
+        ),
+    }
+
+    seed: NonNegativeInt = 0
+    """Decides initial weights, data order and dropout."""
+    id: str | None = None
+    """Name of the run; the same name again resumes it. Default: the environment's RUN_ID, else the name of the
+    configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
+    mp: PrecisionPolicy = Policy()
+    """Mixed precision: `f32`, `bfloat16`, or parts as in `p=f32,c=bfloat16` (parameters, computation, output)."""
+    determinism: Literal["elastic"] = "elastic"
+    """`elastic`: the same bits on any number of devices."""
+
+    num_train_steps: PositiveInt = 400_000
+    """How many optimizer steps to run."""
+    train_batch_size: PositiveInt = 512
+    """Rows in a global batch."""
+    per_device_parallelism: int = -1
+    """Rows in a microbatch, the unit of computation; -1: train_batch_size / elastic_shards. It decides the order of
+    additions, so changing it changes the run's bits; changing the number of devices does not."""
+    per_device_eval_parallelism: int = -1
+    """Rows that a device evaluates at once; -1: as in training."""
+    elastic_shards: PositiveInt = 8
+    """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
+    that the run can ever use."""
+
+    steps_per_eval: PositiveInt = 1000
+    """Steps between evaluations; there is one after the last step as well."""
+    max_eval_batches: PositiveInt | None = None
+    """Evaluate at most so many batches of each validation set; null: all."""
+    steps_per_log: PositiveInt = 1
+    """Steps between lines of metrics."""
+    sample_tokens: NonNegativeInt = 128
+    """After training, print a sample of so many tokens; 0: none."""
+
+    log_dir: str = "logs/"
+    """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
+    tracker: AnyTracker | tuple[AnyTracker, ...] = TensorboardConfig()
+    """Where metrics go besides metrics.jsonl: one tracker or a list."""
+    crash_on_nan: bool = True
+    """Stop when the loss or the gradient is NaN. The step is not applied in any case."""
+    crash_on_inf: bool = True
+    """Stop when the loss or the gradient is infinite. The step is not applied in any case."""
+
+    checkpointer: CheckpointerConfig = CheckpointerConfig()
+    load_checkpoint: bool | None = None
+    """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
+    load_checkpoint_path: str | None = None
+    """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
+    initialize_from: str | None = None
+    """Start from the weights (only) of this checkpoint directory, run or step."""
+
+    batch_axis: str = "batch"
+    """The logical axis that is cut over all devices for data parallelism."""
+    fsdp_axis: str | tuple[str, ...] | None = "embed"
+    """Logical axes along which parameters and optimizer state are cut over the data axis of the mesh at rest."""
+    tensor_parallel_axes: tuple[str, ...] | None = None
+    """Logical axes that are cut over the model axis of the mesh."""
+    axis_resources: Resources = {}
+    """Logical axis to mesh axis or axes, for the state at rest and for computation."""
+    parameter_axis_resources: Resources = {}
+    """Like axis_resources, for the state at rest only."""
+    compute_axis_resources: Resources = {}
+    """Like axis_resources, for computation only."""
+    model_axis_size: PositiveInt = 1
+    """Devices that share one copy of the model by tensor parallelism."""
+    replica_ici_axis_size: PositiveInt = 1
+    """Copies of the state inside a slice; the data axis takes the devices that remain."""
+    replica_dcn_axis_size: PositiveInt = 1
+    """Copies of the state over slices that a slower network connects."""
+
+    jax_config: dict[str, JsonValue] = {}
+    """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
+    jax_compilation_cache_dir: str | None = None
+    """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
+    directory."""
+    require_accelerator: bool = False
+    """Refuse to run on a CPU."""
+
+    @field_validator("id")
+    @classmethod
+    def _id_is_a_file_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w][\w.-]*", value):
+            raise ValueError(f"{value!r} cannot name a directory; use letters, digits, '.', '_' and '-'")
+        return value
+
+    @field_validator("per_device_parallelism", "per_device_eval_parallelism")
+    @classmethod
+    def _positive_or_minus_one(cls, value: int) -> int:
+        if value < 1 and value != -1:
+            raise ValueError(f"expected a positive number, or -1 for the default, got {value}")
+        return value
+
+    @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
+    @classmethod
+    def _axes_exist(cls, value: Resources, info: Any) -> Resources:
+        parse_rules(value, key=info.field_name)
+        return value
+
+    @field_validator("batch_axis")
+    @classmethod
+    def _batch_axis_is_batch(cls, value: str) -> str:
+        if value != "batch":
+            raise ValueError(f"the only batch axis is 'batch', got {value!r}")
+        return value
+
+    @field_validator("fsdp_axis", "tensor_parallel_axes")
+    @classmethod
+    def _named_axes_exist(cls, value: Any, info: Any) -> Any:
+        for name in (value,) if isinstance(value, str) else value or ():
+            check_logical_axis(name, key=info.field_name)
+        return value
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainerConfig:
+        self.microbatches()
+        if self.load_checkpoint_path is not None and self.initialize_from is not None:
+            raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
+        if self.tensor_parallel_axes and self.model_axis_size == 1:
+            raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
+        return self
+
+    def microbatches(self) -> MicrobatchPlan:
+        """How a global batch is cut for computation."""
+        return MicrobatchPlan.make(self.train_batch_size, self.per_device_parallelism, self.elastic_shards)
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows that a device evaluates at once."""
+        rows = self.per_device_eval_parallelism
+        return self.microbatches().rows if rows == -1 else rows
+
+    @property
+    def trackers(self) -> tuple[Any, ...]:
+        """`tracker` as a tuple."""
+        return self.tracker if isinstance(self.tracker, tuple) else (self.tracker,)
+
+    def mesh_shape(self) -> MeshShape:
+        """The mesh axes whose sizes are set here."""
+        return MeshShape(self.replica_dcn_axis_size, self.replica_ici_axis_size, self.model_axis_size)
+
+    def compute_rules(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis to mesh axes during computation."""
+        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        shared = parse_rules(self.axis_resources, key="axis_resources")
+        own = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
+        return {"batch": BATCH_AXES, **tensor, **shared, **own}
+
+    def param_rules(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis to mesh axes for the state at rest."""
+        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        shared = parse_rules(self.axis_resources, key="axis_resources")
+        own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources")
+        axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
+        return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own}

@@ -1,0 +1,112 @@
+"""The device mesh, and the rules that map logical axes of arrays onto it.
+
+A parameter lists the logical axis of each of its dimensions (`embed`, `mlp`, ...) in its `logical_axes` metadata.
+Two sets of rules say which mesh axes each of them is cut over: one for the state at rest, one for the computation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from lm_trainer.core.errors import UserError
+
+MESH_AXES = ("replica_dcn", "replica", "data", "model")
+BATCH_AXES = ("replica_dcn", "replica", "data")
+"""The mesh axes that the rows of a batch are cut over, outermost first."""
+LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "layers")
+
+AxisRules = Mapping[str, tuple[str, ...]]
+"""From a logical axis to the mesh axes it is cut over; an absent axis is not cut."""
+
+
+class MeshShape(NamedTuple):
+    """Sizes of the mesh axes that the user sets; the data axis takes the devices that remain."""
+
+    replica_dcn: int = 1
+    replica: int = 1
+    model: int = 1
+
+
+def build_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh with the axes `MESH_AXES` over all `devices`, in their order.
+
+    Raises:
+        UserError: when the devices cannot be divided so.
+    """
+    fixed = math.prod(shape)
+    if len(devices) % fixed:
+        raise UserError(
+            f"{len(devices)} devices cannot be divided into replica_dcn_axis_size={shape.replica_dcn} x "
+            f"replica_ici_axis_size={shape.replica} x model_axis_size={shape.model}; "
+            f"the number of devices must be a multiple of {fixed}"
+        )
+    sizes = (shape.replica_dcn, shape.replica, len(devices) // fixed, shape.model)
+    grid = np.asarray(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Into how many pieces the rows of a batch are cut."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def parse_rules(resources: Mapping[str, str | Sequence[str]], *, key: str) -> dict[str, tuple[str, ...]]:
+    """Checks a mapping from logical axes to mesh axes as a user wrote it under `key`.
+
+    Raises:
+        ValueError: for a logical or mesh axis that does not exist, with a suggestion.
+    """
+    rules = {}
+    for logical, physical in resources.items():
+        check_logical_axis(logical, key=key)
+        axes = (physical,) if isinstance(physical, str) else tuple(physical)
+        for axis in axes:
+            if axis not in MESH_AXES:
+                raise ValueError(f"{key}: unknown mesh axis {axis!r}{_near(axis, MESH_AXES)}")
+        rules[logical] = axes
+    return rules
+
+
+def check_logical_axis(name: str, *, key: str) -> None:
+    """Raises ValueError when `name`, given under `key`, is no logical axis of any model."""
+    if name not in LOGICAL_AXES:
+        raise ValueError(f"{key}: unknown logical axis {name!r}{_near(name, LOGICAL_AXES)}")
+
+
+def _near(word: str, options: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, options, 1)
+    return f"; did you mean {near[0]!r}?" if near else f" (one of: {', '.join(options)})"
+
+
+def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> PartitionSpec:
+    """The spec of an array whose dimensions have the logical `axes` (None: never cut).
+
+    Raises:
+        UserError: when two dimensions would be cut over the same mesh axis; `path` names the array.
+    """
+    owner: dict[str, str] = {}
+    entries = []
+    for name in axes:
+        mesh_axes = tuple(rules.get(name, ())) if name else ()
+        for mesh_axis in mesh_axes:
+            if mesh_axis in owner:
+                raise UserError(
+                    f"{path}: its axes {owner[mesh_axis]!r} and {name!r} are both mapped onto the mesh axis "
+                    f"{mesh_axis!r}; map one of them elsewhere (axis_resources, parameter_axis_resources, "
+                    f"fsdp_axis, tensor_parallel_axes)"
+                )
+            owner[mesh_axis] = str(name)
+        entries.append(mesh_axes if len(mesh_axes) > 1 else (mesh_axes[0] if mesh_axes else None))
+    return PartitionSpec(*entries)
+
+
+def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One entry of a PartitionSpec as a tuple of mesh axes."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,177 @@
+"""Sums whose order never depends on the number of devices.
+
+Floating-point addition is not associative, so `psum` and a plain reduction over sharded arrays give other bits on
+other meshes. Here every sum is one fixed binary tree of element-wise additions, which no compiler may reorder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.core.layout import LeafLayout
+from lm_trainer.core.mesh import BATCH_AXES, batch_shards, spec_axes
+
+Item = TypeVar("Item")
+
+
+class TreeSum(Generic[Item]):
+    """Adds `count` items that arrive one by one, in the shape of a fixed tree, holding only log2(count) partial sums.
+
+    With count = odd * 2^k the leaves of the binary tree are runs of `odd` items, added from the left. The tree over
+    any aligned 1/2^j of the items is a subtree of the tree over all, which is what lets devices share the work.
+    """
+
+    def __init__(self, count: int, add: Callable[[Item, Item], Item]):
+        self._run = count // (count & -count)
+        self._count = count
+        self._add = add
+        self._run_sum: list[Item] = []
+        self._pushed = 0
+        self._levels: list[tuple[int, Item]] = []
+
+    def push(self, item: Item) -> None:
+        """Takes the next item; `add` may consume its first argument."""
+        self._pushed += 1
+        self._run_sum = [self._add(self._run_sum[0], item)] if self._run_sum else [item]
+        if self._pushed % self._run:
+            return
+        level, total = 0, self._run_sum.pop()
+        while self._levels and self._levels[-1][0] == level:
+            total = self._add(self._levels.pop()[1], total)
+            level += 1
+        self._levels.append((level, total))
+
+    def result(self) -> Item:
+        """The sum of all items, once all have been pushed."""
+        if self._pushed != self._count:
+            raise ValueError(f"{self._pushed} of {self._count} items were pushed")
+        return self._levels[0][1]
+
+
+def tree_sum(x: jax.Array) -> jax.Array:
+    """The sum over axis 0 in the order of `TreeSum`. The axis has any length of at least 1."""
+    count = x.shape[0]
+    run = count // (count & -count)
+    x = x.reshape(count // run, run, *x.shape[1:])
+    total = x[:, 0]
+    for i in range(1, run):
+        total = total + x[:, i]
+    while total.shape[0] > 1:
+        total = total[0::2] + total[1::2]
+    return total[0]
+
+
+def sum_over_shards(stacked: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> dict:
+    """Adds the contributions of all batch shards and leaves the sums where the state lies at rest.
+
+    Each shard sends every other shard its slice and adds what it receives in the fixed order, so the volume is that of
+    a ring reduce-scatter. Arrays that cannot be sliced are gathered whole.
+
+    Args:
+        stacked: name -> [shards, ...], the first axis cut over the batch axes, the rest as in `compute`.
+        layouts: the layout of each array without its first axis.
+        mesh: the device mesh.
+
+    Returns:
+        name -> [...], to be constrained to the `rest` sharding by the caller's `out_shardings`.
+    """
+    shards = batch_shards(mesh)
+    if shards == 1:
+        return {name: x[0] for name, x in stacked.items()}
+
+    def reduce(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: _sum_leaf(x[0], layouts[name], mesh) for name, x in local.items()}
+
+    in_specs = {name: PartitionSpec(BATCH_AXES, *layouts[name].compute) for name in stacked}
+    out_specs = {name: _summed_spec(layouts[name], mesh) for name in stacked}
+    return jax.shard_map(reduce, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(dict(stacked))
+
+
+def _can_slice(layout: LeafLayout, mesh: Mesh) -> bool:
+    return layout.sum_dim is not None and layout.chunks % batch_shards(mesh) == 0
+
+
+def _rests_on_data(layout: LeafLayout) -> bool:
+    return layout.sum_dim is not None and "data" in spec_axes(layout.rest[layout.sum_dim])
+
+
+def _summed_spec(layout: LeafLayout, mesh: Mesh) -> PartitionSpec:
+    if not (_can_slice(layout, mesh) and _rests_on_data(layout)):
+        return layout.compute
+    entries = list(layout.compute)
+    entries[layout.sum_dim] = "data"
+    return PartitionSpec(*entries)
+
+
+def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
+    if not _can_slice(layout, mesh):
+        return tree_sum(lax.all_gather(x, BATCH_AXES))
+    dim = layout.sum_dim
+    data = mesh.shape["data"]
+    replicas = batch_shards(mesh) // data
+    shape = x.shape
+    # The slices of one data shard lie next to each other in the array, those of one replica do not.
+    x = x.reshape(*shape[:dim], data, replicas, shape[dim] // (data * replicas), *shape[dim + 1 :])
+    x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
+    x = x.reshape(replicas * data, *x.shape[2:])
+    x = tree_sum(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True))
+    if replicas > 1:
+        x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
+    return x if _rests_on_data(layout) else lax.all_gather(x, "data", axis=dim, tiled=True)
+
+
+def sum_of_squares(arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> jax.Array:
+    """The float32 sum of the squares of all elements of all arrays (at rest), in an order fixed by their shapes.
+
+    Each array is cut into its `chunks`; a chunk is summed where it lies, and the chunk sums by one tree.
+    """
+
+    def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: _chunk_sums(x, layouts[name], mesh) for name, x in local.items()}
+
+    in_specs = {name: layouts[name].rest for name in arrays}
+    out_specs = {name: PartitionSpec(_chunk_axis(layouts[name]), _other_axes(layouts[name])) for name in arrays}
+    sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(
+        dict(arrays)
+    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    totals = [tree_sum(lax.with_sharding_constraint(x, replicated).reshape(-1)) for x in sums.values()]
+    return tree_sum(jnp.stack(totals))
+
+
+def _chunk_axis(layout: LeafLayout) -> str | None:
+    return "data" if _rests_on_data(layout) else None
+
+
+def _other_axes(layout: LeafLayout) -> tuple[str, ...]:
+    chunk_axis = _chunk_axis(layout)
+    return tuple(a for entry in layout.rest for a in spec_axes(entry) if a != chunk_axis)
+
+
+def _chunk_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
+    """[chunks on this device, 1] sums of squares."""
+    chunks = layout.chunks // (mesh.shape["data"] if _rests_on_data(layout) else 1)
+    if layout.sum_dim is not None:
+        x = jnp.moveaxis(x, layout.sum_dim, 0)
+    x = x.reshape(chunks, -1).astype(jnp.float32)
+    return _halve(x * x)
+
+
+def _halve(x: jax.Array) -> jax.Array:
+    """[rows, M] -> [rows, 1]: adds the second half of the columns to the first, again and again.
+
+    Halves are contiguous, so that every pass streams through memory.
+    """
+    width = 1 << max(0, math.ceil(math.log2(x.shape[1])))
+    x = jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+    while width > 1:
+        width //= 2
+        x = x[:, :width] + x[:, width:]
+    return x

@@ -1,0 +1,125 @@
+"""Hermetic lanes: the computation of one microbatch as an executable of its own.
+
+Inside one big program XLA rewrites the same computation differently for one device than for many, so its bits change
+with the mesh. A lane is compiled alone, for one batch shard's devices, to the same optimised program on every mesh;
+the hash of that program is recorded with the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.layout import LeafLayout
+from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, batch_shards
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices that compute one microbatch together: one, or one row of the model axis."""
+
+    index: int
+    """Position among all batch shards of the mesh."""
+    mesh: Mesh
+    """The same axes as the whole mesh, with the batch axes of size 1."""
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        """A sharding over this group's devices."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def local_groups(mesh: Mesh) -> list[Group]:
+    """The batch shards whose devices belong to this process, in the order of the batch."""
+    rows = mesh.devices.reshape(batch_shards(mesh), -1)
+    groups = []
+    for index, devices in enumerate(rows):
+        if devices[0].process_index == jax.process_index():
+            grid = devices.reshape((1,) * len(BATCH_AXES) + (-1,))
+            groups.append(Group(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
+    return groups
+
+
+class Lanes:
+    """One function, compiled once for every group of this process.
+
+    Args:
+        function: `function(params, batch, step, lane)` with a Batch of one microbatch; step and lane are int32 scalars.
+        groups: where to compile it.
+    """
+
+    def __init__(self, function: Callable[..., Any], groups: Sequence[Group]):
+        self._jitted = jax.jit(function)
+        self.groups = groups
+        self._compiled: list[jax.stages.Compiled] = []
+
+    def compile(
+        self, params: Mapping[str, jax.ShapeDtypeStruct], layouts: Mapping[str, LeafLayout], batch: Batch
+    ) -> None:
+        """Compiles for all groups at once, for parameters in their `compute` layout and a microbatch like `batch`."""
+
+        def one(group: Group) -> jax.stages.Compiled:
+            whole = group.sharding()
+            placed = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
+                for name, x in params.items()
+            }
+            rows = Batch(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in batch))
+            scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+            return self._jitted.lower(placed, rows, scalar, scalar).compile()
+
+        with ThreadPoolExecutor() as pool:
+            self._compiled = list(pool.map(one, self.groups))
+
+    def __call__(self, group: int, *args: Any) -> Any:
+        """Enqueues the function on the `group`-th local group and returns at once."""
+        return self._compiled[group](*args)
+
+    def fingerprint(self) -> str:
+        """A hash of the optimised program, without what names source lines."""
+        return program_hash(self._compiled[0])
+
+    def memory(self) -> Any:
+        """XLA's memory analysis of one lane, None where the backend has none."""
+        return self._compiled[0].memory_analysis()
+
+
+def program_hash(compiled: jax.stages.Compiled) -> str:
+    """SHA-256 (16 hex digits) over the instructions of a compiled program; equal programs compute equal bits."""
+    text = compiled.as_text() or ""
+    first = re.search(r"^(%|ENTRY)", text, re.MULTILINE)
+    body = re.sub(r",? metadata=\{[^}]*\}", "", text[first.start() if first else 0 :])
+    return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+
+def on_group(array: jax.Array, group: Group) -> jax.Array:
+    """The part of a global array that lies on a group, as an array of that group.
+
+    `array` must not be cut over the batch axes; its data are not copied.
+    """
+    spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape, group.sharding(*spec), [shards[device] for device in group.mesh.devices.flat]
+    )
+
+
+def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """One array [1, ...] from each local group becomes the global array [batch shards, ...], without a copy.
+
+    Args:
+        parts: in the order of the local groups.
+        spec: how the remaining dimensions are cut.
+        mesh: the whole mesh.
+    """
+    shape = (batch_shards(mesh), *parts[0].shape[1:])
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards)
