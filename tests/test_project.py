@@ -1,0 +1,224 @@
+"""What holds for the project as a whole: its structure, its packaging and its safety rules."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lm_trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 450
+FAMILIES = ("backpack", "gemma", "gpt", "llama", "mistral", "mixtral", "mpt", "olmo", "phi", "qwen", "whisper")
+
+
+def tracked_files() -> list[Path]:
+    """The files under version control, or in an unpacked archive all but hidden ones."""
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        files = [ROOT / name for name in listed.split("\0") if name]
+    else:
+        files = [p for p in ROOT.rglob("*") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)]
+    return [path for path in files if path.is_file()]
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in folders]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_modules(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a name or attribute, the empty string of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def unsafe_constructs(tree: ast.Module) -> Iterator[str]:
+    """Everything through which a file that is only data could run code."""
+    banned_modules = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+    banned_calls = {"eval", "exec", "compile", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    yield from (f"imports {m}" for m in imported_modules(ast.walk(tree)) if m.split(".")[0] in banned_modules)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if dotted(node.func) in banned_calls:
+            yield f"line {node.lineno}: calls {dotted(node.func)}"
+        for keyword in node.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if keyword.arg in ("allow_pickle", "trust_remote_code", "shell") and value is not False:
+                yield f"line {node.lineno}: passes {keyword.arg}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from dill import loads", "eval('1')", "torch.load(f)", "np.load(f, allow_pickle=True)"],
+)
+def test_unsafe_constructs_are_noticed(source: str):
+    assert list(unsafe_constructs(ast.parse(source)))
+
+
+def test_nothing_reads_code_from_data():
+    found = {
+        name_of(path): problems
+        for path in python_files("lm_trainer", "cli")
+        if (problems := [*unsafe_constructs(parse(path))])
+    }
+    assert found == {}
+
+
+def test_the_trunk_knows_no_model_family():
+    pattern = re.compile(rf"(?<![a-z])(?:{'|'.join(FAMILIES)})", re.IGNORECASE)
+    files = [path for path in python_files("lm_trainer") if path.relative_to(ROOT).parts[1] == "nn"]
+    assert files
+    found = {name_of(path): match[0] for path in files if (match := pattern.search(path.read_text() + path.stem))}
+    assert found == {}
+
+
+def test_files_stay_short():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in tracked_files() if path.suffix == ".py"}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_file_names_a_machine_or_a_package_host():
+    pattern = re.compile(
+        r"pypi\.org|pythonhosted|npmjs|(extra-)?index-url|find-links|download\.pytorch"
+        r"|/(work|root|opt|envs)/\w|/home/\w|\.pyenv|proxy\.golang"
+    )
+    found = []
+    for path in tracked_files():
+        if path != Path(__file__).resolve():
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+                if match := pattern.search(line):
+                    found.append(f"{name_of(path)}:{number}: {match[0]}")
+    assert found == []
+
+
+def test_the_command_line_starts_light():
+    """Command modules import the heavy parts inside the command, so that `lmt --help` answers at once."""
+    allowed = {"typer", "cli", *sys.stdlib_module_names}
+    found = {
+        name_of(path): heavy
+        for path in python_files("cli")
+        if (
+            heavy := [
+                module
+                for module in imported_modules(parse(path).body)
+                if module.split(".")[0] not in allowed and module != "lm_trainer.core.errors" and module != "lm_trainer"
+            ]
+        )
+    }
+    assert found == {}
+
+
+def configs() -> list[Path]:
+    return sorted((ROOT / "configs").glob("**/*.yaml"))
+
+
+@pytest.mark.parametrize("config", configs(), ids=name_of)
+def test_every_config_is_valid(config: Path, run_lmt):
+    result = run_lmt("config", "check", config, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def pyproject() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def requirement_name(requirement: str) -> str:
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def declared_packages(*extras: str) -> set[str]:
+    project = pyproject()["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    return {requirement_name(requirement) for group in groups for requirement in group}
+
+
+def test_every_import_is_a_declared_dependency():
+    distributions = importlib.metadata.packages_distributions()
+    own = {"lm_trainer", "cli", *sys.stdlib_module_names}
+    declared = declared_packages("gpu", "tpu", "wandb", "ray", "eval", "test")
+    # jaxlib and ml_dtypes come with jax, which fixes their versions; extras name their packages as they are imported.
+    declared |= {"jaxlib", "ml-dtypes"}
+    missing = {}
+    for path in python_files("lm_trainer", "cli"):
+        for module in imported_modules(ast.walk(parse(path))):
+            package = module.split(".")[0]
+            providers = {requirement_name(name) for name in distributions.get(package, [package])}
+            if package not in own and not providers & declared:
+                missing.setdefault(package, name_of(path))
+    assert missing == {}
+
+
+def test_the_constraints_pin_every_direct_dependency():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.match(r"[a-z0-9._-]+==[^ ]+( ; .+)?$", line)] == []
+    extras = set(pyproject()["project"]["optional-dependencies"]) - {"gpu", "tpu"}
+    assert declared_packages(*extras) - {"lm-trainer"} <= {requirement_name(line) for line in lines}
+
+
+def test_the_version_stands_in_one_place():
+    assert "version" in pyproject()["project"]["dynamic"]
+    places = [
+        name_of(path)
+        for path in tracked_files()
+        if path.suffix in (".py", ".toml", ".md", ".yml") and f'"{lm_trainer.__version__}"' in path.read_text()
+    ]
+    assert places == ["lm_trainer/__init__.py"]
+
+
+def test_the_changelog_takes_entries():
+    assert "\n## [Unreleased]\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_readme_marks_the_commands_that_ci_runs():
+    commands = re.findall(r"<!-- command: (\w+) -->\n```bash\n(.+)\n```", (ROOT / "README.md").read_text())
+    assert [name for name, _ in commands] == ["train", "test"]
+    for _, command in commands:
+        assert "-c constraints.txt" in command
+
+
+def test_links_between_documents_lead_somewhere():
+    broken = [
+        f"{name_of(path)}: {target}"
+        for path in tracked_files()
+        if path.suffix == ".md"
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        if not re.match(r"[a-z]+:", target) and not (path.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_ci_is_runnable():
+    for script in ("run", "compile-constraints"):
+        assert os.access(ROOT / ".ci" / script, os.X_OK)
+        subprocess.run(["bash", "-n", ROOT / ".ci" / script], check=True)
