@@ -1,0 +1,203 @@
+"""Builds a cache: claims it, shares its shards among workers, keeps the ledger. Any number of kills changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.layout import BUILDER, PART_BYTES, Ledger, claim, make_manifest, shard_key
+from lm_trainer.data.pool import run_in_processes
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.store import Store
+from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.data.worker import Job, build_shard
+
+PARALLEL_BYTES = 64 << 20
+"""Below so many stored bytes, starting processes costs more than it gains: the tokenizer has threads of its own."""
+
+BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
+
+
+class BuildProgress(NamedTuple):
+    """How far a build is."""
+
+    name: str
+    """What is built: `tokenizer`, `train` or `validation`."""
+    done_bytes: int
+    """Text tokenised so far, that of earlier runs included."""
+    total_bytes: int | None
+    """None where only reading tells how much text there is (compressed files)."""
+    tokens: int
+
+
+OnProgress = Callable[[BuildProgress], None]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How a build goes about; none of it changes a byte of the result but `part_bytes`, which the manifest holds."""
+
+    num_workers: int | None = None
+    """Processes; 0 = this process, None = by the size of the source and the number of cores."""
+    raise_on_bad_row: bool = True
+    max_bad_rows: float = 0.01
+    part_bytes: tuple[int, int] = PART_BYTES
+
+    def workers(self, shards: Sequence[Shard]) -> int:
+        if self.num_workers is not None:
+            return min(self.num_workers, len(shards))
+        if len(shards) < 2 or sum(shard.size for shard in shards) < PARALLEL_BYTES:
+            return 0
+        return min(os.cpu_count() or 1, len(shards))
+
+
+@dataclass
+class Build:
+    """One cache to be built or found finished."""
+
+    name: str
+    store: Store
+    shards: list[Shard]
+    tokenizer: Tokenizer
+    options: BuildOptions = field(default_factory=BuildOptions)
+    on_progress: OnProgress | None = None
+
+    def run(self) -> Ledger:
+        """Builds what is missing and returns the finished ledger.
+
+        Raises:
+            UserError: if the directory holds another cache, rows are bad, a file is damaged, or there is no text.
+            MachineError: if the disk is full or a worker was killed.
+        """
+        claim(self.store, make_manifest(self.shards, self.tokenizer, self.options.part_bytes))
+        ledger = Ledger.read(self.store)
+        if not ledger.finished:
+            ledger = self._build()
+        self._check_bad_rows(ledger)
+        return ledger
+
+    def _build(self) -> Ledger:
+        with _Lock(self.store) as lock:
+            ledger = Ledger.read(self.store)
+            if ledger.finished:
+                return ledger
+            keeper = _Keeper(self, ledger, lock)
+            keeper.tick(force=True)
+            todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
+            jobs = [self._job(index) for index in todo]
+            workers = self.options.workers([self.shards[index] for index in todo])
+            if workers:
+                run_in_processes(jobs, workers, keeper.tick)
+            else:
+                for job in jobs:
+                    build_shard(job, on_rows=keeper.add)
+            return keeper.finish()
+
+    def _job(self, index: int) -> Job:
+        options = self.options
+        return Job(self.store, index, self.shards[index], self.tokenizer, options.part_bytes, options.raise_on_bad_row)
+
+    def _check_bad_rows(self, ledger: Ledger) -> None:
+        if not ledger.bad:
+            return
+        examples = "\n".join(f"  {example}" for example in ledger.bad_examples[:3])
+        if self.options.raise_on_bad_row:
+            raise UserError(
+                f"{self.store.url} was built with data.on_bad_row: skip and leaves out {ledger.bad} bad rows:\n"
+                f"{examples}\nSet data.on_bad_row: skip to accept that, or repair the rows and remove the directory"
+            )
+        if ledger.bad > self.options.max_bad_rows * ledger.rows:
+            raise UserError(
+                f"{ledger.bad} of {ledger.rows} rows of the {self.name} data are bad, more than data.max_bad_rows "
+                f"({self.options.max_bad_rows:g}) allows:\n{examples}"
+            )
+
+
+class _Keeper:
+    """Keeps ledger, heartbeat and progress up to date while others work."""
+
+    def __init__(self, build: Build, ledger: Ledger, lock: _Lock):
+        self.build, self.ledger, self.lock = build, ledger, lock
+        sizes = [shard.text_size for shard in build.shards]
+        self.total = None if None in sizes else sum(size for size in sizes if size is not None)
+        self.uncommitted, self.last = 0, 0.0
+
+    def add(self, text_bytes: int) -> None:
+        self.uncommitted += text_bytes
+        self.tick()
+
+    def tick(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self.last < POLL_SECONDS:
+            return
+        self.last = now
+        self.lock.beat()
+        before = sum(self.ledger.text_bytes)
+        if self.ledger.advance(self.build.store, len(self.build.shards)):
+            self.ledger.write(self.build.store)
+            self.uncommitted = max(0, self.uncommitted - (sum(self.ledger.text_bytes) - before))
+        if self.build.on_progress:
+            done = sum(self.ledger.text_bytes) + self.uncommitted
+            done = done if self.total is None else min(done, self.total)
+            self.build.on_progress(BuildProgress(self.build.name, done, self.total, self.ledger.num_tokens))
+
+    def finish(self) -> Ledger:
+        self.tick(force=True)
+        if self.ledger.num_documents == 0:
+            raise UserError(
+                f"the {self.build.name} data holds no text: {self.ledger.rows} rows, all of them empty or bad"
+            )
+        self.build._check_bad_rows(self.ledger)
+        self.ledger.finished = True
+        self.ledger.write(self.build.store)
+        return self.ledger
+
+
+class _Lock:
+    """Lets one builder work at a time. Only a courtesy: two at once would write the same bytes."""
+
+    def __init__(self, store: Store):
+        self.store, self.last = store, 0.0
+        self.me = {"host": socket.gethostname(), "pid": os.getpid()}
+
+    def __enter__(self) -> _Lock:
+        while True:
+            found, generation = self.store.read_versioned(BUILDER)
+            free = found is None or not self._alive(json.loads(found))
+            if free and self.store.write_json(BUILDER, self._record(), if_generation=generation):
+                return self
+            time.sleep(POLL_SECONDS)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.store.delete(BUILDER)
+        except UserError:
+            if kind is None:
+                raise
+
+    def beat(self) -> None:
+        if time.monotonic() - self.last >= BEAT_SECONDS:
+            self.last = time.monotonic()
+            self.store.write_json(BUILDER, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        return {**self.me, "beat": time.time()}
+
+    def _alive(self, record: dict[str, Any] | None) -> bool:
+        if record is None or time.time() - record["beat"] > DEAD_SECONDS:
+            return False
+        if record["host"] != self.me["host"] or record["pid"] == self.me["pid"]:
+            return record["host"] != self.me["host"]
+        try:
+            os.kill(record["pid"], 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return True

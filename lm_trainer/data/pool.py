@@ -1,0 +1,70 @@
+"""Worker processes for building, one shard at a time each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.synchronize import Event
+from typing import Any
+
+from lm_trainer.core.errors import MachineError
+from lm_trainer.data.worker import Job, build_shard
+
+_TICK_SECONDS = 0.2
+
+_stop: Any = None
+"""In a worker: the event that ends it between two batches of rows."""
+
+
+def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], None]) -> None:
+    """Runs every job in one of `num_workers` spawned processes; `tick` is called in this one meanwhile.
+
+    The first failure stops the others at their next batch; what they have committed stays.
+
+    Raises:
+        MachineError: if a worker was killed from outside.
+    """
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    with ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(stop, threads)) as pool:
+        try:
+            waiting = {pool.submit(_run, job) for job in jobs}
+            while waiting:
+                done, waiting = wait(waiting, timeout=_TICK_SECONDS, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                tick()
+        except BrokenProcessPool:
+            raise MachineError(
+                "a process that tokenises data was killed; the usual cause is too little memory: "
+                "set data.num_workers lower. What was built is kept; start again to go on"
+            ) from None
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start(stop: Event, threads: int) -> None:
+    global _stop
+    _stop = stop
+    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run(job: Job) -> None:
+    build_shard(job, stopped=_stop.is_set)

@@ -1,0 +1,158 @@
+"""The corpus that every Python carries: the standard library's own sources and its language reference."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
+
+NUM_SHARDS = 8
+
+_TEST_DIRECTORIES = {"test", "tests", "idle_test", "__pycache__"}
+_TOPICS = "pydoc_data/topics.py"
+_SMALLEST_CORPUS = 1 << 20
+
+
+class Document(NamedTuple):
+    """One module of the library, or one topic of the language reference (`pydoc_data/topics/NAME`)."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Embedded(SourceConfig):
+    """Text that needs no network and no download: the modules of the running Python and its language reference.
+
+    About 12 MB. Some 5 % of the documents, chosen by a hash of their name, are the validation set.
+    """
+
+    type: Literal["embedded"] = "embedded"
+    max_bytes: int | None = Field(default=None, ge=1 << 16)
+    """Use only about so many bytes of the corpus, chosen by a hash of the documents' names. All, if absent."""
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
+    """The share of the documents that is held out for validation."""
+
+    takes_urls: ClassVar[bool] = False
+
+    def shards(self, split: Split, urls: Sequence[str] = (), text_key: str = "text") -> list[Shard]:
+        del urls, text_key
+        held_out = self.validation_fraction * 2**32
+        documents, total = [], 0
+        for order, document in sorted((_hash(document.name), document) for document in library()):
+            total += document.size
+            if self.max_bytes is not None and total > self.max_bytes:
+                break
+            if (order < held_out) == (split == "validation"):
+                documents.append(document)
+        documents.sort()
+        if not documents:
+            raise UserError(f"data.source: nothing is left for {split}; raise max_bytes or change validation_fraction")
+        return [EmbeddedShard(part) for part in _balance(documents, NUM_SHARDS)]
+
+
+@dataclass(frozen=True)
+class EmbeddedShard:
+    """Some documents, in the order of their names; a row is a document."""
+
+    documents: tuple[Document, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(document.size for document in self.documents)
+
+    @property
+    def text_size(self) -> int:
+        return self.size
+
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256(repr([tuple(document) for document in self.documents]).encode()).hexdigest()
+        return {"type": "embedded", "documents": len(self.documents), "bytes": self.size, "sha256": digest}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        for number, document in enumerate(self.documents[start:], start):
+            yield Row(number, document.name, _read(document.name).decode("utf-8"))
+
+
+@lru_cache(maxsize=1)
+def library() -> tuple[Document, ...]:
+    """Every document of the corpus, sorted by name.
+
+    Raises:
+        UserError: if this Python carries no readable sources (a zipped or stripped installation).
+    """
+    root = _root()
+    documents = []
+    for directory, subdirectories, files in os.walk(root):
+        relative = Path(directory).relative_to(root)
+        subdirectories[:] = [name for name in subdirectories if _wanted(relative / name)]
+        names = [relative / name for name in files if name.endswith(".py") and _wanted(relative / name)]
+        documents += [document for name in names if (document := _document(name.as_posix()))]
+    documents += [document for topic in _topics() if (document := _document(f"pydoc_data/topics/{topic}"))]
+    if sum(document.size for document in documents) < _SMALLEST_CORPUS:
+        raise UserError(
+            f"the Python at {sys.executable} carries too few readable sources in {root} to train on; "
+            "name your own files with data.train_urls, or use a full Python installation"
+        )
+    return tuple(sorted(documents))
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _wanted(path: Path) -> bool:
+    """Only what belongs to the library: never its tests, installed packages or files generated for this machine."""
+    if path.as_posix() == _TOPICS or path.name in _TEST_DIRECTORIES:
+        return False
+    return path.parts[0].removesuffix(".py") in sys.stdlib_module_names
+
+
+def _document(name: str) -> Document | None:
+    """None for an empty file and for the few that are not UTF-8."""
+    try:
+        content = _read(name)
+        content.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Document(name, len(content), hashlib.sha256(content).hexdigest()) if content else None
+
+
+def _read(name: str) -> bytes:
+    path, _, topic = name.rpartition("/")
+    if path == _TOPICS.removesuffix(".py"):
+        return _topics()[topic].encode("utf-8")
+    return (_root() / name).read_bytes()
+
+
+def _topics() -> dict[str, str]:
+    try:
+        return importlib.import_module("pydoc_data.topics").topics
+    except ImportError:
+        return {}
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+
+
+def _balance(documents: Sequence[Document], parts: int) -> list[tuple[Document, ...]]:
+    """Cuts the list into at most `parts` runs of about equal size."""
+    total, seen = sum(document.size for document in documents), 0
+    runs: list[list[Document]] = [[] for _ in range(parts)]
+    for document in documents:
+        runs[min(parts - 1, seen * parts // total)].append(document)
+        seen += document.size
+    return [tuple(run) for run in runs if run]

@@ -1,0 +1,183 @@
+"""Turns the URLs of a configuration into a list of existing files, and opens them."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import itertools
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, NamedTuple
+
+import fsspec
+
+from lm_trainer.core.errors import UserError
+
+SHARD_BYTES = 64 << 20
+"""Small files are read together until this many stored bytes; a larger file is a shard of its own."""
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+_BRACE = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_VERSION_KEYS = ("etag", "ETag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
+
+
+class File(NamedTuple):
+    """One existing file, with what tells whether it has changed."""
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def compressed(self) -> bool:
+        return self.url.lower().endswith(COMPRESSIONS)
+
+    def identity(self) -> dict[str, Any]:
+        return {"url": self.url, "size": self.size, "version": self.version}
+
+
+def expand_braces(url: str) -> list[str]:
+    """Expands `{1..128}`, `{001..128}` and `{a,b}` as a shell does, leftmost slowest.
+
+    Braces with neither a range nor a comma stay as they are.
+    """
+    for match in _BRACE.finditer(url):
+        body = match[1]
+        if numbers := _RANGE.fullmatch(body):
+            options = _numbers(numbers[1], numbers[2])
+        elif "," in body:
+            options = body.split(",")
+        else:
+            continue
+        head, tail = url[: match.start()], url[match.end() :]
+        return [head + option + rest for option in options for rest in expand_braces(tail)]
+    return [url]
+
+
+def _numbers(first: str, last: str) -> list[str]:
+    start, stop = int(first), int(last)
+    padded = any(len(text.lstrip("-")) > 1 and text.lstrip("-").startswith("0") for text in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    step = 1 if stop >= start else -1
+    return [f"{number:0{width}d}" for number in range(start, stop + step, step)]
+
+
+def list_files(urls: Sequence[str], key: str) -> list[File]:
+    """The files that `urls` name, in the order of the list; what one glob matches is sorted by name.
+
+    Args:
+        urls: paths, fsspec URLs, globs and braces.
+        key: the configuration key that holds them, for messages.
+
+    Raises:
+        UserError: for anything that does not exist, is a directory, or is listed twice.
+    """
+    files = [file for url in urls for name in expand_braces(url) for file in _find(name, key)]
+    seen: set[str] = set()
+    for file in files:
+        if file.url in seen:
+            raise UserError(f"{key}: {file.url} is listed twice; each file may appear once")
+        seen.add(file.url)
+    return files
+
+
+def _find(url: str, key: str) -> list[File]:
+    url = os.path.expanduser(url)
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{key}: cannot open {url}: {error}") from None
+    try:
+        if any(character in path for character in "*?["):
+            paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
+            if not paths:
+                raise UserError(f"{key}: no file matches {url}")
+            return [_file(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
+        return [_file(filesystem, path, url)]
+    except FileNotFoundError:
+        raise UserError(f"{key}: there is no file {url}{_did_you_mean(filesystem, path)}") from None
+    except IsADirectoryError:
+        raise UserError(f"{key}: {url} is a directory; write which files in it, such as {url}/*.jsonl") from None
+    except OSError as error:
+        raise UserError(f"{key}: cannot read {url}: {error}") from None
+
+
+def _file(filesystem: Any, path: str, url: str) -> File:
+    info = filesystem.info(path)
+    if info.get("type") == "directory":
+        raise IsADirectoryError(url)
+    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+    return File(url, int(info.get("size") or 0), version)
+
+
+def _did_you_mean(filesystem: Any, path: str) -> str:
+    parent, _, name = path.rpartition("/")
+    try:
+        names = [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(parent or "/", detail=False)]
+    except (OSError, NotImplementedError):
+        return f" (the directory {parent} does not exist either)" if parent else ""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"; did you mean {parent}/{near[0]}?" if near else ""
+
+
+def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
+    """Cuts the list into runs of about `shard_bytes`; depends on the files alone."""
+    groups: list[tuple[File, ...]] = []
+    current: list[File] = []
+    for file in files:
+        if current and sum(f.size for f in current) + file.size > shard_bytes:
+            groups.append(tuple(current))
+            current = []
+        current.append(file)
+    return [*groups, tuple(current)] if current else groups
+
+
+def suffix(url: str) -> str:
+    """The lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
+    name = url.lower().split("?")[0].rpartition("/")[2]
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return os.path.splitext(name)[1]
+
+
+@contextmanager
+def open_binary(file: File) -> Iterator[IO[bytes]]:
+    """The uncompressed bytes of a file.
+
+    Raises:
+        UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
+    """
+    try:
+        with fsspec.open(file.url, "rb", compression="infer") as stream:
+            yield stream  # pyright: ignore[reportReturnType]
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise UserError(
+            f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
+            "what was read from other files is kept"
+        ) from None
+    except FileNotFoundError:
+        raise UserError(f"{file.url} has disappeared since this run started") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file.url}: {error}") from None
+    except ValueError as error:
+        if "compression" not in str(error).lower():
+            raise
+        raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
+
+
+def total_text_size(files: Sequence[File]) -> int | None:
+    """Bytes of text in plain files; None if any is compressed."""
+    return None if any(file.compressed for file in files) else sum(file.size for file in files)
+
+
+def numbered(groups: Iterator[Iterator[Any]], start: int) -> Iterator[tuple[int, Any]]:
+    """Numbers the items of all groups through, and leaves out those before `start`."""
+    return itertools.islice(enumerate(itertools.chain.from_iterable(groups)), start, None)

@@ -1,0 +1,120 @@
+"""The few verbs that a cache needs of a file system or object store, each atomic: TensorStore's KvStore."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tensorstore as ts
+
+from lm_trainer.core.errors import MachineError, UserError
+
+MISSING = b"\x02"
+"""The generation of a key that does not exist."""
+
+_FULL = re.compile(r"RESOURCE_EXHAUSTED|No space left|Disk quota|File too large|os_error_code='(28|27|122)'")
+_REFUSED = re.compile(
+    r"PERMISSION_DENIED|FAILED_PRECONDITION|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|Errno (13|20|30)"
+)
+
+
+class Store:
+    """Keys with bytes below one directory or URL (`gs://`, `s3://`, `file://`, `memory://`)."""
+
+    def __init__(self, url: str):
+        self.local: Path | None = None
+        """The directory, where it is on this machine and can be memory-mapped."""
+        if "://" not in url or url.startswith("file://"):
+            self.local = Path(url.removeprefix("file://")).expanduser().absolute()
+            self.url = str(self.local)
+            spec: Any = {"driver": "file", "path": f"{self.local}/"}
+        else:
+            self.url = url.rstrip("/")
+            spec = f"{self.url}/"
+        try:
+            self._kv = ts.KvStore.open(spec).result()
+        except (ValueError, OSError, NotImplementedError) as error:
+            raise UserError(f"cannot use {self.url} as a cache directory: {error}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url,)
+
+    def read(self, key: str) -> bytes | None:
+        return self.read_versioned(key)[0]
+
+    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
+        """The value, or None, and the generation that a conditional write may name."""
+        try:
+            result = self._kv.read(key).result()
+        except (ValueError, OSError) as error:
+            self._fail("read", key, error)
+        return (result.value if result.state == "value" else None), result.stamp.generation
+
+    def read_json(self, key: str) -> Any:
+        """The value of a JSON key, None if there is none.
+
+        Raises:
+            UserError: if it is not JSON (only a hand or a failing disk can have done that).
+        """
+        value = self.read(key)
+        try:
+            return None if value is None else json.loads(value)
+        except ValueError as error:
+            raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
+
+    def write(self, key: str, value: bytes, *, if_generation: bytes | None = None) -> bool:
+        """Writes all of the value or nothing. False if the key no longer has the named generation.
+
+        Raises:
+            MachineError: if the disk is full.
+            UserError: if the directory cannot be written.
+        """
+        try:
+            stamp = self._kv.write(key, value, if_equal=if_generation).result()
+        except (ValueError, OSError) as error:
+            self._fail("write", key, error)
+        return bool(stamp.generation)
+
+    def write_json(self, key: str, value: Any, *, if_generation: bytes | None = None) -> bool:
+        return self.write(key, canonical_json(value), if_generation=if_generation)
+
+    def delete(self, key: str) -> None:
+        try:
+            self._kv.write(key, None).result()
+        except (ValueError, OSError) as error:
+            self._fail("delete", key, error)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """All keys that begin with the prefix, sorted."""
+        try:
+            if not prefix:
+                return sorted(key.decode() for key in self._kv.list().result())
+            return sorted(key.decode() for key in self._kv.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result())
+        except (ValueError, OSError) as error:
+            self._fail("list", prefix, error)
+
+    def read_range(self, key: str, start: int, stop: int, batch: Any = None) -> Any:
+        """A future of the bytes [start, stop) of a value."""
+        return self._kv.read(key, byte_range=slice(start, stop), batch=batch)
+
+    def _fail(self, verb: str, key: str, error: Exception) -> NoReturn:
+        # The cause of a failed write is an error raised while another was handled.
+        text = f"{error} {error.__context__ or ''}".strip()
+        reason = text.split(" [source locations")[0]
+        if _FULL.search(text):
+            raise MachineError(
+                f"the disk is full: cannot {verb} {self.url}/{key}. Everything written before is kept and used again; "
+                f"make room or set data.cache_dir to another disk. ({reason})"
+            ) from None
+        if _REFUSED.search(text):
+            raise UserError(
+                f"cannot {verb} {self.url}/{key}: {reason}. Set data.cache_dir to a directory that can be written"
+            ) from None
+        raise MachineError(f"cannot {verb} {self.url}/{key}: {reason}") from None
+
+
+def canonical_json(value: Any) -> bytes:
+    """The same bytes for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

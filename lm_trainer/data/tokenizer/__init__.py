@@ -1,0 +1,53 @@
+"""Tokenizers. To add a kind: one file, one line in the union, one case in `make_tokenizer`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from lm_trainer.data.tokenizer.base import HfTokenizer, Tokenizer, TokenizerConfig
+from lm_trainer.data.tokenizer.bytes import CONTENT, BytesTokenizer, ByteTokenizer
+from lm_trainer.data.tokenizer.hf import Pretrained, load_pretrained
+from lm_trainer.data.tokenizer.trained import TrainedBpe, train_bpe
+
+AnyTokenizer = Annotated[
+    TrainedBpe | BytesTokenizer | Pretrained,
+    Field(discriminator="type"),
+]
+
+
+def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
+    """Reads the short forms: nothing is a tokenizer trained here, `bytes` the bytes, other text a path or hub name."""
+    if value is None:
+        return TrainedBpe()
+    if isinstance(value, str):
+        return BytesTokenizer() if value == "bytes" else Pretrained(name=value)
+    return value
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Reads what `Tokenizer.save` wrote.
+
+    Raises:
+        UserError: if there is none, or it is damaged.
+    """
+    tokenizer = load_pretrained(Pretrained(name=f"{Path(directory).absolute()}/"))
+    if tokenizer.files()["tokenizer.json"] == CONTENT.encode():
+        return ByteTokenizer()
+    return tokenizer
+
+
+__all__ = [
+    "AnyTokenizer",
+    "BytesTokenizer",
+    "HfTokenizer",
+    "Pretrained",
+    "Tokenizer",
+    "TokenizerConfig",
+    "TrainedBpe",
+    "load_tokenizer",
+    "tokenizer_config",
+    "train_bpe",
+]

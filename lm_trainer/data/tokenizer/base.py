@@ -1,0 +1,195 @@
+"""The tokenizer that every part of the program sees: a Hugging Face `tokenizer.json` and what belongs to it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import MachineError, UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+EXTRA_FILES = ("special_tokens_map.json", "chat_template.jinja")
+"""Carried along unread, so that an exported model's tokenizer is the one it was trained with."""
+
+EOS_TOKEN = "<|endoftext|>"
+"""The end-of-document token of the tokenizers that are made here."""
+
+_USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, special tokens included."""
+        ...
+
+    @property
+    def eos_id(self) -> int:
+        """Ends every document, and comes from nowhere else."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Starts every document, for tokenizers that put such a token in front by themselves."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text, without start or end; the names of special tokens in the text are plain text too."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """JSON that differs whenever the ids of some text may differ."""
+        ...
+
+    def save(self, directory: str | Path) -> None:
+        """Writes files that `transformers.AutoTokenizer` and `load_tokenizer` read."""
+        ...
+
+
+class TokenizerConfig(Config):
+    """The base of every member of the union of tokenizers."""
+
+
+class HfTokenizer:
+    """A `tokenizer.json` run by the `tokenizers` package.
+
+    Args:
+        content: the text of `tokenizer.json`; kept to the byte.
+        settings: `tokenizer_config.json` as a mapping.
+        extras: further files of the tokenizer by name.
+        eos_token: overrides the end-of-document token that the settings name.
+        origin: where it comes from, for messages.
+
+    Raises:
+        UserError: if the content is not a tokenizer, or does not tell which token ends a document.
+    """
+
+    backend = "tokenizers"
+
+    def __init__(
+        self,
+        content: str,
+        settings: Mapping[str, Any] | None = None,
+        extras: Mapping[str, bytes] | None = None,
+        *,
+        eos_token: str | None = None,
+        origin: str = "the tokenizer",
+    ):
+        self._content, self._extras, self._origin = content, dict(extras or {}), origin
+        self._settings = dict(settings or {})
+        try:
+            self._rust = RustTokenizer.from_str(content)
+        except Exception as error:  # the package raises nothing narrower
+            raise UserError(f"{origin}: {TOKENIZER_FILE} cannot be read: {error}") from None
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        vocabulary = self._rust.get_vocab(with_added_tokens=True)
+        self._vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._eos_token = self._find_eos(vocabulary, eos_token)
+        self._settings["eos_token"] = self._eos_token
+        self._eos_id = vocabulary[self._eos_token]
+        self._bos_id = self._find_bos()
+        self._rust.encode_special_tokens = True
+        if self._eos_id in self.encode(self._eos_token):
+            raise UserError(
+                f"{origin}: the text {self._eos_token!r} inside a document would become the end-of-document token; "
+                f"declare it special in {TOKENIZER_FILE}"
+            )
+
+    def _find_eos(self, vocabulary: Mapping[str, int], wanted: str | None) -> str:
+        named = wanted or _token_text(self._settings.get("eos_token"))
+        if named is None:
+            named = next((token for token in _USUAL_EOS if token in vocabulary), None)
+        if named is None:
+            raise UserError(
+                f"{self._origin}: {CONFIG_FILE} names no eos_token; choose the token that ends a document with "
+                "data.tokenizer: {type: hf, name: ..., eos_token: ...}"
+            )
+        if named not in vocabulary:
+            raise UserError(f"{self._origin}: the eos_token {named!r} is not in its vocabulary")
+        return named
+
+    def _find_bos(self) -> int | None:
+        """The first special token that the tokenizer's own post-processing puts in front of a text."""
+        if not self._rust.num_special_tokens_to_add(is_pair=False):
+            return None
+        with_special, plain = self._rust.encode("a"), self._rust.encode("a", add_special_tokens=False)
+        first = with_special.ids[0] if with_special.ids else None
+        return first if plain.ids and first != plain.ids[0] and first != self._eos_id else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self._content, self._settings, self._extras, self._origin)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_id(self) -> int:
+        return self._eos_id
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._bos_id
+
+    def encode(self, text: str) -> list[int]:
+        return self._rust.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
+            "backend": self.backend,
+            "version": importlib.metadata.version("tokenizers") if self.backend == "tokenizers" else "1",
+            "vocab_size": self.vocab_size,
+            "eos_id": self.eos_id,
+            "bos_id": self.bos_id,
+        }
+
+    def files(self) -> dict[str, bytes]:
+        """The content of every file that `save` writes."""
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings |= self._settings
+        return {
+            TOKENIZER_FILE: self._content.encode(),
+            CONFIG_FILE: (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+            **self._extras,
+        }
+
+    def save(self, directory: str | Path) -> None:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            for name, content in self.files().items():
+                (Path(directory) / name).write_bytes(content)
+        except OSError as error:
+            raise MachineError(f"cannot write the tokenizer to {directory}: {error}") from None
+
+
+def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict, origin: str) -> HfTokenizer:
+    return kind(content, settings, extras, origin=origin)
+
+
+def _token_text(value: Any) -> str | None:
+    """Tokens stand in the settings as text or as an object with the text in `content`."""
+    return value.get("content") if isinstance(value, dict) else value

@@ -1,0 +1,60 @@
+"""Bytes as tokens: nothing to train, nothing to download, every text exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConfig
+
+EOS_ID = 256
+
+
+class BytesTokenizer(TokenizerConfig):
+    """Each byte of the UTF-8 text is a token; 256 bytes and the end of a document make a vocabulary of 257."""
+
+    type: Literal["bytes"] = "bytes"
+
+
+class ByteTokenizer(HfTokenizer):
+    """Ids are the bytes themselves, and 256 the end of a document."""
+
+    backend = "bytes"
+
+    def __init__(self, content: str | None = None, settings: Any = None, extras: Any = None, *, origin: str = "bytes"):
+        super().__init__(content or CONTENT, settings, extras, origin=origin)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Any]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if i < EOS_ID).decode("utf-8", "replace")
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _content() -> str:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    special = {"id": EOS_ID, "content": EOS_TOKEN, "special": True, "normalized": False}
+    special |= {"single_word": False, "lstrip": False, "rstrip": False}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    model |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    model |= {"vocab": {character: byte for byte, character in enumerate(byte_characters())}, "merges": []}
+    parts = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None}
+    parts |= {"pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model}
+    return json.dumps(parts, indent=2, ensure_ascii=False)
+
+
+CONTENT = _content()
+"""The `tokenizer.json` of the bytes; a constant, so that a saved copy is recognised."""

@@ -1,0 +1,108 @@
+"""Tokenizers of the Hugging Face ecosystem: a file, a directory or a name on the hub. No remote code is ever run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_FILE, HfTokenizer, TokenizerConfig
+
+
+class Pretrained(TokenizerConfig):
+    """A tokenizer that exists: `tokenizer.json`, the directory it is in, or a name on the Hugging Face hub."""
+
+    type: Literal["hf"] = "hf"
+    name: str
+    """A path to `tokenizer.json` or to a directory that holds it, or a hub name such as `gpt2` or `org/model`."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub. Pin it: a branch may move."""
+    eos_token: str | None = None
+    """The token that ends a document, where the tokenizer does not say so or should not decide."""
+
+
+def load_pretrained(config: Pretrained) -> HfTokenizer:
+    """Reads a tokenizer from disk, or from the hub where `name` is no path.
+
+    Raises:
+        UserError: if it is not there, is no fast tokenizer, or cannot be downloaded.
+    """
+    path = Path(config.name).expanduser()
+    if path.exists():
+        return _from_path(path, config.eos_token)
+    if config.name.startswith((".", "/", "~")) or config.name.endswith(".json") or config.name.count("/") > 1:
+        raise UserError(f"data.tokenizer: there is no file or directory {config.name}{_did_you_mean(path)}")
+    return _from_hub(config)
+
+
+def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
+    directory = path if path.is_dir() else path.parent
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.exists():
+        raise UserError(
+            f"data.tokenizer: {directory} holds no {TOKENIZER_FILE}. Load it once with transformers' AutoTokenizer and "
+            "save_pretrained to get one"
+        )
+    extras = {name: (directory / name).read_bytes() for name in EXTRA_FILES if (directory / name).is_file()}
+    settings = _settings(directory / CONFIG_FILE)
+    return HfTokenizer(_text(file), settings, extras, eos_token=eos_token, origin=str(path))
+
+
+def _from_hub(config: Pretrained) -> HfTokenizer:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    def fetch(name: str) -> Path:
+        return Path(hf_hub_download(config.name, name, revision=config.revision))
+
+    def fetch_optional(name: str) -> Path | None:
+        try:
+            return fetch(name)
+        except LocalEntryNotFoundError:
+            # Without network: what was never downloaded counts as absent, as the main file decides.
+            return None
+        except EntryNotFoundError:
+            return None
+
+    try:
+        content = _text(fetch(TOKENIZER_FILE))
+        settings_file = fetch_optional(CONFIG_FILE)
+        extras = {name: file.read_bytes() for name in EXTRA_FILES if (file := fetch_optional(name))}
+    except Exception as error:  # the hub's client raises its own, httpx's, and OSErrors
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"data.tokenizer: {config.name!r} is no file or directory here, and the Hugging Face hub gave no tokenizer "
+            f"of that name: {type(error).__name__}: {reason}. Without network use a local directory or `bytes`"
+        ) from None
+    settings = _settings(settings_file) if settings_file else {}
+    return HfTokenizer(content, settings, extras, eos_token=config.eos_token, origin=config.name)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        return {}
+    try:
+        settings = json.loads(_text(file))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg}") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: expected a JSON object")
+    return settings
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.tokenizer: cannot read {file}: {error}") from None
+
+
+def _did_you_mean(path: Path) -> str:
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

@@ -1,0 +1,74 @@
+"""A byte-level BPE trained on the run's own training text."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RustTokenizer
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources import BadRow, Shard
+from lm_trainer.data.text import clean
+from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConfig
+
+
+class TrainedBpe(TokenizerConfig):
+    """A byte-level BPE with GPT-2's word pattern, trained at first use and kept beside the cache."""
+
+    type: Literal["trained_bpe"] = "trained_bpe"
+    vocab_size: int = Field(default=4096, ge=257, le=1 << 20)
+    """Tokens of the vocabulary: 256 bytes, one end-of-document token, and merges."""
+    sample_bytes: int = Field(default=32 << 20, ge=1 << 10)
+    """Train on at most about so many bytes, taken from the start of every shard of the training text."""
+
+    def recipe(self, shards: Sequence[Shard]) -> dict[str, Any]:
+        """Everything that decides the result."""
+        return {
+            **self.model_dump(),
+            "version": importlib.metadata.version("tokenizers"),
+            "shards": [shard.identity() for shard in shards],
+        }
+
+
+def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
+    """Trains on the documents of `shards`. The same text gives the same tokenizer, whatever the number of threads.
+
+    Raises:
+        UserError: if there is no text, or too little for the wanted vocabulary.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=config.vocab_size,
+        special_tokens=[AddedToken(EOS_TOKEN, special=True, normalized=False)],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(shards, config.sample_bytes), trainer)
+    size = tokenizer.get_vocab_size()
+    if size < config.vocab_size:
+        raise UserError(
+            f"data.tokenizer.vocab_size: the training text only gives {size} tokens, not {config.vocab_size}; "
+            f"ask for at most {size}, or use data.tokenizer: bytes"
+        )
+    return HfTokenizer(tokenizer.to_str(pretty=True), origin="the trained tokenizer")
+
+
+def _sample(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
+    """The first rows of every shard, bad ones left out: each shard gives its share of `num_bytes`."""
+    for index, shard in enumerate(shards):
+        budget = num_bytes * (index + 1) // len(shards) - num_bytes * index // len(shards)
+        for row in shard.rows():
+            if isinstance(row, BadRow):
+                continue
+            text = clean(row.text)[:budget]
+            budget -= len(text)
+            yield text
+            if budget <= 0:
+                break
