@@ -102,7 +102,7 @@ class TrainStep:
     ):
         self.plan = plan
         self.lanes = Lanes(_lane(model, loss, np.asarray(jax.random.key_data(key))), local_groups(mesh))
-        self._mesh, self._layouts = mesh, layouts
+        self._mesh, self.layouts = mesh, layouts
         self._per_shard = plan.per_shard(mesh)
         self._shapes = model.shapes
         compute = {name: NamedSharding(mesh, layout.compute) for name, layout in layouts.items()}
@@ -123,7 +123,7 @@ class TrainStep:
     def compile(self, batch: Batch) -> None:
         """Compiles the lane for rows like those of `batch` (any number of rows)."""
         rows = Batch(*(np.empty((self.plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-        self.lanes.compile(self._shapes, self._layouts, rows)
+        self.lanes.compile(self._shapes, self.layouts, rows)
 
     @property
     def local_rows(self) -> range:
@@ -145,11 +145,15 @@ class TrainStep:
             placed.append(jax.device_put(cuts, sharding))
         return placed
 
+    def params_on_groups(self, params: Params) -> list[Params]:
+        """The parameters as each local group computes with them."""
+        whole = self._gather(params) if self._gather else params
+        return [{name: on_group(x, group) for name, x in whole.items()} for group in self.lanes.groups]
+
     def gradient(self, state: TrainState, batch: list[list[Batch]]) -> tuple[jax.Array, jax.Array, Params]:
         """The sums of loss, weights and gradients over the global batch; the gradients lie as the state at rest."""
         groups = self.lanes.groups
-        params = self._gather(state.params) if self._gather else state.params
-        on_groups = [{name: on_group(x, group) for name, x in params.items()} for group in groups]
+        on_groups = self.params_on_groups(state.params)
         sums = [TreeSum(self._per_shard, self._add) for _ in groups]
         step = np.int32(state.step)
         for j in range(self._per_shard):
@@ -165,7 +169,7 @@ class TrainStep:
             stack_groups([p.weight for p in parts], whole, self._mesh),
             {
                 name: stack_groups([p.grads[name] for p in parts], layout.compute, self._mesh)
-                for name, layout in self._layouts.items()
+                for name, layout in self.layouts.items()
             },
         )
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+import yaml
 from pydantic import model_validator
 
 from lm_trainer.config.trainer import TrainerConfig
@@ -36,7 +37,6 @@ _OPERATIONAL = {
             "parameter_axis_resources",
             "replica_ici_axis_size",
             "replica_dcn_axis_size",
-            "jax_config",
             "jax_compilation_cache_dir",
             "require_accelerator",
         }
@@ -44,6 +44,9 @@ _OPERATIONAL = {
     "data": frozenset({"cache_dir", "num_workers"}),
 }
 """Keys that may change between two attempts at one run, because no weight depends on them."""
+
+_OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
+"""Prefixes of JAX settings that change no number."""
 
 
 class RunConfig(Config):
@@ -63,9 +66,16 @@ class RunConfig(Config):
         return self
 
 
+def to_yaml(config: RunConfig) -> str:
+    """The configuration with every default written out; it loads back to an equal value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
 def numeric_identity(config: RunConfig) -> dict[str, Any]:
     """The part of a configuration that decides the run's numbers, as plain data."""
     plain = config.model_dump(mode="json")
+    jax_config = plain["trainer"]["jax_config"]
+    plain["trainer"]["jax_config"] = {k: v for k, v in jax_config.items() if not k.startswith(_OPERATIONAL_JAX)}
     return {
         section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
         for section, values in plain.items()

@@ -1,0 +1,163 @@
+"""The directory of a run: what was asked for, on what it ran, what came out; held by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+from lm_trainer.config.run import RunConfig, config_hash, numeric_differences, numeric_identity, to_yaml
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import write_atomically
+
+_PACKAGES = ("lm_trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
+
+
+def run_id(config: RunConfig, config_name: str) -> str:
+    """The id in the configuration, else RUN_ID of the environment, else one made of the name and the numbers.
+
+    The same configuration has the same id, so the same command resumes its run; another configuration gets another.
+    """
+    return config.trainer.id or os.environ.get("RUN_ID") or f"{config_name}-{config_hash(config)}"
+
+
+def checkpoint_directory(config: RunConfig, name: str) -> Path:
+    """Where the checkpoints of the run `name` lie."""
+    base = Path(config.trainer.checkpointer.base_path)
+    return base / name if config.trainer.checkpointer.append_run_id_to_base_path else base
+
+
+class RunDirectory:
+    """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
+
+    Raises:
+        UserError: when it cannot be written, is in use, or holds another configuration.
+    """
+
+    def __init__(self, config: RunConfig, name: str):
+        self.name = name
+        self.config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"id": name})})
+        self.path = Path(config.trainer.log_dir) / name
+        self.checkpoints = checkpoint_directory(config, name).absolute()
+        self._locks = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            for directory in {self.path.absolute(), self.checkpoints}:
+                _make(directory)
+                self._locks.enter_context(_lock(directory))
+            self._check_and_write()
+        except BaseException:
+            self._locks.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def _check_and_write(self) -> None:
+        record = self.path / "run.json"
+        identity = numeric_identity(self.config)
+        if record.exists():
+            differences = numeric_differences(json.loads(record.read_text())["identity"], identity)
+            if differences:
+                raise UserError(
+                    f"{self.path} holds a run with another configuration:\n  "
+                    + "\n  ".join(differences)
+                    + "\nSet trainer.id to another name to start a new run, or undo these changes to resume this one"
+                )
+        text = to_yaml(self.config)
+        for directory in (self.path, self.checkpoints):
+            write_atomically(directory / "config.yaml", text)
+        content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": identity}
+        write_atomically(record, json.dumps(content, indent=1) + "\n")
+
+    def record_attempt(self, **facts: Any) -> dict[str, Any] | None:
+        """Appends the environment and `facts` to env.json.
+
+        Returns:
+            The attempt before this one, None for the first.
+        """
+        file = self.path / "env.json"
+        attempts = json.loads(file.read_text()) if file.exists() else []
+        before = attempts[-1] if attempts else None
+        write_atomically(file, json.dumps([*attempts, {**environment(), **facts}], indent=1) + "\n")
+        return before
+
+
+def environment() -> dict[str, Any]:
+    """What may matter to someone who wants to reproduce the run, without host name, user or environment variables."""
+    import jax
+
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git": _git_commit(),
+        "devices": [d.device_kind for d in jax.devices()],
+        "processes": jax.process_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, marked when it has changes; None outside one."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip()
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be written ({error.strerror}); choose another place with trainer.log_dir and "
+            f"trainer.checkpointer.base_path"
+        ) from error
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Any:
+    """An advisory lock that ends with the process, however it ends."""
+    with (directory / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(
+                f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield

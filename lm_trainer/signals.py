@@ -1,0 +1,48 @@
+"""Turns SIGTERM and SIGINT into a request that the training loop reads between two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Self
+
+from lm_trainer.core.errors import Preempted
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """While active, the first signal sets `requested`; the second ends the process at once with 128 + its number.
+
+    Before `arm` is called there is nothing to save, and the first signal ends the run by raising `Preempted`.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._armed = False
+        self._before: dict[int, object] = {}
+
+    def arm(self) -> None:
+        """From now on there is state that is worth saving."""
+        self._armed = True
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        name = signal.Signals(number).name
+        if self.requested:
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self.requested = name
+        if not self._armed:
+            raise Preempted(f"stopped by {name} before the first step; there was nothing to save")
