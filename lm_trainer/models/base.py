@@ -1,12 +1,13 @@
 """What every decoder family's configuration shares."""
 
 from abc import abstractmethod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from flax import nnx
 from pydantic import Field
 
 from lm_trainer.core.config import Config
+from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec, Remat
 
@@ -17,7 +18,11 @@ SCAN_ABOVE = 12
 class DecoderConfig(Config):
     """Settings of a decoder-only model that do not change its parameters."""
 
+    hf: ClassVar[HfFamily]
+    """How the family is written in Hugging Face's format."""
+
     type: str
+    """The family."""
     seq_len: int = Field(default=1024, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=12, gt=0)
@@ -45,7 +50,9 @@ class DecoderConfig(Config):
     def remat(self) -> Remat:
         """`gradient_checkpointing` as a policy of the trunk."""
         value = self.gradient_checkpointing
-        return value if isinstance(value, str) else ("full" if value else "none")
+        if isinstance(value, bool):
+            return "full" if value else "none"
+        return value
 
     @property
     def scan(self) -> bool:

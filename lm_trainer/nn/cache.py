@@ -25,9 +25,10 @@ class KvCache(NamedTuple):
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array
     ) -> tuple[KvCache, jax.Array, jax.Array]:
-        """Stores the keys and values of one layer at their positions and returns all of that layer, k and v [B, C, N, H].
+        """Stores keys and values of one layer at their positions.
 
-        Positions at or past the capacity are dropped.
+        Returns the cache, and all keys and values of that layer, [B, C, N, H]. Positions past its capacity
+        are dropped.
         """
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTNH.astype(self.k.dtype), mode="drop")

@@ -15,7 +15,7 @@ from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.linear import dropout, normal_param
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.nn.stack import Stack
+from lm_trainer.nn.stack import build_blocks, run_blocks
 
 
 class Embedding(nnx.Module):
@@ -39,7 +39,7 @@ class Decoder(nnx.Module):
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
         self.embed = Embedding(spec, rngs=rngs)
-        self.stack = Stack(spec, rngs=rngs)
+        self.blocks = build_blocks(spec, rngs=rngs)
         self.final_norm = make_norm(spec.final_norm, spec.hidden_dim)
 
     def __call__(
@@ -72,14 +72,15 @@ class Decoder(nnx.Module):
             dtype: of activations and of the operands of matrix products.
             key: for dropout; None switches it off.
         """
-        embed_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         x_BSD = dropout(x_BSD, self.spec.embed_dropout, embed_key)
-        x_BSD, _ = self.stack(x_BSD, Context(positions_BS, causal_bias(segments_BS)), key=stack_key)
+        context = Context(positions_BS, causal_bias(segments_BS))
+        x_BSD, _ = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
         return self.final_norm(x_BSD)
 
     def head_weight(self) -> jax.Array:
-        """[V, D] in the parameter dtype: logits are `h_BSD @ head_weight().T`."""
+        """The matrix of the head, [V, D] in the parameter dtype: logits are h w^T."""
         return self.embed.tokens[...]
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
@@ -106,6 +107,6 @@ class Decoder(nnx.Module):
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
         context = Context(positions_BT, cache_bias(positions_BT, cache.k.shape[2]))
-        x_BTD, cache_after = self.stack(x_BTD, context, cache=cache)
+        x_BTD, cache_after = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert cache_after is not None
         return self.logits(self.final_norm(x_BTD)), cache_after

@@ -21,12 +21,12 @@ LOGICAL_AXES = "logical_axes"
 def normal_param(dims: Mapping[str, int], std: float, *, rngs: nnx.Rngs) -> nnx.Param:
     """A float32 parameter, normal with mean 0; `dims` gives the size of each logical axis, in order."""
     value = std * jax.random.normal(rngs.params(), tuple(dims.values()), jnp.float32)
-    return nnx.Param(value, **{LOGICAL_AXES: tuple(dims)})
+    return nnx.Param(value, logical_axes=tuple(dims))
 
 
 def constant_param(dims: Mapping[str, int], value: float) -> nnx.Param:
     """A float32 parameter that starts as `value` everywhere."""
-    return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), **{LOGICAL_AXES: tuple(dims)})
+    return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
 
 
 class Linear(nnx.Module):
@@ -62,7 +62,7 @@ def gelu_new(x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x times the cumulative distribution function of the normal distribution."""
+    """The exact form: the cumulative distribution function of the normal distribution at x, times x."""
     return jax.nn.gelu(x, approximate=False)
 
 

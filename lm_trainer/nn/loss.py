@@ -41,7 +41,9 @@ def token_loss(
     )
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
-    loss = weighted_nll(h_ND, model.head_weight(), jnp.asarray(batch.targets).reshape(-1), weights_N, block_size)
+    loss: jax.Array = weighted_nll(
+        h_ND, model.head_weight(), jnp.asarray(batch.targets).reshape(-1), weights_N, block_size
+    )
     return loss, jnp.sum(weights_N)
 
 

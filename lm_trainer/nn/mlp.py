@@ -16,9 +16,9 @@ class Mlp(nnx.Module):
     """Up, activation, down."""
 
     def __init__(self, spec: MlpSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
-        self.activation = spec.activation
+        self.spec = spec
         self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, std=std, bias=spec.bias, rngs=rngs)
         self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, std=out_std, bias=spec.bias, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(ACTIVATIONS[self.activation](self.up(x_BSD)))
+        return self.down(ACTIVATIONS[self.spec.activation](self.up(x_BSD)))

@@ -6,6 +6,7 @@ Shape letters: B rows, S positions, D hidden dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,62 +26,76 @@ _POLICIES = {
 }
 
 _Carry = tuple[jax.Array, KvCache | None]
+_Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
-class Stack(nnx.Module):
-    """All layers; `blocks["j"]` holds those at place j of the period, each parameter with a leading `layers` axis.
+def build_blocks(spec: DecoderSpec, *, rngs: nnx.Rngs) -> nnx.Dict:
+    """All layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
 
     Every layer is initialised from a key of its own, so the way of execution changes no parameter.
     """
+    keys = jax.random.split(rngs.params(), len(spec.blocks))
+    return nnx.Dict({str(slot): _stacked(spec, slot, keys[slot :: spec.period]) for slot in range(spec.period)})
 
-    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
-        self.scan, self.remat, self.num_layers = spec.scan, spec.remat, len(spec.blocks)
-        keys = jax.random.split(rngs.params(), self.num_layers)
-        out_std = spec.init_std / math.sqrt(2 * self.num_layers)
-        self.blocks = nnx.Dict()
-        for slot in range(spec.period):
 
-            def build(key: jax.Array, slot: int = slot) -> Block:
-                block = spec.blocks[slot]
-                return Block(block, spec.hidden_dim, std=spec.init_std, out_std=out_std, rngs=nnx.Rngs(key))
+def _stacked(spec: DecoderSpec, slot: int, keys: jax.Array) -> Block:
+    out_std = spec.init_std / math.sqrt(2 * len(spec.blocks))
 
-            stacked = jax.vmap(build)(keys[slot :: spec.period])
-            for _, variable in nnx.iter_graph(stacked):
-                if isinstance(variable, nnx.Param):
-                    axes = variable.get_metadata(LOGICAL_AXES)
-                    variable.set_metadata(**{LOGICAL_AXES: ("layers", *axes)})
-            self.blocks[str(slot)] = stacked
+    def build(key: jax.Array) -> Block:
+        block = spec.blocks[slot]
+        return Block(block, spec.hidden_dim, std=spec.init_std, out_std=out_std, rngs=nnx.Rngs(key))
 
-    def __call__(
-        self, x_BSD: jax.Array, context: Context, *, key: jax.Array | None = None, cache: KvCache | None = None
-    ) -> tuple[jax.Array, KvCache | None]:
-        """Runs all layers; with a cache nothing is rematerialised, since no gradient is taken."""
-        slots = [self.blocks[str(j)] for j in range(len(self.blocks))]
-        remat: Remat = "none" if cache is not None else self.remat
+    stacked = jax.vmap(build)(keys)
+    for _, variable in nnx.iter_graph(stacked):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(logical_axes=("layers", *variable.get_metadata(LOGICAL_AXES)))
+    return stacked
 
-        def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
-            layer_key = None if key is None else jax.random.fold_in(key, layer)
-            apply = _rematerialised(_apply, remat, in_loop=self.scan)
-            return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-        whole, rest = divmod(self.num_layers, len(slots))
-        carry: _Carry = (x_BSD, cache)
-        if self.scan:
+def run_blocks(
+    spec: DecoderSpec,
+    blocks: nnx.Dict,
+    x_BSD: jax.Array,
+    context: Context,
+    *,
+    key: jax.Array | None = None,
+    cache: KvCache | None = None,
+) -> _Carry:
+    """Runs all layers in order; with a cache nothing is rematerialised, since no gradient is taken."""
+    slots = [blocks[str(j)] for j in range(spec.period)]
+    apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
 
-            def body(carry: _Carry, turn: tuple[list[Block], jax.Array]) -> tuple[_Carry, None]:
-                blocks, index = turn
-                for j, block in enumerate(blocks):
-                    carry = run(carry, block, index * len(slots) + j)
-                return carry, None
+    def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
+        layer_key = None if key is None else jax.random.fold_in(key, layer)
+        return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-            carry, _ = jax.lax.scan(body, carry, ([_head(block, whole) for block in slots], jnp.arange(whole)))
-            for j in range(rest):
-                carry = run(carry, jax.tree.map(lambda a: a[whole], slots[j]), whole * len(slots) + j)
-            return carry
-        layers = [unstack(block, whole + (j < rest)) for j, block in enumerate(slots)]
-        for i in range(self.num_layers):
-            carry = run(carry, layers[i % len(slots)][i // len(slots)], i)
-        return carry
+    return (_run_as_loop if spec.scan else _run_unrolled)(run, (x_BSD, cache), slots, len(spec.blocks))
+
+
+def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
+    period = len(slots)
+    rows = [unstack(block, -(-(num_layers - j) // period)) for j, block in enumerate(slots)]
+    for layer in range(num_layers):
+        carry = run(carry, rows[layer % period][layer // period], layer)
+    return carry
+
+
+def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
+    """One turn of the loop is one period; a period that is cut short at the end runs after it."""
+    period = len(slots)
+    turns, rest = divmod(num_layers, period)
+
+    def body(carry: _Carry, turn: tuple[Sequence[Block], jax.Array]) -> tuple[_Carry, None]:
+        blocks, index = turn
+        for j, block in enumerate(blocks):
+            carry = run(carry, block, index * period + j)
+        return carry, None
+
+    whole = [jax.tree.map(lambda a: a[:turns], block) if j < rest else block for j, block in enumerate(slots)]
+    carry, _ = jax.lax.scan(body, carry, (whole, jnp.arange(turns)))
+    for j in range(rest):
+        carry = run(carry, jax.tree.map(lambda a: a[turns], slots[j]), turns * period + j)
+    return carry
 
 
 def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key: jax.Array | None) -> _Carry:
@@ -88,13 +103,11 @@ def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key:
     return block(x_BSD, context, layer, key=key, cache=cache)
 
 
-def _rematerialised(apply: Any, remat: Remat, *, in_loop: bool) -> Any:
+def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
+    if remat == "none":
+        return _apply
     # Inside a loop the compiler cannot merge the recomputation with the original, so it needs no barrier.
-    return apply if remat == "none" else jax.checkpoint(apply, policy=_POLICIES[remat], prevent_cse=not in_loop)
-
-
-def _head(tree: Any, count: int) -> Any:
-    return jax.tree.map(lambda a: a if a.shape[0] == count else a[:count], tree)
+    return jax.checkpoint(_apply, policy=_POLICIES[remat], prevent_cse=not in_loop)
 
 
 def unstack(tree: Any, count: int) -> list[Any]:
@@ -103,5 +116,5 @@ def unstack(tree: Any, count: int) -> list[Any]:
     Split, not indexed: its gradient is one concatenation instead of a sum of `count` padded arrays.
     """
     leaves, structure = jax.tree.flatten(tree)
-    rows = [[part.reshape(part.shape[1:]) for part in jax.lax.split(a, (1,) * count)] for a in leaves]
+    rows = [[part.reshape(part.shape[1:]) for part in jax.lax.split(leaf, (1,) * count)] for leaf in leaves]
     return [jax.tree.unflatten(structure, list(parts)) for parts in zip(*rows, strict=True)]

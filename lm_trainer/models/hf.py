@@ -1,0 +1,111 @@
+"""Models in Hugging Face's format, both ways: the content of config.json, and the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from pydantic import ValidationError
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import from_named_leaves, named_leaves
+from lm_trainer.models import MODEL_CONFIGS, AnyModel
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf_table import Leaf, read_config, read_tensors, write_config, write_tensors
+from lm_trainer.nn.linear import LOGICAL_AXES
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> tuple[AnyModel, int]:
+    """The model configuration in the content of a config.json, and the size of its vocabulary.
+
+    Reads what transformers 4 and 5 write. Settings that change how a model is run but not what it computes keep our
+    defaults.
+
+    Raises:
+        UserError: for a family that is not known, or a setting with no counterpart here.
+    """
+    families = {config.hf.model_type: config for config in MODEL_CONFIGS}
+    config_class = families.get(str(hf.get("model_type")))
+    if config_class is None:
+        known = ", ".join(sorted(families))
+        raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {known}")
+    fields = read_config(config_class.hf, hf)
+    vocab_size = hf.get("vocab_size")
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
+        raise UserError(f"config.json: vocab_size={vocab_size!r} is not a positive number")
+    try:
+        return config_class(**fields), vocab_size
+    except ValidationError as error:
+        names = {entry.ours: entry.hf for entry in config_class.hf.fields}
+        lines = [
+            ".".join(names.get(str(at), str(at)) for at in problem["loc"]) + f": {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise UserError("config.json: " + "; ".join(line.removeprefix(": ") for line in lines)) from None
+
+
+def config_to_hf(
+    model_config: DecoderConfig, *, vocab_size: int, eos_id: int | None, bos_id: int | None
+) -> dict[str, Any]:
+    """The content of config.json.
+
+    Raises:
+        UserError: for a setting that the format has no place for.
+    """
+    return {
+        **write_config(model_config.hf, model_config),
+        "vocab_size": vocab_size,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+    }
+
+
+def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Parameters as nested dicts of NumPy arrays, every value exactly that of the file, in the file's dtype.
+
+    `tensors` may load lazily: each is asked for once, or twice where a file repeats a tied tensor.
+
+    Raises:
+        UserError: for missing, unknown and misshapen tensors, naming them.
+    """
+    shapes = _abstract(model_config, vocab_size)
+    period = model_config.spec(vocab_size).period
+    return from_named_leaves(shapes, read_tensors(model_config.hf, _leaves(shapes), period, tensors))
+
+
+def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
+
+    Raises:
+        UserError: for a setting that the format has no place for, or parameters of another configuration.
+    """
+    write_config(model_config.hf, model_config)
+    named = named_leaves(params)
+    vocab_size = named["embed.tokens"].shape[0]
+    leaves = _leaves(_abstract(model_config, vocab_size))
+    found = {name: tuple(leaf.shape) for name, leaf in named.items()}
+    if wrong := sorted(name for name in leaves.keys() | found.keys() if not _same(leaves.get(name), found.get(name))):
+        raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
+    return write_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period, named)
+
+
+def _same(leaf: Leaf | None, shape: tuple[int, ...] | None) -> bool:
+    return leaf is not None and leaf.shape == shape
+
+
+def _abstract(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
+    """The parameter tree with a `Leaf` in place of each array; no memory is taken."""
+    model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
+
+    def leaf(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(Leaf(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
+
+    state = jax.tree.map(leaf, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return nnx.to_pure_dict(state)
+
+
+def _leaves(shapes: dict[str, Any]) -> dict[str, Leaf]:
+    return named_leaves(shapes)
