@@ -57,7 +57,8 @@ def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]
             with _machine_errors(out):
                 _empty(draft)
                 yield draft
-                _sync_directory(draft)
+                for path in (*draft.rglob("*"), draft):
+                    _sync(path)
                 check_output(out, overwrite=overwrite, replaceable=replaceable)
                 _place(draft, out)
         finally:
@@ -74,7 +75,7 @@ def _place(draft: Path, out: Path) -> None:
         out.rename(old)
         draft.rename(out)
         shutil.rmtree(old, ignore_errors=True)
-    _sync_directory(out.parent)
+    _sync(out.parent)
 
 
 def _empty(directory: Path) -> None:
@@ -85,8 +86,9 @@ def _empty(directory: Path) -> None:
             path.unlink()
 
 
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until a file, or the list of names in a directory, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -6,13 +6,11 @@ Nothing here unpickles or runs what a file says, and a name inside a file never 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
@@ -26,7 +24,7 @@ _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_WIDENED = frozenset({"F32", "F16", "BF16"})
 
 
 def parse_size(text: str) -> int:
@@ -79,19 +77,14 @@ def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
         # safetensors makes files that only the owner can read, whatever the umask says.
         path.chmod(mode & 0o777)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
     except (SafetensorError, OSError) as error:
         raise MachineError(f"{path}: cannot be written ({error})") from None
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes `data` with sorted keys, and waits until it is on the disk."""
-    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes `data` with sorted keys."""
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -151,7 +144,7 @@ class Weights(Mapping[str, np.ndarray]):
         if dtype.startswith(("F8", "F4", "F6")):
             raise UserError(f"{self.directory / self._shards[name]}: {name} is quantized ({dtype}); use f32, f16, bf16")
         tensor = file.get_tensor(name)
-        return tensor.astype(np.float32) if dtype in _FLOATS else tensor
+        return tensor.astype(np.float32) if dtype in _WIDENED else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)

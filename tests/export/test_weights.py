@@ -27,7 +27,7 @@ def tensors() -> dict[str, np.ndarray]:
         "fortran": np.asfortranarray(square),
         "broadcast": np.broadcast_to(square[:1], (5, 4)),
         "plain": square,
-        "scalar": np.float32(3.5).reshape(()),
+        "scalar": np.full((), 3.5, np.float32),
     }
 
 

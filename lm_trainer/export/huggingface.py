@@ -1,0 +1,163 @@
+"""A model as a Hugging Face directory: safetensors, config.json, tokenizer and card, written and read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.export.card import TrainingFacts, model_card
+from lm_trainer.export.output import complete_directory
+from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
+from lm_trainer.models import hf
+from lm_trainer.train_state import ModelDef
+
+if TYPE_CHECKING:
+    from lm_trainer.data.tokenizer import Tokenizer
+    from lm_trainer.models.base import DecoderConfig
+    from lm_trainer.nn.decoder import Decoder
+
+FILES = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Patterns of the names that an exported directory may hold."""
+
+DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model outside of a run, with all that it takes to use it."""
+
+    config: DecoderConfig
+    vocab_size: int
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    params: Mapping[str, Any]
+    """Nested dicts of arrays, as `nnx.to_pure_dict` gives them."""
+    tokenizer: Tokenizer
+    name: str
+    """For people: the title of the card."""
+    facts: TrainingFacts = field(default_factory=TrainingFacts)
+
+    def build(self) -> Decoder:
+        """The module with these parameters, on the default device."""
+        definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
+        return definition.merge(named_leaves(jax.tree.map(jnp.asarray, dict(self.params))))
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a model is written; the defaults lose nothing and overwrite nothing."""
+
+    dtype: str = "f32"
+    """A key of `DTYPES`; a narrower one than the parameters' rounds to the nearest."""
+    max_shard_size: int = 5 * 10**9
+    """Bytes; larger models are written as several files with an index."""
+    overwrite: bool = False
+    """Replace an earlier export at the same place."""
+    hub_name: str | None = None
+    """`ORG/NAME` on the hub, for the snippet in the card."""
+
+
+def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
+    """Writes the model to `out`, which is complete afterwards, or as it was when this raises.
+
+    Raises:
+        UserError: when the format has no place for something the model has, or `out` may not be replaced.
+        MachineError: when the file system refuses.
+    """
+    dtype, tokenizer = DTYPES[options.dtype], model.tokenizer
+    tensors = hf.params_to_hf(model.config, model.params)
+    config = dict(
+        hf.config_to_hf(model.config, vocab_size=model.vocab_size, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
+    )
+    # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
+    config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    parameters = sum(tensor.size for tensor in tensors.values())
+    card = model_card(model.name, hf_config=config, parameters=parameters, facts=model.facts, hub_name=options.hub_name)
+    with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
+        write_json(draft / "config.json", config)
+        write_json(draft / "generation_config.json", _generation_config(config))
+        write_weights(draft, tensors, dtype=dtype, max_shard_size=options.max_shard_size)
+        tokenizer.save(draft)
+        (draft / "README.md").write_text(card, encoding="utf-8")
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
+    return {"do_sample": True, "temperature": 0.8, **{key: value for key, value in ids.items() if value is not None}}
+
+
+def is_hf_directory(path: Path) -> bool:
+    """Whether `path` is laid out as a Hugging Face model; `read_hf` says whether it is a sound one."""
+    return (path / "config.json").is_file()
+
+
+def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None = None) -> TextModel:
+    """Reads a model that `write_hf`, transformers or anybody else wrote. Runs nothing that the directory holds.
+
+    Args:
+        directory: with config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json.
+        tokenizer: another directory to take the tokenizer from.
+        name: what to call the model; None: the name of the directory.
+
+    Raises:
+        UserError: for a family or setting that is not supported, code in the directory, damaged or missing files,
+            tensors that do not fit the configuration, or a tokenizer that does not fit the model.
+    """
+    from lm_trainer.data.tokenizer import load_tokenizer
+
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory")
+    config_file = directory / "config.json"
+    raw = read_json(config_file)
+    if "auto_map" in raw:
+        raise UserError(
+            f"{config_file}: `auto_map` asks to run code from the directory, which is never done; "
+            f"use a model that transformers supports without trust_remote_code"
+        )
+    with _blame(config_file):
+        config, vocab_size = hf.config_from_hf(raw)
+    home = tokenizer or directory
+    if not (home / "tokenizer.json").is_file():
+        raise UserError(f"{home}: no tokenizer.json; name a directory that has the model's with --tokenizer")
+    loaded = load_tokenizer(home)
+    if loaded.vocab_size > vocab_size:
+        raise UserError(
+            f"{home / 'tokenizer.json'}: has {loaded.vocab_size} tokens, but the model in {directory} only knows "
+            f"{vocab_size}; it is the tokenizer of another model"
+        )
+    weights = Weights(directory)
+    with _blame(directory):
+        params = hf.params_from_hf(config, vocab_size, weights)
+    return TextModel(config, vocab_size, params, loaded, name or directory.resolve().name)
+
+
+@contextlib.contextmanager
+def _blame(path: Path) -> Iterator[None]:
+    """Puts the name of the file or directory before what is wrong with its content."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if str(path) in message else f"{path}: {message}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
