@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.layout import BUILDER, PART_BYTES, Ledger, claim, make_manifest, shard_key
+from lm_trainer.data.layout import BUILDER, PART_BYTES, Ledger, check_manifest, claim, make_manifest, shard_key
 from lm_trainer.data.pool import run_in_processes
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import Store
@@ -75,35 +75,49 @@ class Build:
             UserError: if the directory holds another cache, rows are bad, a file is damaged, or there is no text.
             MachineError: if the disk is full or a worker was killed.
         """
-        claim(self.store, make_manifest(self.shards, self.tokenizer, self.options.part_bytes))
         ledger = Ledger.read(self.store)
+        manifest = make_manifest(self.shards, self.tokenizer, self.options.part_bytes)
+        check_manifest(self.store, manifest, ledger)
         if not ledger.finished:
-            ledger = self._build()
-        self._check_bad_rows(ledger)
+            with _Lock(self.store, on_wait=self.report) as lock:
+                ledger = self._build(manifest, lock)
+        self.check_bad_rows(ledger)
         return ledger
 
-    def _build(self) -> Ledger:
-        with _Lock(self.store) as lock:
-            ledger = Ledger.read(self.store)
-            if ledger.finished:
-                return ledger
-            keeper = _Keeper(self, ledger, lock)
-            keeper.tick(force=True)
-            todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
-            jobs = [self._job(index) for index in todo]
-            workers = self.options.workers([self.shards[index] for index in todo])
-            if workers:
-                run_in_processes(jobs, workers, keeper.tick)
-            else:
-                for job in jobs:
-                    build_shard(job, on_rows=keeper.add)
-            return keeper.finish()
+    def _build(self, manifest: dict[str, Any], lock: _Lock) -> Ledger:
+        ledger = Ledger.read(self.store)
+        claim(self.store, manifest, ledger)
+        if ledger.finished:
+            return ledger
+        keeper = _Keeper(self, ledger, lock)
+        keeper.tick(force=True)
+        todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
+        jobs = [self._job(index) for index in todo]
+        workers = self.options.workers([self.shards[index] for index in todo])
+        if workers:
+            run_in_processes(jobs, workers, keeper.tick)
+        else:
+            for job in jobs:
+                build_shard(job, on_rows=keeper.add)
+        return keeper.finish()
+
+    def report(self, ledger: Ledger | None = None, uncommitted: int = 0) -> None:
+        """Tells `on_progress` how far the ledger is."""
+        if self.on_progress is None:
+            return
+        ledger = ledger or Ledger.read(self.store)
+        sizes = [shard.text_size for shard in self.shards]
+        total = None if None in sizes else sum(size for size in sizes if size is not None)
+        done = sum(ledger.text_bytes) + uncommitted
+        done = done if total is None else min(done, total)
+        self.on_progress(BuildProgress(self.name, done, total, ledger.num_tokens))
 
     def _job(self, index: int) -> Job:
         options = self.options
         return Job(self.store, index, self.shards[index], self.tokenizer, options.part_bytes, options.raise_on_bad_row)
 
-    def _check_bad_rows(self, ledger: Ledger) -> None:
+    def check_bad_rows(self, ledger: Ledger) -> None:
+        """Refuses a cache with more bad rows than the options accept."""
         if not ledger.bad:
             return
         examples = "\n".join(f"  {example}" for example in ledger.bad_examples[:3])
@@ -124,8 +138,6 @@ class _Keeper:
 
     def __init__(self, build: Build, ledger: Ledger, lock: _Lock):
         self.build, self.ledger, self.lock = build, ledger, lock
-        sizes = [shard.text_size for shard in build.shards]
-        self.total = None if None in sizes else sum(size for size in sizes if size is not None)
         self.uncommitted, self.last = 0, 0.0
 
     def add(self, text_bytes: int) -> None:
@@ -142,10 +154,7 @@ class _Keeper:
         if self.ledger.advance(self.build.store, len(self.build.shards)):
             self.ledger.write(self.build.store)
             self.uncommitted = max(0, self.uncommitted - (sum(self.ledger.text_bytes) - before))
-        if self.build.on_progress:
-            done = sum(self.ledger.text_bytes) + self.uncommitted
-            done = done if self.total is None else min(done, self.total)
-            self.build.on_progress(BuildProgress(self.build.name, done, self.total, self.ledger.num_tokens))
+        self.build.report(self.ledger, self.uncommitted)
 
     def finish(self) -> Ledger:
         self.tick(force=True)
@@ -153,7 +162,7 @@ class _Keeper:
             raise UserError(
                 f"the {self.build.name} data holds no text: {self.ledger.rows} rows, all of them empty or bad"
             )
-        self.build._check_bad_rows(self.ledger)
+        self.build.check_bad_rows(self.ledger)
         self.ledger.finished = True
         self.ledger.write(self.build.store)
         return self.ledger
@@ -162,8 +171,8 @@ class _Keeper:
 class _Lock:
     """Lets one builder work at a time. Only a courtesy: two at once would write the same bytes."""
 
-    def __init__(self, store: Store):
-        self.store, self.last = store, 0.0
+    def __init__(self, store: Store, on_wait: Callable[[], None]):
+        self.store, self.on_wait, self.last = store, on_wait, 0.0
         self.me = {"host": socket.gethostname(), "pid": os.getpid()}
 
     def __enter__(self) -> _Lock:
@@ -172,6 +181,7 @@ class _Lock:
             free = found is None or not self._alive(json.loads(found))
             if free and self.store.write_json(BUILDER, self._record(), if_generation=generation):
                 return self
+            self.on_wait()
             time.sleep(POLL_SECONDS)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import Shard
-from lm_trainer.data.store import MISSING, Store, canonical_json
+from lm_trainer.data.store import Store, canonical_json
 from lm_trainer.data.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -68,23 +68,43 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()[:16]
 
 
-def claim(store: Store, manifest: dict[str, Any]) -> None:
-    """Makes the store the cache of this manifest.
+def check_manifest(store: Store, manifest: dict[str, Any], ledger: Ledger) -> int:
+    """How many leading shards of the cache fit the manifest: all of them, unless sources changed before they counted.
+
+    A shard none of whose parts the ledger lists has never been read, so it may be built again from what is there now.
 
     Raises:
-        UserError: if it already is the cache of another one; says what differs.
+        UserError: if the store is the cache of something else; says what differs.
     """
-    if store.write_json(MANIFEST, manifest, if_generation=MISSING):
-        return
     found = store.read_json(MANIFEST)
-    if found == manifest:
-        return
+    if found is None or found == manifest:
+        return len(manifest["shards"])
+    old, new = found.get("shards", []), manifest["shards"]
+    fitting = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    rest_equal = {**found, "shards": None} == {**manifest, "shards": None}
+    if rest_equal and not ledger.finished and ledger.next <= [fitting, 0]:
+        return fitting
     raise UserError(
         f"{store.url} was built from something else: it is the cache {fingerprint(found)}, this configuration makes "
         f"{fingerprint(manifest)}.\n"
         + "\n".join(f"  {line}" for line in _differences(found, manifest))
         + f"\nSet data.cache_dir to another directory, or remove {store.url}"
     )
+
+
+def claim(store: Store, manifest: dict[str, Any], ledger: Ledger) -> None:
+    """Makes the store the cache of this manifest, and removes what was built of shards that have changed.
+
+    Raises:
+        UserError: as `check_manifest` does.
+    """
+    fitting = check_manifest(store, manifest, ledger)
+    if store.read_json(MANIFEST) == manifest:
+        return
+    for key in [*store.list("shards/"), *store.list("parts/")]:
+        if int(key.rpartition("/")[2][:5]) >= fitting:
+            store.delete(key)
+    store.write_json(MANIFEST, manifest)
 
 
 def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

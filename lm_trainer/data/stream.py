@@ -46,13 +46,16 @@ class TokenStream:
         Raises:
             MachineError: if a part is missing or was cut short.
         """
-        tokens_NT = np.full((len(starts_N), length), fill, np.int32)
         pieces = self._pieces(starts_N, length)
+        tokens_NT = np.empty((len(starts_N), length), np.int32)
+        for row in np.flatnonzero(starts_N + length > len(self)):
+            tokens_NT[row] = fill
         if self._store.local is None:
             self._read_remote(pieces, tokens_NT)
         else:
+            maps = {part: self._map(part) for part in {piece[2] for piece in pieces}}
             for row, column, part, offset, count in pieces:
-                tokens_NT[row, column : column + count] = self._map(part)[offset : offset + count]
+                tokens_NT[row, column : column + count] = maps[part][offset : offset + count]
         return tokens_NT
 
     def _pieces(self, starts_N: np.ndarray, length: int) -> list[tuple[int, int, int, int, int]]:
@@ -91,7 +94,8 @@ class TokenStream:
         try:
             size = path.stat().st_size
             if size == count * self._dtype.itemsize:
-                return np.memmap(path, self._dtype, "r") if count else np.zeros(0, self._dtype)
+                # A plain array: slices of a memmap object cost ten times as much.
+                return np.asarray(np.memmap(path, self._dtype, "r")) if count else np.zeros(0, self._dtype)
         except OSError as error:
             raise MachineError(
                 f"the cache has lost a part: {error}. Remove {self._store.url} to build it again"

@@ -10,7 +10,6 @@ from pydantic import Field
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import BadRow, Shard
 from lm_trainer.data.text import clean
 from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConfig
@@ -21,7 +20,7 @@ class TrainedBpe(TokenizerConfig):
 
     type: Literal["trained_bpe"] = "trained_bpe"
     vocab_size: int = Field(default=4096, ge=257, le=1 << 20)
-    """Tokens of the vocabulary: 256 bytes, one end-of-document token, and merges."""
+    """Tokens of the vocabulary: 256 bytes, one end-of-document token, and merges. Little text may give fewer."""
     sample_bytes: int = Field(default=32 << 20, ge=1 << 10)
     """Train on at most about so many bytes, taken from the start of every shard of the training text."""
 
@@ -35,11 +34,7 @@ class TrainedBpe(TokenizerConfig):
 
 
 def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
-    """Trains on the documents of `shards`. The same text gives the same tokenizer, whatever the number of threads.
-
-    Raises:
-        UserError: if there is no text, or too little for the wanted vocabulary.
-    """
+    """Trains on the documents of `shards`. The same text gives the same tokenizer, whatever the number of threads."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,12 +46,6 @@ def train_bpe(config: TrainedBpe, shards: Sequence[Shard]) -> HfTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_sample(shards, config.sample_bytes), trainer)
-    size = tokenizer.get_vocab_size()
-    if size < config.vocab_size:
-        raise UserError(
-            f"data.tokenizer.vocab_size: the training text only gives {size} tokens, not {config.vocab_size}; "
-            f"ask for at most {size}, or use data.tokenizer: bytes"
-        )
     return HfTokenizer(tokenizer.to_str(pretty=True), origin="the trained tokenizer")
 
 
