@@ -157,7 +157,8 @@ def read_tensors(
     """
     entries = _entries(family, leaves, period)
     names = _match_names(family, {entry.name for entry in entries}, tensors)
-    problems, rows = [], {path: [np.empty(0)] * (leaf.shape[0] if leaf.stacked else 1) for path, leaf in leaves.items()}
+    problems: list[str] = []
+    rows: dict[str, dict[int, np.ndarray]] = {path: {} for path in leaves}
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
         expected = entry.shape(leaves)
@@ -168,10 +169,13 @@ def read_tensors(
         for (path, row), part in zip(entry.parts, np.split(tensor, ends, axis=-1), strict=True):
             rows[path][row] = part.reshape(leaves[path].layer_shape)
     _raise(problems)
-    return {
-        path: np.stack(rows.pop(path)) if leaf.stacked else np.ascontiguousarray(rows.pop(path)[0])
-        for path, leaf in leaves.items()
-    }
+    return {path: _joined(rows.pop(path), leaf) for path, leaf in leaves.items()}
+
+
+def _joined(rows: dict[int, np.ndarray], leaf: Leaf) -> np.ndarray:
+    if not leaf.stacked:
+        return np.ascontiguousarray(rows[0])
+    return np.stack([rows[row] for row in range(leaf.shape[0])])
 
 
 def write_tensors(
