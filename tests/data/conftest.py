@@ -1,0 +1,74 @@
+"""Small files of real text, and caches built from them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.data import DataConfig
+from lm_trainer.data.builder import Build, BuildOptions
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.store import Store
+from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+
+PART_BYTES = (20_000, 40_000)
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Some 60 modules of the standard library: 400 kB of text."""
+    rows = [row for shard in Embedded().shards("validation") for row in shard.rows()]
+    return [row.text[:20_000] for row in rows if not hasattr(row, "reason")][:60]
+
+
+@pytest.fixture(scope="session")
+def corpus(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`a.jsonl`, `b.jsonl.gz` and `c.jsonl`, 20 documents each."""
+    directory = tmp_path_factory.mktemp("corpus")
+    for index, name in enumerate(("a.jsonl", "b.jsonl.gz", "c.jsonl")):
+        lines = "".join(json.dumps({"text": text, "n": index}) + "\n" for text in documents[index::3])
+        content = lines.encode()
+        (directory / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    return directory
+
+
+MakeBuild = Callable[..., Build]
+
+
+@pytest.fixture
+def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
+    """A build of `corpus` into `tmp_path/NAME`: one shard per file, parts of about 20 kB, in this process."""
+
+    def make(
+        name: str = "cache",
+        *,
+        urls: list[str] | None = None,
+        tokenizer: Tokenizer | None = None,
+        config: DataConfig | None = None,
+        **options: object,
+    ) -> Build:
+        config = config or DataConfig(train_urls=urls or [str(corpus / "*.jsonl*")])
+        shards: list[Shard] = [shard for url in config.train_urls for shard in _one_per_file(config, url)]
+        chosen = {"num_workers": 0, "part_bytes": PART_BYTES, **options}
+        return Build("train", Store(str(tmp_path / name)), shards, tokenizer or ByteTokenizer(), BuildOptions(**chosen))
+
+    return make
+
+
+def _one_per_file(config: DataConfig, url: str) -> list[Shard]:
+    from lm_trainer.data.sources.urls import list_files
+
+    files = [file.url for file in list_files([url], "data.train_urls")]
+    return [shard for file in files for shard in config.model_copy(update={"train_urls": [file]}).shards("train")]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file of a cache by its name; TensorStore's lock files, which a kill may leave behind, do not belong."""
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".__lock"))
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

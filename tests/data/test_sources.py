@@ -1,0 +1,276 @@
+"""Sources: which files, which rows, and what is wrong with them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data import DataConfig
+from lm_trainer.data.sources import BadRow, Row, shards_of_urls
+from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.text import PIECE_BYTES
+from lm_trainer.data.sources.urls import File, expand_braces, group
+
+
+def rows_of(*urls: object, text_key: str = "text", start: int = 0) -> list[Row | BadRow]:
+    shards = shards_of_urls("train", [str(url) for url in urls], text_key)
+    assert len(shards) == 1
+    return list(shards[0].rows(start))
+
+
+def texts(rows: list[Row | BadRow]) -> list[str]:
+    assert all(isinstance(row, Row) for row in rows), rows
+    return [row.text for row in rows if isinstance(row, Row)]
+
+
+def test_braces_expand_as_in_a_shell() -> None:
+    assert expand_braces("x.{1..3}-of-3.gz") == ["x.1-of-3.gz", "x.2-of-3.gz", "x.3-of-3.gz"]
+    assert expand_braces("{08..10}") == ["08", "09", "10"]
+    assert expand_braces("{a,b}/{2..1}") == ["a/2", "a/1", "b/2", "b/1"]
+    assert expand_braces("{plain}/x") == ["{plain}/x"]
+    assert len(expand_braces("train.{1..128}-of-128.jsonl.gz")) == 128
+
+
+def test_small_files_share_a_shard_and_large_ones_have_their_own() -> None:
+    files = [File(str(index), size, "") for index, size in enumerate([10, 20, 200, 30, 60, 50])]
+    assert [[int(f.url) for f in run] for run in group(files, 100)] == [[0, 1], [2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "compress"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+)
+def test_lines_of_json(tmp_path: Path, suffix: str, compress) -> None:
+    lines = [json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": "ünï", "x": [1]})]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress("\n".join(lines).encode()))
+    rows = rows_of(tmp_path / f"a.jsonl{suffix}")
+    assert texts(rows) == ["one\ntwo", "", "ünï"]
+    assert [row.number for row in rows] == [0, 1, 2]
+    assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
+
+
+def test_rows_resume_at_a_number_across_files(tmp_path: Path) -> None:
+    for name, words in {"a": "0 1 2", "b": "3 4"}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words.split()))
+    assert texts(rows_of(tmp_path / "*.jsonl")) == ["0", "1", "2", "3", "4"]
+    rest = rows_of(tmp_path / "*.jsonl", start=2)
+    assert texts(rest) == ["2", "3", "4"]
+    assert rest[1].where.endswith("b.jsonl:1")
+    assert [row.number for row in rest] == [2, 3, 4]
+
+
+def test_another_text_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "text": "y"}\n')
+    assert texts(rows_of(tmp_path / "a.jsonl", text_key="body")) == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a', "not JSON"),
+        (b'{"text": "\xff"}', "invalid UTF-8 at byte 10"),
+        (b'{"body": "a"}', "no field 'text' (fields: body)"),
+        (b'{"text": null}', "is null, not a string"),
+        (b'{"text": 3}', "is a number, not a string"),
+        (b'{"text": ["a"]}', "is a list, not a string"),
+        (b'["a"]', "expected a JSON object"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path: Path, line: bytes, reason: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b'\n{"text": "fine too"}\n')
+    good, bad, last = rows_of(tmp_path / "a.jsonl")
+    assert isinstance(bad, BadRow)
+    assert reason in bad.reason
+    assert bad.where == f"{tmp_path}/a.jsonl:2"
+    assert texts([good, last]) == ["fine", "fine too"]
+
+
+def test_a_text_file_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
+    (tmp_path / "b.md").write_text("# Title\n")
+    rows = rows_of(tmp_path / "a.txt", tmp_path / "b.md")
+    assert texts(rows) == ["one\r\ntwo\n", "# Title\n"], "line ends are kept, a byte order mark is not"
+    assert all(isinstance(row, Row) and row.ends_document for row in rows)
+
+
+@pytest.mark.parametrize("line", ["def f():\n    return 'é'\n", "without any line end é "])
+def test_a_large_text_file_comes_in_pieces_of_one_document(tmp_path: Path, line: str) -> None:
+    text = line * (5 * PIECE_BYTES // len(line.encode()))
+    (tmp_path / "a.txt").write_text(text)
+    rows = rows_of(tmp_path / "a.txt")
+    assert 3 <= len(rows) <= 6
+    assert [row.ends_document for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert "".join(texts(rows)) == text
+    assert max(len(piece.encode()) for piece in texts(rows)) <= 2 * PIECE_BYTES
+    if "\n" in line:
+        assert all(piece.startswith("def") for piece in texts(rows))
+    assert rows_of(tmp_path / "a.txt", start=2) == rows[2:]
+
+
+def test_broken_utf8_in_a_text_file_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo \xff\xfe three\n")
+    (row,) = rows_of(tmp_path / "a.txt")
+    assert isinstance(row, BadRow)
+    assert row.where == f"{tmp_path}/a.txt:2"
+    assert "invalid UTF-8" in row.reason
+
+
+def test_binary_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    with pytest.raises(UserError, match=r"a\.txt is not text: it holds zero bytes"):
+        rows_of(tmp_path / "a.txt")
+
+
+def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
+    content = gzip.compress("".join(json.dumps({"text": str(i)}) + "\n" for i in range(1000)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
+def test_something_else_named_gz_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_text('{"text": "not packed"}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
+def test_missing_files_are_named_with_a_near_one(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(
+        UserError, match=r"data\.train_urls: there is no file .*trian\.jsonl; did you mean .*train\.jsonl\?"
+    ):
+        rows_of(tmp_path / "trian.jsonl")
+    with pytest.raises(UserError, match=r"no file matches .*\*\.json"):
+        rows_of(tmp_path / "*.json")
+    with pytest.raises(UserError, match=r"the directory .* does not exist either"):
+        rows_of(tmp_path / "no" / "x.jsonl")
+    (tmp_path / "sub.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"is a directory; write which files"):
+        rows_of(tmp_path / "sub.jsonl")
+
+
+def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(UserError, match="listed twice"):
+        rows_of(tmp_path / "a.jsonl", tmp_path / "*.jsonl")
+
+
+def test_a_name_that_says_nothing_needs_a_source_type(tmp_path: Path) -> None:
+    (tmp_path / "a.dat").write_text("hello")
+    with pytest.raises(UserError, match=r"data\.source\.type"):
+        shards_of_urls("train", [str(tmp_path / "a.dat")], "text")
+    config = DataConfig.model_validate({"train_urls": str(tmp_path / "a.dat"), "source": {"type": "text"}})
+    assert texts(list(config.shards("train")[0].rows())) == ["hello"]
+
+
+def test_an_unknown_protocol_is_an_error_for_the_user() -> None:
+    with pytest.raises(UserError, match=r"data\.train_urls"):
+        shards_of_urls("train", ["nosuch://bucket/a.jsonl"], "text")
+
+
+def test_a_url_of_another_file_system() -> None:
+    import fsspec
+
+    with fsspec.open("memory://corpus/a.jsonl", "w") as file:
+        file.write('{"text": "far away"}\n')  # pyright: ignore[reportAttributeAccessIssue]
+    assert texts(rows_of("memory://corpus/*.jsonl")) == ["far away"]
+
+
+def test_the_identity_of_a_shard_changes_with_its_files(tmp_path: Path) -> None:
+    def identity() -> dict:
+        return shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0].identity()
+
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    before = identity()
+    assert identity() == before
+    (tmp_path / "a.jsonl").write_text('{"text": "longer"}\n')
+    assert identity() != before
+
+
+class TestEmbedded:
+    def names(self, split, **options) -> list[str]:
+        return [row.where for shard in Embedded(**options).shards(split) for row in shard.rows()]
+
+    def test_is_the_standard_library_without_its_tests(self) -> None:
+        names = self.names("train") + self.names("validation")
+        assert {"argparse.py", "asyncio/base_events.py", "pydoc_data/topics/for"} <= set(names)
+        assert not [
+            name for name in names if "/tests/" in f"/{name}" or "site-packages" in name or "__pycache__" in name
+        ]
+        assert len(names) == len(set(names)) > 400
+
+    def test_is_read_exactly(self) -> None:
+        import argparse
+
+        (text,) = (
+            row.text
+            for split in ("train", "validation")
+            for shard in Embedded().shards(split)
+            for row in shard.rows()
+            if row.where == "argparse.py" and isinstance(row, Row)
+        )
+        assert text.encode() == Path(argparse.__file__).read_bytes()
+
+    def test_splits_do_not_overlap_and_do_not_depend_on_each_other(self) -> None:
+        train, validation = self.names("train"), self.names("validation")
+        assert not set(train) & set(validation)
+        assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.08
+        assert train == sorted(train), "shards in the order of the names"
+
+    def test_has_several_shards_of_similar_size(self) -> None:
+        sizes = [shard.size for shard in Embedded().shards("train")]
+        assert 4 <= len(sizes) <= 8
+        assert max(sizes) < 2 * min(sizes)
+
+    def test_max_bytes_takes_a_part_of_it(self) -> None:
+        small = Embedded(max_bytes=1 << 20)
+        assert (
+            800_000 < sum(shard.size for split in ("train", "validation") for shard in small.shards(split)) <= 1 << 20
+        )
+        assert set(self.names("train", max_bytes=1 << 20)) < set(self.names("train"))
+
+    def test_rows_resume(self) -> None:
+        shard = Embedded().shards("validation")[0]
+        assert list(shard.rows(2)) == list(shard.rows())[2:]
+
+
+class TestConfig:
+    def test_default_is_the_embedded_corpus(self) -> None:
+        assert DataConfig().source_config == Embedded()
+        assert DataConfig().shards("train")
+
+    def test_one_url_may_stand_without_a_list(self) -> None:
+        assert DataConfig(train_urls="a.jsonl").train_urls == ["a.jsonl"]  # pyright: ignore[reportArgumentType]
+
+    @pytest.mark.parametrize(
+        ("section", "message"),
+        [
+            ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "cannot be combined"),
+            ({"validation_urls": ["a.jsonl"]}, "validation_urls without train_urls"),
+            ({"source": {"type": "jsonl"}}, "needs train_urls"),
+            ({"source": {"type": "parquet"}}, "'embedded', 'jsonl', 'text'"),
+        ],
+    )
+    def test_contradictions_are_refused(self, section: dict, message: str) -> None:
+        with pytest.raises(ValidationError, match=message):
+            DataConfig.model_validate(section)
+
+    def test_every_later_key_is_refused_with_a_reason(self) -> None:
+        assert not DataConfig.refused_keys.keys() & DataConfig.model_fields.keys()
+        assert {"id", "stream", "train_weights", "configs"} <= DataConfig.refused_keys.keys()
+
+
+def test_processes_that_only_tokenise_import_no_jax() -> None:
+    import subprocess
+
+    program = "import sys, lm_trainer.data.pool; print([m for m in ('jax', 'grain', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
