@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~-])")
@@ -19,7 +19,8 @@ class TrainingFacts:
     step: int | None = None
     tokens: int | None = None
     train_loss: float | None = None
-    validation_loss: float | None = None
+    validation_losses: Mapping[str, float] = field(default_factory=dict)
+    """By the name of the validation set."""
 
 
 def model_card(
@@ -49,9 +50,9 @@ def model_card(
         ("Training steps", _count(facts.step)),
         ("Training tokens", _count(facts.tokens)),
         ("Training loss (nats per token)", _loss(facts.train_loss)),
-        ("Validation loss (nats per token)", _loss(facts.validation_loss)),
+        *((f"Validation loss on {name} (nats per token)", _loss(x)) for name, x in facts.validation_losses.items()),
     ]
-    table = "\n".join(f"| {title} | {escape(str(value))} |" for title, value in rows if value is not None)
+    table = "\n".join(f"| {escape(title)} | {escape(str(value))} |" for title, value in rows if value is not None)
     return _TEXT.format(
         header=header.to_yaml().strip(), title=escape(name), table=table, source=hub_name or "path/to/this/directory"
     )

@@ -121,15 +121,17 @@ def _explained(name: str) -> Iterator[None]:
 
     try:
         yield
-    # Its bases cover what the client's HTTP library raises (which one that is depends on its version) and OSError.
-    except HfHubHTTPError.__bases__ as error:
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    except Exception as error:
+        # Its bases are what the client's HTTP library raises (which one that is depends on its version) and OSError.
+        if not isinstance(error, HfHubHTTPError.__bases__):
+            raise
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         if token := _token():
             detail = detail.replace(token, "***")
         if remedy := _REMEDIES.get(status):
             raise UserError(f"the hub refused {name}: {remedy.format(variable=TOKEN_VARIABLE)} ({detail})") from None
-        kind = "cannot be reached" if status is None else "failed"
+        kind = "failed" if status else "cannot be reached"
         raise MachineError(f"the hub {kind} for {name}: {detail}") from None
 
 

@@ -25,10 +25,10 @@ def test_the_header_is_what_the_hub_reads() -> None:
 
 
 def test_facts_are_stated_and_unknown_ones_left_out() -> None:
-    text = card(facts=TrainingFacts(step=1500, tokens=6_144_000, validation_loss=2.34567))
+    text = card(facts=TrainingFacts(step=1500, tokens=6_144_000, validation_losses={"wiki|x": 2.34567}))
     for row in ("| Parameters | 124,439,808 |", "| Training steps | 1,500 |", "| Training tokens | 6,144,000 |"):
         assert row in text
-    assert "| Validation loss (nats per token) | 2.3457 |" in text
+    assert r"| Validation loss on wiki\|x (nats per token) | 2.3457 |" in text
     assert "Training loss" not in text
     assert "None" not in text
 

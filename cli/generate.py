@@ -1,0 +1,58 @@
+"""`lmt generate`: text from a trained or an imported model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A run id, a run or checkpoint directory, or a Hugging Face directory."),
+    ],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="What to continue; may be repeated. [default: the start of a document]"),
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after so many tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Only the likeliest tokens whose probabilities reach P.")
+    ] = 1.0,
+    num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint of a run. [default: newest]")] = None,
+    json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
+) -> None:
+    """Continue prompts with a model.
+
+    Prints each prompt with its continuation; a continuation ends where the model ends the document, after
+    --max-new-tokens, or where the model's context is full.
+
+    For example:
+
+        lmt generate my-run --prompt "def main" --temperature 0
+
+        lmt generate my-run --prompt-file story.txt --num-samples 3 --top-p 0.95
+
+        lmt generate path/to/hf-model --prompt "Once upon a time" --json
+    """
+    import dataclasses
+    import json
+
+    from lm_trainer.export.source import open_model
+    from lm_trainer.generate.text import Sampling, continue_texts, read_prompts
+
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    prompts = read_prompts(prompt or [], prompt_file or [])
+    samples = continue_texts(open_model(model, step=step), prompts, sampling, num_samples=num_samples)
+    for index, sample in enumerate(samples):
+        if json_lines:
+            typer.echo(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))
+        else:
+            typer.echo(("\n---\n" if index else "") + sample.prompt + sample.text)

@@ -1,0 +1,95 @@
+"""`lmt export-hf` and `lmt import-hf`: models to and from the Hugging Face format."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class ExportDtype(StrEnum):
+    """Values of `--dtype`."""
+
+    F32 = "f32"
+    BF16 = "bf16"
+
+
+def export_hf(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run id, a run or checkpoint directory, or a Hugging Face directory."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; must be new or empty.")],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Which checkpoint of the run. [default: newest]")
+    ] = None,
+    dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Larger models are written as several files with an index.")
+    ] = "5GB",
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="Upload the result; the token is read from HF_TOKEN."),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public/--private", help="Who can see a repository that the upload creates.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
+) -> None:
+    """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.
+
+    OUT is complete or does not exist, also after a crash.
+
+    For example:
+
+        lmt export-hf my-run out/
+
+        lmt export-hf my-run out/ --step 1000 --dtype bf16 --max-shard-size 2GB
+
+        HF_TOKEN=... lmt export-hf my-run out/ --push-to-hub my-org/my-model
+    """
+    from lm_trainer.export.huggingface import ExportOptions
+    from lm_trainer.export.source import open_model
+    from lm_trainer.export.transfer import check_export, export_model
+    from lm_trainer.export.weights import parse_size
+
+    options = ExportOptions(
+        dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
+    )
+    check_export(out, options)
+    result = export_model(open_model(run, step=step), out, options, public=public)
+    typer.echo(f"exported to {out}")
+    if result:
+        typer.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")
+
+
+def import_hf(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR_OR_NAME", help="A Hugging Face model directory, or ORG/NAME on the hub.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The checkpoint directory to write; must be new or empty.")
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Take the tokenizer from this directory. [default: the model's own]"),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub; a commit never moves.")
+    ] = None,
+) -> None:
+    """Turn a `transformers` model into a checkpoint that can be trained on, sampled from and exported again.
+
+    Reads config.json, safetensors weights and tokenizer.json. Pickles are refused and no code of the model is run.
+
+    For example:
+
+        lmt import-hf path/to/gpt2 checkpoints/gpt2
+
+        lmt import-hf org/model checkpoints/model --revision 0123abc
+    """
+    from lm_trainer.export.transfer import import_model
+
+    imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
+    typer.echo(f"imported a {imported.config.type} model to {out}")
+    typer.echo(f"train on from it with trainer.initialize_from={out}")

@@ -1,0 +1,56 @@
+"""A model to export or to sample from, wherever it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.checkpoint import LoadedModel, load_model
+from lm_trainer.core.errors import UserError
+from lm_trainer.export.card import TrainingFacts
+from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
+
+
+def open_model(source: str, *, step: int | None = None) -> TextModel:
+    """Reads a Hugging Face directory or a checkpoint of a run.
+
+    Args:
+        source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
+        step: which checkpoint of a run; None: the newest that is intact.
+
+    Raises:
+        UserError: when there is no such model, or it is damaged.
+    """
+    path = Path(source)
+    if is_hf_directory(path):
+        if step is not None:
+            raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
+        return read_hf(path)
+    loaded = load_model(source, step)
+    return TextModel(
+        loaded.config.model, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, _facts(loaded)
+    )
+
+
+def _facts(loaded: LoadedModel) -> TrainingFacts:
+    if loaded.step == 0:
+        return TrainingFacts()
+    return TrainingFacts(
+        step=loaded.step,
+        tokens=loaded.step * loaded.config.trainer.train_batch_size * loaded.config.model.seq_len,
+        train_loss=_finite(loaded.record.get("train_loss")),
+        validation_losses=_losses(loaded.record.get("eval_losses")),
+    )
+
+
+def _losses(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {}
+    losses = {str(name): _finite(loss) for name, loss in value.items()}
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,134 @@
+"""Text in, text out: prompts are read and tokenized, continuations are generated and decoded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.data.tokenizer import Tokenizer
+    from lm_trainer.export.huggingface import TextModel
+
+MAX_PROMPT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Raises:
+        UserError: when a value is out of its range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """0 keeps all tokens."""
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = [
+            ("max-new-tokens", self.max_new_tokens, self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "0 (the likeliest token) or more"),
+            ("top-k", self.top_k, self.top_k >= 0, "0 (all tokens) or more"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1 (all tokens)"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, "from 0 to 4294967295"),
+        ]
+        for name, value, ok, expected in rules:
+            if not ok:
+                raise UserError(f"--{name} {value}: must be {expected}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation of one prompt."""
+
+    prompt: str
+    text: str
+    """What the model added."""
+    tokens: list[int]
+    """The ids behind `text`, without the end of the document."""
+    finish: Literal["document_end", "length"]
+    """Whether the model ended the document, or was stopped by a limit."""
+
+
+def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The prompts of the command line: texts first, then the content of each file without its last line break.
+
+    No prompt at all is one empty prompt, the start of a document.
+
+    Raises:
+        UserError: for a file that cannot be read as UTF-8 text.
+    """
+    prompts = [*texts, *(_read(path) for path in files)]
+    return prompts or [""]
+
+
+def _read(path: Path) -> str:
+    try:
+        if str(path) == "-":
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        else:
+            with path.open("rb") as file:
+                data = file.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--prompt-file {path}: cannot be read ({error.strerror})") from None
+    if len(data) > MAX_PROMPT_BYTES:
+        raise UserError(f"--prompt-file {path}: more than {MAX_PROMPT_BYTES} bytes are no prompt")
+    try:
+        return data.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt-file {path}: not UTF-8 at byte {error.start}") from None
+
+
+def continue_texts(
+    source: TextModel, prompts: Sequence[str], sampling: Sampling, *, num_samples: int = 1
+) -> Iterator[Sample]:
+    """`num_samples` continuations of each prompt, in order.
+
+    Raises:
+        UserError: when `num_samples` is below 1, or a prompt is longer than the model's context.
+    """
+    from lm_trainer.generate.engine import generate
+
+    if num_samples < 1:
+        raise UserError(f"--num-samples {num_samples}: must be at least 1")
+    tokenizer = source.tokenizer
+    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
+    rows = [(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) for _ in range(num_samples)]
+    outputs = generate(
+        source.build(),
+        [ids for _, ids in rows],
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        eos_id=tokenizer.eos_id,
+        seed=sampling.seed,
+    )
+    for (prompt, ids), new in zip(rows, outputs, strict=True):
+        yield _sample(tokenizer, prompt, ids, new)
+
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A document starts after the start token, or after the end of the document before it."""
+    ids = tokenizer.encode(prompt)
+    if tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    return ids or [tokenizer.eos_id]
+
+
+def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Sequence[int]) -> Sample:
+    ended = tokenizer.eos_id in new
+    tokens = list(new[: new.index(tokenizer.eos_id)] if ended else new)
+    # Decoded together: a character or a space may be spread over the last token before and the first one after.
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
+    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
+    return Sample(prompt, text, tokens, "document_end" if ended else "length")

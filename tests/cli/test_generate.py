@@ -1,0 +1,91 @@
+"""`lmt generate` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.generate.text import Sampling, read_prompts
+from tests.cli.conftest import refused
+from tests.conftest import RunLmt
+
+
+def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
+    run_lmt: RunLmt, checkpoint: Path, hf_model: Path
+) -> None:
+    options = ("--prompt", "def main", "--prompt", "x", "--max-new-tokens", "8", "--num-samples", "2", "--json")
+    ours, theirs = run_lmt("generate", checkpoint, *options), run_lmt("generate", hf_model, *options)
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout == theirs.stdout
+    samples = [json.loads(line) for line in ours.stdout.splitlines()]
+    assert [sample["prompt"] for sample in samples] == ["def main", "def main", "x", "x"]
+    assert samples[0]["tokens"] != samples[1]["tokens"]
+    for sample in samples:
+        assert sample["finish"] == "length" if len(sample["tokens"]) == 8 else "document_end"
+
+
+def test_temperature_zero_is_what_transformers_generates(run_lmt: RunLmt, hf_model: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    result = run_lmt(
+        "generate", hf_model, "--prompt", "hello", "--temperature", "0", "--max-new-tokens", "12", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf_model)
+    prompt = torch.tensor([list(b"hello")])
+    out = model.generate(prompt, do_sample=False, max_new_tokens=12, eos_token_id=256, pad_token_id=256)[0, 5:].tolist()
+    expected = out[: out.index(256)] if 256 in out else out
+    assert json.loads(result.stdout)["tokens"] == expected
+
+
+def test_text_output_and_seeds(run_lmt: RunLmt, hf_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Grüße\n")
+    options = ("--prompt-file", "prompt.txt", "--max-new-tokens", "4")
+    first, second, other = (run_lmt("generate", hf_model, *options, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("Grüße")
+    assert first.stdout == second.stdout != other.stdout
+
+
+def test_what_is_refused(run_lmt: RunLmt, hf_model: Path) -> None:
+    refused(run_lmt("generate", "no-such-run"), "no-such-run")
+    refused(run_lmt("generate", hf_model, "--top-p", "0"), "--top-p 0")
+    refused(run_lmt("generate", hf_model, "--step", "3"), "--step")
+    refused(run_lmt("generate", hf_model, "--prompt", "x" * 200), "200", "128")
+    refused(run_lmt("generate", hf_model, "--num-samples", "0"), "--num-samples")
+    refused(run_lmt("generate", hf_model, "--prompt-file", "missing.txt"), "missing.txt")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.01},
+        {"top_p": float("nan")},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
+    ids=str,
+)
+def test_ranges(values: dict[str, float]) -> None:
+    (name, value), *_ = values.items()
+    with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} {value}: must be"):
+        Sampling(**values)  # pyright: ignore[reportArgumentType]
+
+
+def test_prompts_are_texts_and_files_in_order_and_the_start_of_a_document_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_bytes(b"two\nlines\r\n")
+    assert read_prompts(["one"], [file]) == ["one", "two\nlines"]
+    assert read_prompts([], []) == [""]
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not UTF-8 at byte 0"):
+        read_prompts([], [file])
