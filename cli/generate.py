@@ -46,7 +46,7 @@ def generate(
     import json
 
     from lm_trainer.export.source import open_model
-    from lm_trainer.generate.text import Sampling, continue_texts, read_prompts
+    from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts
 
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = read_prompts(prompt or [], prompt_file or [])
@@ -55,4 +55,4 @@ def generate(
         if json_lines:
             typer.echo(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))
         else:
-            typer.echo(("\n---\n" if index else "") + sample.prompt + sample.text)
+            typer.echo(("\n---\n" if index else "") + for_terminal(sample.prompt + sample.text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lm_trainer.export.huggingface import TextModel
 
 MAX_PROMPT_BYTES = 16 * 2**20
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,11 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
     No prompt at all is one empty prompt, the start of a document.
 
     Raises:
-        UserError: for a file that cannot be read as UTF-8 text.
+        UserError: for a text or a file that is not UTF-8, and for a file that cannot be read.
     """
+    for text in texts:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"--prompt {text!r}: not UTF-8 text")
     prompts = [*texts, *(_read(path) for path in files)]
     return prompts or [""]
 
@@ -100,9 +105,16 @@ def continue_texts(
 
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
-    tokenizer = source.tokenizer
-    encoded = [_encode(tokenizer, prompt) for prompt in prompts]
-    rows = [(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True) for _ in range(num_samples)]
+    tokenizer, context = source.tokenizer, source.config.seq_len
+    rows = []
+    for prompt in prompts:
+        ids = _encode(tokenizer, prompt)
+        if len(ids) > context:
+            start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
+            raise UserError(
+                f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
+            )
+        rows += [(prompt, ids)] * num_samples
     outputs = generate(
         source.build(),
         [ids for _, ids in rows],
@@ -132,3 +144,8 @@ def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Sequence
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
     text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
     return Sample(prompt, text, tokens, "document_end" if ended else "length")
+
+
+def for_terminal(text: str) -> str:
+    """`text` with a replacement character for each control character: a model may write what terminals obey."""
+    return _CONTROL.sub("\ufffd", text)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.text import Sampling, read_prompts
+from lm_trainer.generate.text import Sampling, for_terminal, read_prompts
 from tests.cli.conftest import refused
 from tests.conftest import RunLmt
 
@@ -89,3 +90,9 @@ def test_prompts_are_texts_and_files_in_order_and_the_start_of_a_document_otherw
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="not UTF-8 at byte 0"):
         read_prompts([], [file])
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_prompts([os.fsdecode(b"\xff")], [])
+
+
+def test_a_terminal_gets_no_control_sequences() -> None:
+    assert for_terminal("a\tb\nÜ\x1b[31mred\x07\x9b\r") == "a\tb\nÜ�[31mred���"
