@@ -9,11 +9,15 @@ import typer
 def generate(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A run id, a run or checkpoint directory, or a Hugging Face directory."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A run id, a run or checkpoint directory, or a Hugging Face directory.",
+            show_default=False,
+        ),
     ],
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="What to continue; may be repeated. [default: the start of a document]"),
+        typer.Option(metavar="TEXT", help="What to continue; may be repeated.", show_default="the start of a document"),
     ] = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")
@@ -26,7 +30,9 @@ def generate(
     ] = 1.0,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which checkpoint of a run. [default: newest]")] = None,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="Which checkpoint of a run.", show_default="newest")
+    ] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.

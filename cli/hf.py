@@ -17,11 +17,17 @@ class ExportDtype(StrEnum):
 def export_hf(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run id, a run or checkpoint directory, or a Hugging Face directory."),
+        typer.Argument(
+            metavar="RUN",
+            help="A run id, a run or checkpoint directory, or a Hugging Face directory.",
+            show_default=False,
+        ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; must be new or empty.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The directory to write; must be new or empty.", show_default=False)
+    ],
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which checkpoint of the run. [default: newest]")
+        int | None, typer.Option(metavar="N", help="Which checkpoint of the run.", show_default="newest")
     ] = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
     max_shard_size: Annotated[
@@ -29,7 +35,9 @@ def export_hf(
     ] = "5GB",
     push_to_hub: Annotated[
         str | None,
-        typer.Option(metavar="ORG/NAME", help="Upload the result; the token is read from HF_TOKEN."),
+        typer.Option(
+            metavar="ORG/NAME", help="Upload the result; the token is taken from the environment variable HF_TOKEN."
+        ),
     ] = None,
     public: Annotated[
         bool, typer.Option("--public/--private", help="Who can see a repository that the upload creates.")
@@ -46,7 +54,7 @@ def export_hf(
 
         lmt export-hf my-run out/ --step 1000 --dtype bf16 --max-shard-size 2GB
 
-        HF_TOKEN=... lmt export-hf my-run out/ --push-to-hub my-org/my-model
+        lmt export-hf my-run out/ --push-to-hub my-org/my-model
     """
     from lm_trainer.export.huggingface import ExportOptions
     from lm_trainer.export.source import open_model
@@ -65,14 +73,20 @@ def export_hf(
 
 def import_hf(
     model: Annotated[
-        str, typer.Argument(metavar="DIR_OR_NAME", help="A Hugging Face model directory, or ORG/NAME on the hub.")
+        str,
+        typer.Argument(
+            metavar="DIR_OR_NAME", help="A Hugging Face model directory, or ORG/NAME on the hub.", show_default=False
+        ),
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The checkpoint directory to write; must be new or empty.")
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The checkpoint directory to write; must be new or empty.", show_default=False
+        ),
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take the tokenizer from this directory. [default: the model's own]"),
+        typer.Option(metavar="DIR", help="Take the tokenizer from this directory.", show_default="the model's own"),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub; a commit never moves.")
