@@ -1,0 +1,80 @@
+"""What commands that take a configuration share: `CONFIG [KEY=VALUE]...`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.config.loader import Loaded
+    from lm_trainer.config.run import RunConfig
+
+OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""`context_settings` of a command that takes overrides. It must have no short options: `-1` is a value here."""
+
+
+def _complete_key(incomplete: str) -> Iterator[str]:
+    """Keys for the shell, from a file that is as new as the code, since importing the code takes seconds."""
+    from cli.completion import config_keys
+
+    dashes = "--" if incomplete.startswith("--") else ""
+    for key in config_keys():
+        shown = f"{dashes}{key}" if dashes else f"{key}="
+        if shown.startswith(incomplete):
+            yield shown
+
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings over those of the file: trainer.seed=1, or --trainer.seed 1.",
+        autocompletion=_complete_key,
+        show_default=False,
+    ),
+]
+
+
+def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "Loaded[RunConfig]":
+    """Loads a run's configuration and says on stderr what the overrides did beyond setting values.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    if str(config).startswith("-"):
+        raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
+
+    from lm_trainer.config.loader import load
+    from lm_trainer.config.run import RunConfig
+
+    options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
+    loaded = load(config, overrides or [], RunConfig, options=[*options, "--help"])
+    for note in loaded.notes:
+        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+    return loaded
+
+
+def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
+    """The validated configuration alone; see `load_run`."""
+    return load_run(ctx, config, overrides).config
+
+
+def report(error: UserError) -> int:
+    """Prints an error for the user on stderr and returns the exit code."""
+    from lm_trainer.core.errors import EXIT_PREEMPTED, ConfigError
+
+    sys.stdout.flush()
+    lines = error.problems if isinstance(error, ConfigError) else [str(error)]
+    for line in lines:
+        if error.exit_code != EXIT_PREEMPTED:
+            typer.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
+        typer.echo(line, err=True)
+    if isinstance(error, ConfigError):
+        count = len(lines)
+        typer.echo(f"{count} problem{'s' * (count != 1)}; nothing was started.", err=True)
+    return error.exit_code

@@ -1,0 +1,37 @@
+"""Keys of the configuration for completion in the shell, cached: to import the configuration imports JAX."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def config_keys() -> list[str]:
+    """Every dotted key that may be set; [] when it cannot be found out."""
+    import lm_trainer
+
+    package = Path(lm_trainer.__file__).parent
+    newest = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
+    cache = _cache_directory() / "config-keys.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        saved = json.loads(cache.read_text(encoding="utf-8"))
+        if saved["package"] == str(package) and saved["newest"] == newest:
+            return saved["keys"]
+    keys = _find_keys()
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        new = cache.with_suffix(f".{os.getpid()}.tmp")
+        new.write_text(json.dumps({"package": str(package), "newest": newest, "keys": keys}), encoding="utf-8")
+        new.replace(cache)
+    return keys
+
+
+def _find_keys() -> list[str]:
+    from lm_trainer.config.run import RunConfig
+    from lm_trainer.config.shape import Place, all_keys
+
+    return all_keys(Place.root(RunConfig), every=True)
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lm_trainer"

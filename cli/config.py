@@ -1,0 +1,95 @@
+"""`lmt config`: show, check, compare and describe configurations."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run, load_run_config
+from lm_trainer.core.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="Show, check and compare configurations.")
+
+
+@app.command(context_settings=OVERRIDES)
+def show(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Say of each value where it comes from.")] = False,
+) -> None:
+    """Print the whole configuration, with includes, settings and defaults resolved.
+
+    The output is a configuration that means the same.
+    """
+    from lm_trainer.config.render import to_yaml
+
+    loaded = load_run(ctx, config, overrides)
+    typer.echo(to_yaml(loaded.config, loaded.origin if origin else None), nl=False)
+
+
+@app.command(context_settings=OVERRIDES)
+def check(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Check a configuration; exits with 2 and all problems, each with its position, if there are any."""
+    load_run(ctx, config, overrides)
+    typer.echo(f"{config}: ok")
+
+
+@app.command()
+def schema(
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schema here, not to the terminal.")
+    ] = None,
+) -> None:
+    """Print the JSON schema, with which an editor completes and checks configurations.
+
+    Put `# yaml-language-server: $schema=FILE` at the top of a configuration.
+    """
+    import json
+
+    from lm_trainer.config.run import RunConfig
+    from lm_trainer.config.schema import json_schema
+
+    text = json.dumps(json_schema(RunConfig), indent=2, ensure_ascii=False) + "\n"
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+
+
+@app.command(context_settings=OVERRIDES)
+def diff(
+    ctx: typer.Context,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A YAML file or a run directory.", show_default=False)],
+    rest: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[B] [KEY=VALUE]...", help="Another one, and settings for the last.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Print the keys in which A differs from the defaults, or B from A."""
+    from lm_trainer.config.diff import defaults_like, differences
+
+    rest = rest or []
+    has_other = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
+    if has_other:
+        old = load_run_config(ctx, _file(a), [])
+        new = load_run_config(ctx, _file(Path(rest[0])), rest[1:])
+        found = differences(old, new)
+    else:
+        new = load_run_config(ctx, _file(a), rest)
+        old, types = defaults_like(new)
+        found = [*types, *differences(old, new)]
+    for difference in found:
+        typer.echo(str(difference))
+    if not found:
+        typer.echo("no differences" if has_other else "all defaults")
+
+
+def _file(path: Path) -> Path:
+    """A configuration file, or that of a run directory."""
+    return path / "config.yaml" if path.is_dir() else path

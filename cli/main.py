@@ -1,0 +1,70 @@
+"""`lmt`: assembles the commands, and turns errors into messages and exit codes."""
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from cli import bench, config, generate, hf, train
+from cli.common import OVERRIDES, report
+from lm_trainer.core.errors import UserError
+
+EXIT_INTERRUPTED = 130
+"""128 + SIGINT, as shells report it."""
+
+_EXIT_CODES = (
+    "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
+    "3 stopped on a non-finite loss; 75 stopped from outside with everything saved, start it again; 130 interrupted."
+)
+
+
+class _Commands(TyperGroup):
+    """Prints errors that are addressed to the user without a traceback; any other is a crash, exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            raise typer.Exit(report(error)) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="lmt",
+    no_args_is_help=True,
+    help="Train language models in JAX from one YAML file.",
+    epilog=_EXIT_CODES,
+    pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command(context_settings=OVERRIDES)(train.train)
+app.add_typer(config.app, name="config")
+app.command("export-hf")(hf.export_hf)
+app.command("import-hf")(hf.import_hf)
+app.command()(generate.generate)
+app.add_typer(bench.app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from lm_trainer import __version__
+
+        typer.echo(f"lmt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="lmt")

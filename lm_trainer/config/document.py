@@ -1,0 +1,130 @@
+"""What was read: plain data, where each value stands, and what is wrong so far."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Path_ = tuple[str | int, ...]
+"""Keys and list indices from the root to a value."""
+
+
+@dataclass(frozen=True, order=True)
+class Origin:
+    """Where a value or a key comes from. Sorts in the order in which a person reads the sources."""
+
+    order: tuple[int, int, int]
+    """Which source, line, column."""
+    text: str
+    """`file:line:column`, or the override as it was typed."""
+    is_override: bool = False
+
+
+@dataclass(frozen=True)
+class Problem:
+    origin: Origin | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.origin.text}: {self.text}" if self.origin else self.text
+
+
+@dataclass
+class Document:
+    """Plain data with the position of every value and key."""
+
+    data: Any = None
+    values: dict[Path_, Origin] = field(default_factory=dict)
+    keys: dict[Path_, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unreadable: set[Path_] = field(default_factory=set)
+    """Places that a problem names already; whatever else is wrong there is a consequence."""
+    notes: list[str] = field(default_factory=list)
+    """What was done that the user may not expect."""
+
+    def origin(self, path: Path_) -> Origin | None:
+        """Where the value at `path` or its nearest ancestor comes from."""
+        return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
+
+    def key_origin(self, path: Path_) -> Origin | None:
+        """Where the key at the end of `path` stands, else the nearest ancestor's value."""
+        return self.keys.get(path) or self.origin(path)
+
+    def report(self, path: Path_, text: str, *, at_key: bool = False) -> None:
+        """Records that something is wrong with the value, or the key, at `path`."""
+        origin = self.key_origin(path) if at_key else self.origin(path)
+        self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
+
+    def forget(self, path: Path_) -> None:
+        """Drops the positions at and below `path`."""
+        for table in (self.values, self.keys):
+            for known in [p for p in table if p[: len(path)] == path]:
+                del table[known]
+        self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
+
+    def is_unreadable(self, path: Path_) -> bool:
+        """Whether a problem with `path` or something above it is known already."""
+        return any(path[:n] in self.unreadable for n in range(len(path) + 1))
+
+    def lines(self) -> list[str]:
+        """All problems, each once, in the order of the sources."""
+        last = (1 << 30, 0, 0)
+        ordered = sorted(self.problems, key=lambda p: p.origin.order if p.origin else last)
+        return list(dict.fromkeys(map(str, ordered)))
+
+
+def dotted(path: Path_) -> str:
+    """`trainer.tracker.0.project`."""
+    return ".".join(map(str, path))
+
+
+def did_you_mean(word: str, options: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when no option is near; `shown` says how an option is printed.
+
+    Near are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names whose
+    initials it is (`lr`: learning_rate).
+    """
+    found = [shown[option] if shown else option for option in nearest(word, list(dict.fromkeys(options)))]
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def nearest(word: str, options: Sequence[str]) -> list[str]:
+    """The options that `word` may have been meant to be, best first; see `did_you_mean`."""
+    if not word:
+        return []
+    if same := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
+        return same[:1]
+    if misspelt := _misspelt(word, options, 0.75):
+        return misspelt
+    parts = set(word.lower().replace("-", "_").split("_"))
+    tails = [(option, option.rsplit(".", 1)[-1].split("_")) for option in options]
+    if containing := [option for option, names in tails if parts <= set(names)]:
+        return containing[:3]
+    if initials := [
+        option for option, names in tails if word.lower() == "".join(n[:1] for n in names) and len(word) > 1
+    ]:
+        return initials[:3]
+    return _misspelt(word, options, 0.6)
+
+
+def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
+    """The closest option, and a second one that is as close."""
+    found = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
+    closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in found]
+    return [option for option, ratio in zip(found, closeness, strict=True) if ratio > closeness[0] - 0.05]
+
+
+def display(value: Any) -> str:
+    """A value as a person would recognise it in an error, on one short line."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a block of keys" if value else "an empty block"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}" if value else "an empty list"
+    text = repr(value)
+    return text if len(text) <= 70 else f"{text[:60]}... ({len(text)} characters)"

@@ -1,0 +1,208 @@
+"""Validation errors as a person would put them, at the place where the mistake stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from lm_trainer.config.document import Document, Path_, Problem, did_you_mean, display, dotted
+from lm_trainer.config.shape import NoSuchKey, Place, Shape, all_keys, child, tags
+from lm_trainer.core.config import Config
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "set": "a list",
+    "dict": "a block of keys",
+    "mapping": "a block of keys",
+    "model": "a block of keys",
+    "none": "null",
+    "finite": "a finite number",
+}
+_LIMITS = {
+    "greater_than": ("gt", "a number greater than {}"),
+    "greater_than_equal": ("ge", "a number of at least {}"),
+    "less_than": ("lt", "a number less than {}"),
+    "less_than_equal": ("le", "a number of at most {}"),
+    "multiple_of": ("multiple_of", "a multiple of {}"),
+    "too_short": ("min_length", "at least {} items"),
+    "too_long": ("max_length", "at most {} items"),
+    "string_too_short": ("min_length", "at least {} characters"),
+    "string_too_long": ("max_length", "at most {} characters"),
+    "string_pattern_mismatch": ("pattern", "text that matches {}"),
+}
+_MAX_LISTED = 12
+"""Keys that are listed when none is near to what was written."""
+
+
+class Explainer:
+    """Records what is wrong with a document whose root should be a `root`."""
+
+    def __init__(self, document: Document, root: type[BaseModel]):
+        self.document = document
+        self.root = root
+
+    def find(self, path: Path_) -> tuple[Place | None, Any]:
+        """What may stand at `path`, None if nothing may, and what does."""
+        place, value = Place.root(self.root), self.document.data
+        for key in path:
+            try:
+                place = place.step(value, key)
+            except NoSuchKey:
+                return None, None
+            value = child(value, key)
+        return place, value
+
+    def explain(self, error: ValidationError) -> None:
+        """Records every error of a failed validation."""
+        groups: dict[Path_, list[ErrorDetails]] = {}
+        for detail in error.errors(include_url=False):
+            path = self._meant(detail["loc"])
+            if path is not None and not self.document.is_unreadable(path):
+                groups.setdefault(path, []).append(detail)
+        for path, details in groups.items():
+            self._report(path, details)
+
+    def _meant(self, location: tuple[int | str, ...]) -> Path_ | None:
+        """Where an error is, without the names of union members; None if it is about a member that was not meant."""
+        place, value, path = Place.root(self.root), self.document.data, ()
+        for index, key in enumerate(location):
+            if place.shape.alternatives:
+                branch = place.shape.branch(str(key))
+                if not _fits(branch, value) and any(_fits(other, value) for other in place.shape.alternatives):
+                    return None
+                place = Place(branch, place.default)
+            elif place.shape.tagged and isinstance(value, dict):
+                model = place.model_for(value)
+                place = Place(Shape("model", model, (model,) if model else ()), place.default)
+            elif location[index + 1 :] == ("[key]",):
+                return path
+            else:
+                path = (*path, key)
+                try:
+                    place = place.step(value, key)
+                except NoSuchKey:
+                    return path
+                value = child(value, key)
+        return path
+
+    def _report(self, path: Path_, details: Sequence[ErrorDetails]) -> None:
+        """Records the errors at one place: validators' messages each, those of a union's members as one."""
+        kinds = {detail["type"] for detail in details}
+        if "extra_forbidden" in kinds:
+            self.document.report(path, self.unknown_key(path), at_key=True)
+        elif "missing" in kinds:
+            self.document.report(path, "required, but missing")
+        elif "union_tag_invalid" in kinds:
+            context = details[0].get("ctx", {})
+            options, found = _quoted(context.get("expected_tags")), str(context.get("tag"))
+            text = f"unknown type {found!r}, expected {_one_of(options)}{did_you_mean(found, options)}"
+            self.document.report((*path, "type"), text)
+        elif own := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
+            for detail in own:
+                self._report_own_words(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
+        else:
+            self._report_expected(path, details)
+
+    def _report_expected(self, path: Path_, details: Sequence[ErrorDetails]) -> None:
+        wanted = list(dict.fromkeys(self._expected(detail, path) for detail in details))
+        found = details[0]["input"]
+        hint = ""
+        if isinstance(found, str):
+            hint = did_you_mean(found, [o for d in details for o in _options(d)])
+        elif "text" in wanted and isinstance(found, bool | int | float):
+            hint = "; quote it to make it text"
+        self.document.report(path, f"expected {' or '.join(wanted)}, got {display(found)}{hint}")
+
+    def _expected(self, detail: ErrorDetails, path: Path_) -> str:
+        kind, context = detail["type"], detail.get("ctx", {})
+        if kind in ("literal_error", "enum"):
+            return _one_of(_options(detail)) or str(context.get("expected"))
+        if kind in _LIMITS:
+            name, text = _LIMITS[kind]
+            return text.format(context.get(name))
+        if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
+            place, _ = self.find(path)
+            options = [tag for m in (place.models(None, every=True) if place else ()) for tag in tags(m)]
+            return f"a block with type: {_one_of(options)}" if len(options) > 1 else "a block of keys"
+        return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
+
+    def unknown_key(self, path: Path_, *, full: bool = False) -> str:
+        """Why there is no key at `path`, and which one was meant; with `full`, suggestions are whole paths."""
+        parent, key = path[:-1], str(path[-1])
+        place, value = self.find(parent)
+        if place is None:
+            return "unknown key"
+        models = place.models(value)
+        for model in models:
+            reason = model.refused_keys.get(key) if issubclass(model, Config) else None
+            if reason is not None:
+                return f"refused: {reason}"
+        others = _types_with(place, models, key)
+        if models and others:
+            chosen = "" if (*parent, "type") in self.document.values else " by default"
+            own = tags(models[0])[0]
+            return f"a key of type {_one_of(others)}, but this block has type {own!r}{chosen}; set its `type`"
+        return f"unknown key{self._suggestion(path, models, full)}"
+
+    def _suggestion(self, path: Path_, models: Sequence[type[BaseModel]], full: bool) -> str:
+        parent, key = path[:-1], str(path[-1])
+        prefix = f"{dotted(parent)}." if full and parent else ""
+        here = {name: prefix + name for model in models for name in model.model_fields}
+        if near := did_you_mean(key, here, shown=here):
+            return near
+        known = all_keys(Place.root(self.root), self.document.data)
+        elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == key]
+        if near := did_you_mean(dotted(path), elsewhere[:2] or known):
+            return near
+        return f"; there are {', '.join(here.values())}" if 0 < len(here) <= _MAX_LISTED else ""
+
+    def _report_own_words(self, path: Path_, message: str) -> None:
+        """Records a validator's message at the key that it speaks of."""
+        while match := re.match(r"(\w+): ", message):
+            if self.find((*path, match[1]))[0] is None:
+                break
+            path, message = (*path, match[1]), message[match.end() :]
+        place, value = self.find(path)
+        keys = {name for model in (place.models(value) if place else ()) for name in model.model_fields}
+        spoken_of = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
+        written = [p for p in spoken_of if p in self.document.values]
+        # Of several keys that do not fit together, the one on the command line is the news.
+        written.sort(key=lambda p: not self.document.values[p].is_override)
+        origin = self.document.origin(written[0] if written else path)
+        self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
+
+
+def _fits(shape: Shape, value: Any) -> bool:
+    if isinstance(value, dict):
+        return shape.kind in ("model", "mapping")
+    if isinstance(value, list | tuple):
+        return shape.kind == "list"
+    return shape.kind == "scalar"
+
+
+def _quoted(text: Any) -> list[str]:
+    return re.findall(r"'([^']*)'", str(text))
+
+
+def _options(detail: ErrorDetails) -> list[str]:
+    return _quoted(detail.get("ctx", {}).get("expected")) if detail["type"] in ("literal_error", "enum") else []
+
+
+def _one_of(options: Sequence[str]) -> str:
+    quoted = [repr(option) for option in options]
+    return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
+
+
+def _types_with(place: Place, models: Sequence[type[BaseModel]], key: str) -> list[str]:
+    """The types of the other classes of a union that have `key`."""
+    every = place.models(None, every=True)
+    return [tags(m)[0] for m in every if m not in models and key in m.model_fields and tags(m)]

@@ -1,0 +1,52 @@
+"""A configuration as YAML that `load` reads back as an equal one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from lm_trainer.config.document import Path_
+from lm_trainer.config.yaml_syntax import flow
+from lm_trainer.core.config import Config
+
+_COMMENT_COLUMN = 60
+"""Comments are aligned up to here; longer lines push theirs to the right."""
+
+
+def to_yaml(config: Config, comment: Callable[[Path_], str] | None = None) -> str:
+    """All values of a configuration, defaults included.
+
+    Args:
+        config: what to write.
+        comment: what to write behind the value at a path, for example where it comes from.
+    """
+    lines = [
+        (text, comment(path) if comment and path else "") for text, path in _block(config.model_dump(mode="json"), ())
+    ]
+    width = min(max((len(text) for text, note in lines if note), default=0), _COMMENT_COLUMN)
+    return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
+
+
+def _block(value: Any, path: Path_) -> Iterator[tuple[str, Path_]]:
+    """The lines of a non-empty block or list, each with the path of the leaf on it, () where there is none."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        lead = f"{flow(key)}:" if isinstance(value, Mapping) else "-"
+        at = (*path, key)
+        if not _is_nested(item):
+            yield f"{lead} {flow(item)}", at
+            continue
+        inner = [(f"  {text}", leaf) for text, leaf in _block(item, at)]
+        if isinstance(value, Mapping):
+            yield lead, ()
+            yield from inner
+        else:
+            yield f"- {inner[0][0][2:]}", inner[0][1]
+            yield from inner[1:]
+
+
+def _is_nested(value: Any) -> bool:
+    """Whether a value takes lines of its own: a block, or a list of blocks."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

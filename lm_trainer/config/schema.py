@@ -1,0 +1,67 @@
+"""The JSON schema of a configuration, for editors that check and complete YAML."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic_core import PydanticUndefined
+
+from lm_trainer.core.config import Config
+
+_TUPLE_KEYS = ("prefixItems", "minItems", "maxItems")
+
+
+def json_schema(root: type[Config]) -> dict[str, Any]:
+    """A draft 2020-12 schema in which a block without `type` is as valid as the loader finds it.
+
+    It knows nothing of `!include`: an editor has to be told of the tag (`yaml.customTags: ["!include mapping"]`).
+    """
+    schema = root.model_json_schema()
+    defaults = {model.__name__: model for model in _models(root, set())}
+    _write_defaults(schema, root)
+    for name, definition in schema.get("$defs", {}).items():
+        if name in defaults:
+            _write_defaults(definition, defaults[name])
+    _loosen(schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Defaults as they are written in YAML, which pydantic's own differ from where a serializer is involved."""
+    for name, info in model.model_fields.items():
+        default = info.get_default(call_default_factory=False)
+        shown = schema.get("properties", {}).get(name)
+        if shown is None or default is PydanticUndefined or "default" not in shown:
+            continue
+        written = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        shown["default"] = TypeAdapter(written).dump_python(default, mode="json")
+
+
+def _models(annotation: Any, seen: set[type[BaseModel]]) -> set[type[BaseModel]]:
+    """All configuration classes that an annotation reaches."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in seen:
+        seen.add(annotation)
+        for info in annotation.model_fields.values():
+            _models(info.annotation, seen)
+    for argument in get_args(annotation):
+        _models(argument, seen)
+    return seen
+
+
+def _loosen(node: Any) -> None:
+    """Rewrites what pydantic states too strictly for a file that a person writes, in place."""
+    if isinstance(node, list):
+        for item in node:
+            _loosen(item)
+    if not isinstance(node, dict):
+        return
+    if "discriminator" in node and "oneOf" in node:
+        # A block without `type` fits several members, which `oneOf` forbids.
+        node["anyOf"] = node.pop("oneOf")
+        del node["discriminator"]
+    if node.get("type") == "string":
+        for key in _TUPLE_KEYS:
+            node.pop(key, None)
+    for item in list(node.values()):
+        _loosen(item)

@@ -1,0 +1,294 @@
+"""From YAML files to plain data that knows where each value stands, with `!include`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm_trainer.config.document import Document, Origin, Path_, Problem, nearest
+from lm_trainer.config.yaml_syntax import (
+    INCLUDE,
+    MERGE,
+    MappingNode,
+    Node,
+    ScalarNode,
+    SequenceNode,
+    compose,
+    explicit_tag,
+    scalar,
+)
+
+MAX_BYTES = 4 << 20
+MAX_VALUES = 100_000
+"""More values than any configuration has: a few nested aliases can stand for billions."""
+MAX_DEPTH = 50
+
+
+def read_file(path: Path) -> Document:
+    """Reads a file and all that it includes. Problems are recorded; after the gravest the document has no data."""
+    document = Document()
+    try:
+        data = _Builder(document).file(path, (), ())
+    except ValueError as error:
+        document.problems.append(Problem(Origin((0, 0, 0), str(path)), str(error)))
+        return document
+    except _TooLarge:
+        return document
+    if isinstance(data, dict):
+        document.data = data
+    elif () not in document.unreadable:
+        document.report((), "expected `key: value` lines at the top level")
+    return document
+
+
+def read_text(text: str, path: Path_, origin: Origin) -> Any:
+    """The value of an override; a file that it includes is relative to the working directory.
+
+    Raises:
+        ValueError: for text that is not YAML, or a value that means nothing.
+    """
+    try:
+        root = compose(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"is not valid YAML: {_syntax_error(error, text)[2]}") from None
+    if root is None:
+        return None
+    document = Document()
+    try:
+        value = _Builder(document).node(root, path, _Source(Path("override"), origin))
+    except _TooLarge:
+        value = None
+    if document.problems:
+        raise ValueError("; ".join(problem.text for problem in document.problems))
+    return value
+
+
+class _TooLarge(Exception):
+    """There are more values than any configuration has; the problem is recorded."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One file while it is read, or an override."""
+
+    path: Path
+    override: Origin | None = None
+    number: int = 0
+    including: tuple[Path, ...] = ()
+    """The files whose `!include` led here, and this one."""
+
+    def locate(self, line: int, column: int) -> Origin:
+        return self.override or Origin((self.number, line, column), f"{self.path}:{line}:{column}")
+
+    def at(self, node: Node) -> Origin:
+        return self.locate(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+class _Builder:
+    def __init__(self, document: Document):
+        self.document = document
+        self.files = 0
+        self.values = 0
+        self.open: list[int] = []
+
+    def file(self, path: Path, at: Path_, including: tuple[Path, ...]) -> Any:
+        """Reads `path` as the value at `at`.
+
+        Raises:
+            ValueError: if there is nothing to read.
+        """
+        source = _Source(path, number=self.files, including=(*including, path.resolve()))
+        self.files += 1
+        text = _read(path)
+        try:
+            root = compose(text)
+        except (yaml.YAMLError, RecursionError) as error:
+            line, column, message = _syntax_error(error, text)
+            return self._fail(source.locate(line, column), message, at)
+        if root is None:
+            raise ValueError("is empty; write {} for all defaults")
+        if explicit_tag(root) == INCLUDE:
+            message = f"a whole file cannot be an {INCLUDE}; include the value of a key (data: {INCLUDE} data.yaml)"
+            return self._fail(source.at(root), message, at)
+        return self.node(root, at, source)
+
+    def _fail(self, origin: Origin, message: str, at: Path_) -> None:
+        self.document.problems.append(Problem(origin, message))
+        self.document.unreadable.add(at)
+
+    def node(self, node: Node, at: Path_, source: _Source) -> Any:
+        """The plain data of a node; None, and a recorded problem, where it has none."""
+        origin = source.at(node)
+        self.document.values[at] = origin
+        self.values += 1
+        if self.values > MAX_VALUES:
+            self.document.problems.append(Problem(origin, f"more than {MAX_VALUES} values, counting those of aliases"))
+            raise _TooLarge
+        if id(node) in self.open:
+            return self._fail(origin, "this alias contains itself", at)
+        if len(self.open) >= MAX_DEPTH:
+            return self._fail(origin, f"nested more than {MAX_DEPTH} levels deep", at)
+        self.open.append(id(node))
+        try:
+            return self._value(node, at, source, origin)
+        except ValueError as error:
+            return self._fail(origin, str(error), at)
+        finally:
+            self.open.pop()
+
+    def _value(self, node: Node, at: Path_, source: _Source, origin: Origin) -> Any:
+        tag = explicit_tag(node)
+        if tag == INCLUDE:
+            return self._include(node, at, source, origin)
+        if tag is not None:
+            shown = tag.replace("tag:yaml.org,2002:", "!!")
+            raise ValueError(f"the tag {shown} is not supported, only {INCLUDE}; quote a value to make it text")
+        if isinstance(node, ScalarNode):
+            return scalar(node)
+        if isinstance(node, SequenceNode):
+            return [self.node(item, (*at, index), source) for index, item in enumerate(node.value)]
+        assert isinstance(node, MappingNode)
+        return self._mapping(node, at, source)
+
+    def _mapping(self, node: MappingNode, at: Path_, source: _Source) -> dict[str, Any]:
+        merged: dict[str, tuple[Node, Node]] = {}
+        own: dict[str, tuple[Node, Node]] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == MERGE and explicit_tag(key_node) is None:
+                for key, pair in self._merged(value_node, at, source).items():
+                    merged.setdefault(key, pair)
+                continue
+            key = self._key(key_node, source)
+            if key in own:
+                first = source.at(own[key][0]).text
+                problem = f"the key {key!r} stands here twice; the first is at {first}"
+                self.document.problems.append(Problem(source.at(key_node), problem))
+            elif key is not None:
+                own[key] = (key_node, value_node)
+        result = {}
+        for key, (key_node, value_node) in {**merged, **own}.items():
+            self.document.keys[*at, key] = source.at(key_node)
+            result[key] = self.node(value_node, (*at, key), source)
+        return result
+
+    def _problem(self, node: Node, source: _Source, at: Path_, message: str) -> None:
+        self.document.problems.append(Problem(source.at(node), message))
+        self.document.unreadable.add(at)
+
+    def _key(self, node: Node, source: _Source) -> str | None:
+        """The text of a key; None, and a recorded problem, if it is anything else."""
+        value = node.value if isinstance(node, ScalarNode) else None
+        try:
+            if isinstance(node, ScalarNode) and explicit_tag(node) is None:
+                value = scalar(node)
+        except ValueError:
+            pass
+        if isinstance(value, str) and explicit_tag(node) is None:
+            return value
+        shown = repr(node.value) if isinstance(node, ScalarNode) else "a list or a block"
+        message = f"a key must be text, got {shown}"
+        self.document.problems.append(Problem(source.at(node), message + ("; quote it" if "'" in shown else "")))
+        return None
+
+    def _merged(self, node: Node, at: Path_, source: _Source) -> dict[str, tuple[Node, Node]]:
+        """The keys that `<<:` brings in, of one mapping or of a list of them of which the first wins."""
+        if explicit_tag(node) == INCLUDE:
+            self._problem(node, source, at, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead")
+            return {}
+        mappings = node.value if isinstance(node, SequenceNode) else [node]
+        found: dict[str, tuple[Node, Node]] = {}
+        for mapping in mappings:
+            if not isinstance(mapping, MappingNode) or id(mapping) in self.open:
+                self._problem(mapping, source, at, "`<<` takes an alias of a block, or a list of such aliases")
+                continue
+            self.open.append(id(mapping))
+            for key_node, value_node in mapping.value:
+                if key_node.tag == MERGE:
+                    for key, pair in self._merged(value_node, at, source).items():
+                        found.setdefault(key, pair)
+                elif (key := self._key(key_node, source)) is not None:
+                    found.setdefault(key, (key_node, value_node))
+            self.open.pop()
+        return found
+
+    def _include(self, node: Node, at: Path_, source: _Source, origin: Origin) -> Any:
+        name = node.value
+        if not isinstance(node, ScalarNode) or not name.strip():
+            raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
+        if "://" in name:
+            raise ValueError(f"cannot include {name}: only local files can be included")
+        path = Path(os.path.normpath(source.path.parent / name.strip()))
+        if path.resolve() in source.including:
+            chain = " -> ".join(p.name for p in (*source.including, path))
+            raise ValueError(f"{path} includes itself: {chain}")
+        try:
+            value = self.file(path, at, source.including)
+        except ValueError as error:
+            raise ValueError(f"cannot include {path}: {error}") from None
+        self.document.values.setdefault(at, origin)
+        return value
+
+
+def _read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: saying why it cannot be read, and what to do.
+    """
+    try:
+        if path.is_dir():
+            inside = path / "config.yaml"
+            hint = f"; did you mean {inside}?" if inside.is_file() else ""
+            raise ValueError(f"is a directory, expected a YAML file{hint}")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"no such file{_similar_file(path)}") from None
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror or error}") from None
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB; is it a configuration?")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"is not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line})") from None
+
+
+def _similar_file(path: Path) -> str:
+    for candidate in (
+        path.with_name(f"{path.name}.yaml"),
+        Path("configs") / path.name,
+        Path("configs") / f"{path}.yaml",
+    ):
+        if candidate.is_file():
+            return f"; did you mean {candidate}?"
+    if not path.parent.is_dir():
+        return f", nor a directory {path.parent}"
+    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    near = nearest(path.name, names)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
+    """Line, column and message of an error that stopped the parser."""
+    if isinstance(error, RecursionError):
+        return 1, 1, f"nested more than {MAX_DEPTH} levels deep"
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
+        return line, column, f"the character #x{ord(str(error.character)[0]):04x} is not allowed in YAML"
+    assert isinstance(error, yaml.MarkedYAMLError)
+    mark = error.problem_mark or error.context_mark
+    message = str(error.problem or error.context)
+    if "'\\t'" in message:
+        message = "a tab; indent with spaces"
+    elif "another document" in message:
+        message = "a second document (---); one file holds one configuration"
+    elif error.context:
+        message = f"{message} ({error.context})"
+    return (mark.line + 1, mark.column + 1, message) if mark else (1, 1, message)

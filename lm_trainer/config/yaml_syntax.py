@@ -1,0 +1,134 @@
+"""YAML as configurations are written: numbers and booleans of YAML 1.2, text for everything else that is plain.
+
+PyYAML follows YAML 1.1: there `6E-4` is text, `on` a boolean, `010` eight, `12:30:00` a number, `2026-01-01` a date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+INCLUDE = "!include"
+MERGE = "tag:yaml.org,2002:merge"
+_NULL, _BOOL, _INT, _FLOAT, _STR = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str"))
+_LEADING_ZERO = "leading-zero"
+
+_DIGITS = r"\d+(?:_\d+)*"
+_PLAIN_SCALARS = (
+    (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    (_LEADING_ZERO, r"[-+]?0[\d_]+(?:\.[\d_]*)?(?:[eE][-+]?\d+)?", list("-+0")),
+    (_INT, r"[-+]?(?:0|[1-9]\d*(?:_\d+)*)|0x[0-9a-fA-F]+|0o[0-7]+", list("-+0123456789")),
+    (
+        _FLOAT,
+        rf"[-+]?(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS}|{_DIGITS}(?=[eE]))(?:[eE][-+]?\d+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    (MERGE, r"<<", ["<"]),
+)
+
+
+class NodeLoader(yaml.SafeLoader):
+    """Composes nodes, each with `explicit_tag`: the tag that stands in the text, or None.
+
+    It constructs no objects: what a tag means is for the caller to decide.
+    """
+
+    yaml_implicit_resolvers = {}
+
+    def _tagged(self, node: Node, tag: str | None) -> Node:
+        node.explicit_tag = tag  # type: ignore[attr-defined]
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> Node:
+        tag = self.peek_event().tag  # type: ignore[union-attr]
+        return self._tagged(super().compose_scalar_node(anchor), tag)
+
+    def compose_sequence_node(self, anchor: Any) -> Node:
+        tag = self.peek_event().tag  # type: ignore[union-attr]
+        return self._tagged(super().compose_sequence_node(anchor), tag)
+
+    def compose_mapping_node(self, anchor: Any) -> Node:
+        tag = self.peek_event().tag  # type: ignore[union-attr]
+        return self._tagged(super().compose_mapping_node(anchor), tag)
+
+
+for _tag, _pattern, _first in _PLAIN_SCALARS:
+    NodeLoader.add_implicit_resolver(_tag, re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Quotes whatever `NodeLoader` would read as something other than text."""
+
+    yaml_implicit_resolvers = NodeLoader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        del data
+        return True
+
+
+def compose(text: str) -> Node | None:
+    """The root node of a text with at most one document; None for an empty one.
+
+    Raises:
+        yaml.YAMLError: for text that is not YAML.
+        RecursionError: for text nested too deeply.
+    """
+    loader = NodeLoader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def explicit_tag(node: Node) -> str | None:
+    """The tag that stands in the text (`!include`, `!!str` in its long form), or None."""
+    return getattr(node, "explicit_tag", None)
+
+
+def scalar(node: ScalarNode) -> Any:
+    """The value of a scalar without explicit tag.
+
+    Raises:
+        ValueError: for a number with a leading zero.
+    """
+    text = node.value
+    if node.tag == _NULL:
+        return None
+    if node.tag == _BOOL:
+        return text.lower() == "true"
+    if node.tag == _INT:
+        return int(text, 0)
+    if node.tag == _FLOAT:
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    if node.tag == _LEADING_ZERO:
+        plain = re.sub(r"^([-+]?)[0_]+(?=\d)", r"\1", text)
+        raise ValueError(f"{text} has a leading zero, which some read as octal; write {plain}, or quote it for text")
+    return text
+
+
+def flow(value: Any) -> str:
+    """Plain data as YAML on one line; `compose` reads it back as the same data."""
+    text = yaml.dump(
+        [value], Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
+    )
+    return text.removesuffix("\n")[1:-1]
+
+
+__all__ = [
+    "INCLUDE",
+    "MERGE",
+    "MappingNode",
+    "Node",
+    "ScalarNode",
+    "SequenceNode",
+    "compose",
+    "explicit_tag",
+    "flow",
+    "scalar",
+]
