@@ -1,0 +1,67 @@
+"""Throughput of a run while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+
+class Meter:
+    """Tokens per second, step time and MFU over the last steps.
+
+    A step's time runs from the moment the step before it was done, so it includes everything between two steps but
+    what `pause` leaves out. The first step, which may include compilation, has no time.
+
+    Args:
+        flops_per_token: of a training step, forward and backward.
+        peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
+        total_tokens: trained on before, by earlier attempts at the run.
+        window: how many steps tokens per second and MFU are taken over.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_token: float,
+        peak_flops: float | None,
+        total_tokens: int = 0,
+        window: int = 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._flops_per_token, self._peak = flops_per_token, peak_flops
+        self._total_tokens = total_tokens
+        self._steps: deque[tuple[float, float]] = deque(maxlen=window)
+        self._clock = clock
+        self._last: float | None = None
+
+    def step(self, tokens: float, *, loading: float = 0.0) -> dict[str, float]:
+        """Called when a step is done, that is, when its result has been waited for.
+
+        Args:
+            tokens: of the step, over all hosts.
+            loading: seconds that the step waited for data.
+
+        Returns:
+            `throughput/total_tokens` and `throughput/loading_time` (s) always; `step_time` (s) and
+            `tokens_per_second` from the second step after a start or pause; `mfu` in percent where the peak is known.
+        """
+        now, last = self._clock(), self._last
+        self._last = now
+        self._total_tokens += int(tokens)
+        metrics: dict[str, float] = {
+            "throughput/total_tokens": self._total_tokens,
+            "throughput/loading_time": loading,
+        }
+        if last is not None and now > last:
+            self._steps.append((tokens, now - last))
+            speed = sum(t for t, _ in self._steps) / sum(s for _, s in self._steps)
+            metrics |= {"throughput/step_time": now - last, "throughput/tokens_per_second": speed}
+            if self._peak:
+                metrics["throughput/mfu"] = 100 * speed * self._flops_per_token / self._peak
+        return metrics
+
+    def pause(self) -> None:
+        """The time until the next step is done is not training time: an evaluation, for example."""
+        self._last = None

@@ -1,0 +1,68 @@
+"""Where metrics go: one file for each kind of tracker, one line for each in the union, and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers.base import Composite, TrackedRun, Tracker, TrackerConfig, report
+from lm_trainer.trackers.console import Progress
+from lm_trainer.trackers.jsonl import JsonlTracker, read_metrics
+from lm_trainer.trackers.tensorboard import TensorboardConfig
+from lm_trainer.trackers.wandb import WandbConfig
+
+AnyTracker = Annotated[
+    TensorboardConfig | WandbConfig,
+    Field(discriminator="type"),
+]
+
+__all__ = [
+    "AnyTracker",
+    "Composite",
+    "JsonlTracker",
+    "Progress",
+    "TensorboardConfig",
+    "TrackedRun",
+    "Tracker",
+    "TrackerConfig",
+    "WandbConfig",
+    "open_trackers",
+    "read_metrics",
+]
+
+
+def open_trackers(
+    configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str, resume_step: int = 0
+) -> Composite:
+    """Opens metrics.jsonl and all that is configured; close what is returned.
+
+    Args:
+        configs: the trackers to open besides metrics.jsonl.
+        run_dir: the run directory, which must exist.
+        run_id: the name of the run.
+        resume_step: how many steps are done and restored; records of later steps are dropped, because they come
+            again. 0 drops everything that is there.
+
+    Raises:
+        MachineError: when metrics.jsonl cannot be written.
+        UserError: when a tracker needs something from the user, such as a package. One that fails for another
+            reason, such as a service that does not answer, is reported and left out.
+    """
+    run = TrackedRun(Path(run_dir), run_id, resume_step)
+    always, others = JsonlTracker(run), []
+    try:
+        for config in configs:
+            try:
+                others.append((config.type, config.open(run)))
+            except UserError:
+                raise
+            except Exception as error:
+                report(config.type, error)
+    except BaseException:
+        Composite(always, others).close()
+        raise
+    return Composite(always, others)

@@ -1,0 +1,175 @@
+"""What a tracker is, and how several are driven as one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lm_trainer.core.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker has to know of the run when it is opened."""
+
+    dir: Path
+    """The run directory; it exists."""
+    id: str
+    resume_step: int
+    """Steps that are done and stay: what was logged for later steps comes again. 0: everything comes again."""
+
+
+class Tracker(Protocol):
+    """Somewhere that metrics go.
+
+    Steps count optimizer steps that are done, from 0. They never decrease while a tracker is open, but the same step
+    may be logged more than once, with other metrics. All methods are called from one thread. Every method may raise:
+    the tracker is then reported and switched off, and training goes on.
+    """
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Values of this step: Python floats and ints, possibly NaN or infinite."""
+        ...
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """The resolved configuration, as plain values that JSON can hold."""
+        ...
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Facts about the run as a whole; later calls add to and replace earlier ones."""
+        ...
+
+    def log_text(self, name: str, text: str, *, step: int) -> None: ...
+
+    def close(self) -> None:
+        """Writes out everything that is still buffered."""
+        ...
+
+
+class TrackerConfig(Config):
+    """What is under `tracker:`; each kind adds its `type` and fields."""
+
+    def open(self, run: TrackedRun) -> Tracker:
+        """Starts or resumes tracking `run`.
+
+        Raises:
+            UserError: when the user has to change something first: a missing package, an unwritable directory.
+        """
+        raise NotImplementedError
+
+
+class Composite:
+    """The file that a run always writes, and whatever else the configuration names.
+
+    The file must succeed: its errors go to the caller. Any other tracker that raises is reported once and dropped.
+    """
+
+    def __init__(self, always: Tracker, others: Sequence[tuple[str, Tracker]]):
+        self._always = always
+        self._others = list(others)
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Records the values of a step; scalars of NumPy and JAX are accepted, and waited for.
+
+        Raises:
+            TypeError: for a value that is not one number.
+            MachineError: when the run's own file cannot be written.
+        """
+        numbers = {name: as_number(name, value) for name, value in metrics.items()}
+        self._each(lambda tracker: tracker.log(numbers, step=step))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Records the resolved configuration; passwords inside URLs are blanked."""
+        clean = without_credentials(config)
+        self._each(lambda tracker: tracker.log_config(clean))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Records facts about the run as a whole; scalars of NumPy and JAX are accepted."""
+        clean = {name: as_plain(value) for name, value in summary.items()}
+        self._each(lambda tracker: tracker.log_summary(clean))
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        """Records a text, such as a sample of the model."""
+        self._each(lambda tracker: tracker.log_text(name, text, step=step))
+
+    def close(self) -> None:
+        """Closes every tracker, even where one of them fails; safe to call twice."""
+        others, self._others = self._others, []
+        for name, tracker in others:
+            try:
+                tracker.close()
+            except Exception as error:
+                report(name, error)
+        self._always.close()
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        call(self._always)
+        for entry in tuple(self._others):
+            name, tracker = entry
+            try:
+                call(tracker)
+            except Exception as error:
+                self._others.remove(entry)
+                report(name, error)
+                with contextlib.suppress(Exception):
+                    tracker.close()
+
+
+def report(name: str, error: Exception) -> None:
+    """Says that a tracker is switched off, in one line; the traceback is there at level DEBUG."""
+    reason = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+    logger.warning("the %s tracker failed and is switched off, training goes on: %s", name, reason)
+    logger.debug("what the %s tracker raised", name, exc_info=error)
+
+
+def as_number(name: str, value: Any) -> float | int:
+    """A Python number from a Python, NumPy or JAX scalar; a float keeps its exact value.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "size", 1) == 1:
+        value = item()
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | float):
+        return value
+    if type(value).__module__ == "ml_dtypes":
+        return float(value)
+    raise TypeError(f"metric {name!r}: expected a number, got {type(value).__name__}: {value!r}"[:200])
+
+
+def as_plain(value: Any) -> Any:
+    """The value as JSON can hold it: scalars as numbers, containers element by element, anything else as text."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): as_plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_plain(v) for v in value]
+    try:
+        return as_number("", value)
+    except TypeError:
+        return str(value)
+
+
+_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def without_credentials(value: Any) -> Any:
+    """A plain copy in which `https://user:password@host` is `https://***@host`."""
+    if isinstance(value, str):
+        return _URL_CREDENTIALS.sub("***@", value)
+    if isinstance(value, Mapping):
+        return {str(k): without_credentials(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(v) for v in value]
+    return as_plain(value)

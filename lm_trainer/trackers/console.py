@@ -1,0 +1,213 @@
+"""What the person at the terminal sees: a live bar, or plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol, Self, TextIO
+
+_STEP_TIMES = 64
+_MAX_LINE_STEPS = 1000
+
+
+class Progress:
+    """Shows how far a run is; use it as a context manager.
+
+    The bar is drawn on a terminal that can move its cursor, unless LMT_PROGRESS=plain is set. Plain lines are written
+    through at once, so that a log file is up to date. An output that breaks (`| head`, a full disk) is given up: it
+    never stops a run.
+
+    Args:
+        total_steps: the last step.
+        stream: where to write; standard output by default.
+        live: draw the bar; None decides by the stream and the environment.
+        line_steps: steps between plain lines; None makes about 50 lines in a run.
+        line_seconds: a plain line comes at least this often.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        stream: TextIO | None = None,
+        live: bool | None = None,
+        line_steps: int | None = None,
+        line_seconds: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        stream = stream or sys.stdout
+        self._total = total_steps
+        self._clock = clock
+        self._times: deque[tuple[int, float]] = deque(maxlen=_STEP_TIMES)
+        if _wants_live(stream) if live is None else live:
+            self._view: _View = _Bar(stream, total_steps)
+        else:
+            self._view = _Lines(stream, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
+        self._open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._show(lambda: self._view.note(text))
+
+    def phase(self, text: str) -> None:
+        """What is going on now, until the next phase or step; may be called often, with figures that change."""
+        self._times.clear()
+        self._show(lambda: self._view.phase(text))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows a step that is done, by the metrics that it knows of those that go to the trackers."""
+        now = self._clock()
+        self._times.append((step, now))
+        self._show(lambda: self._view.log(step, metrics, self._seconds_left(step, now)))
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; safe to call twice."""
+        self._show(self._view.close)
+        self._open = False
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        first_step, first = self._times[0]
+        if step <= first_step:
+            return None
+        return (now - first) / (step - first_step) * (self._total - step)
+
+    def _show(self, draw: Callable[[], None]) -> None:
+        if not self._open:
+            return
+        try:
+            draw()
+        except OSError:
+            self._open = False
+
+
+class _View(Protocol):
+    def note(self, text: str) -> None: ...
+
+    def phase(self, text: str) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """One line for a step, every so many steps and every so many seconds."""
+
+    def __init__(self, stream: TextIO, total: int, every: int, seconds: float, clock: Callable[[], float]):
+        self._stream, self._total, self._every, self._seconds, self._clock = stream, total, every, seconds, clock
+        self._step_shown = self._phase_shown = -math.inf
+        self._phase = ""
+
+    def note(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def phase(self, text: str) -> None:
+        kind = re.sub(r"[\d.,]+", "", text)
+        if kind != self._phase or self._clock() - self._phase_shown >= self._seconds:
+            self._phase, self._phase_shown = kind, self._clock()
+            self.note(f"{text} ...")
+
+    def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
+        self._phase = ""
+        now = self._clock()
+        due = step % self._every == 0 or step == self._total or now - self._step_shown >= self._seconds
+        if due:
+            self._step_shown = now
+            done = f"step {step}/{self._total} ({100 * step / self._total:.1f}%)"
+            self.note(" | ".join([done, *describe(metrics), f"eta {duration(seconds_left)}"]))
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A bar at the bottom of the terminal, above which notes scroll by."""
+
+    def __init__(self, stream: TextIO, total: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._console = Console(file=stream, force_terminal=True, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=self._console,
+            expand=True,
+            refresh_per_second=2,
+        )
+        self._task = self._bar.add_task("starting", total=total, status="")
+        self._bar.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def phase(self, text: str) -> None:
+        self._bar.update(self._task, description=f"{text} ...", status="")
+
+    def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
+        shown = describe(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
+        status = " | ".join([*shown, f"eta {duration(seconds_left)}"])
+        self._bar.update(self._task, completed=step, description="training", status=status)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def _percent(value: float | None) -> str:
+    return "mfu n/a" if value is None else f"mfu {value:.1f}%"
+
+
+_FORMATS: Mapping[str, Callable[[float], str]] = {
+    "train/loss": "loss {:.4f}".format,
+    "optim/learning_rate": "lr {:.3g}".format,
+    "optim/grad_norm": "grad_norm {:.3g}".format,
+    "throughput/step_time": lambda seconds: f"{seconds * 1000:.0f} ms/step",
+    "throughput/tokens_per_second": "{:,.0f} tok/s".format,
+    "throughput/mfu": _percent,
+}
+
+
+def describe(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS)) -> list[str]:
+    """The metrics that have a short form, in the order of `names`; an unknown MFU is said to be so."""
+    shown = [_FORMATS[name](metrics[name]) for name in names if name in metrics]
+    return shown if "throughput/mfu" in metrics or "throughput/mfu" not in names else [*shown, _percent(None)]
+
+
+def duration(seconds: float | None) -> str:
+    """`1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def _wants_live(stream: TextIO) -> bool:
+    plain = os.environ.get("LMT_PROGRESS") == "plain" or os.environ.get("TERM") in ("dumb", "unknown")
+    return not plain and stream.isatty()
+
+
+def _round_steps(total: int) -> int:
+    """The least of 1, 2, 5, 10, 20, ... that makes at most 50 lines, but not over 1000."""
+    sizes = (digit * 10**power for power in range(4) for digit in (1, 2, 5))
+    return next((size for size in sizes if size * 50 >= total or size >= _MAX_LINE_STEPS), _MAX_LINE_STEPS)

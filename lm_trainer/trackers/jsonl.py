@@ -1,0 +1,169 @@
+"""The record that every run keeps in its directory: metrics.jsonl, texts.jsonl and summary.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.core.errors import MachineError
+from lm_trainer.core.files import write_atomically
+from lm_trainer.trackers.base import TrackedRun
+
+logger = logging.getLogger(__name__)
+
+METRICS, TEXTS, SUMMARY = "metrics.jsonl", "texts.jsonl", "summary.json"
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonlTracker:
+    """Writes one JSON object a line, each complete before the next step begins.
+
+    A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
+    since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
+    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). Texts have `name` and `text` instead of metrics.
+
+    Raises:
+        MachineError: here and in every method, when a file cannot be written. What was written before stays whole.
+    """
+
+    def __init__(self, run: TrackedRun):
+        self._run = run
+        self._metrics = _JsonLines(run.dir / METRICS, run.resume_step)
+        self._texts = _JsonLines(run.dir / TEXTS, run.resume_step) if (run.dir / TEXTS).exists() else None
+        self._summary: dict[str, Any] = {}
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if reserved := metrics.keys() & {"step", "time"}:
+            raise ValueError(f"a metric cannot be called {sorted(reserved)[0]!r}")
+        self._metrics.write(_record(step) | {name: _encode(value) for name, value in metrics.items()})
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Nothing: the run directory has its config.yaml."""
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        self._summary |= summary
+        path = self._run.dir / SUMMARY
+        try:
+            write_atomically(path, json.dumps(_encode(self._summary), indent=1) + "\n")
+        except OSError as error:
+            raise _machine_error(path, error) from error
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        if self._texts is None:
+            self._texts = _JsonLines(self._run.dir / TEXTS, self._run.resume_step)
+        self._texts.write({**_record(step), "name": name, "text": text})
+
+    def close(self) -> None:
+        for lines in (self._metrics, self._texts):
+            if lines is not None:
+                lines.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of a run's metrics.jsonl in order, as written, with NaN and infinities as floats.
+
+    The file of a run that is going on may be read at any time. A torn last line, as a power cut can leave it, is
+    skipped.
+    """
+    records, _ = _parse((Path(run_dir) / METRICS).read_bytes())
+    return [{name: _decode(value) for name, value in record.items()} for record, _ in records]
+
+
+def _record(step: int) -> dict[str, Any]:
+    return {"step": step, "time": round(time.time(), 3)}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {name: _encode(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encode(v) for v in value]
+    return value
+
+
+def _decode(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+class _JsonLines:
+    """A file to which whole lines are appended."""
+
+    def __init__(self, path: Path, resume_step: int):
+        self._path = path
+        try:
+            _drop_steps_after(path, resume_step)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _machine_error(path, error) from error
+        self._size = os.fstat(self._fd).st_size
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        # One unbuffered write a line: a kill between two steps loses nothing, and a kill inside one tears no line.
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        try:
+            written = os.write(self._fd, line)
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise _machine_error(self._path, error) from error
+        self._size += len(line)
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            raise _machine_error(self._path, error) from error
+        finally:
+            os.close(fd)
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    """Leaves the whole lines of steps up to `step`, none for 0; the file changes by a rename or not at all."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    records, broken = _parse(content)
+    kept = [line for record, line in records if step > 0 and record["step"] <= step]
+    if broken:
+        logger.warning("%s: dropped %d lines that were not whole", path, broken)
+    if len(kept) < len(records):
+        logger.info("%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(kept), step)
+    text = b"".join(kept)
+    if text != content:
+        write_atomically(path, text.decode())
+
+
+def _parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
+    """The records with their lines, and the number of lines that hold none, a torn last one included."""
+    records, broken = [], 0
+    for line in content.splitlines(keepends=True):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append((record, line))
+        else:
+            broken += 1
+    return records, broken
+
+
+def _machine_error(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
+        f"command again: the run goes on from its newest checkpoint"
+    )

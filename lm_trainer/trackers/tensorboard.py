@@ -1,0 +1,88 @@
+"""Event files for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+
+_REMOTE_FLUSH_SECONDS = 60.0
+
+
+class TensorboardConfig(TrackerConfig):
+    """Writes event files, which `tensorboard --logdir` shows; the viewer is a package of its own."""
+
+    type: Literal["tensorboard"] = "tensorboard"
+    logdir: str | None = None
+    """Event files go to `logdir`/run id, which may be a gs:// or s3:// URL. Default: `tensorboard` in the run
+    directory."""
+
+    def open(self, run: TrackedRun) -> TensorboardTracker:
+        return TensorboardTracker(self.directory(run), resume_step=run.resume_step)
+
+    def directory(self, run: TrackedRun) -> str:
+        """Where the event files of a run lie."""
+        return str(run.dir / "tensorboard") if self.logdir is None else f"{self.logdir.rstrip('/')}/{run.id}"
+
+
+class TensorboardTracker:
+    """Writes each event where it is logged.
+
+    `tensorboardX.SummaryWriter` is not used: it writes in a thread, and once that thread has died of a full disk, the
+    next call waits for ever.
+    """
+
+    def __init__(self, directory: str, *, resume_step: int):
+        from tensorboardX import event_file_writer, record_writer
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        remote = "://" in directory
+        try:
+            record_writer.directory_check(directory)
+            # Two attempts within a second would write to one file without the process id.
+            self._file = event_file_writer.EventsWriter(f"{directory}/events", f".{os.getpid()}")
+        except (OSError, ImportError) as error:
+            raise UserError(f"{directory}: cannot hold event files ({error}); set trainer.tracker.logdir") from error
+        self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0
+        self._flushed = time.monotonic()
+        # TensorBoard forgets what earlier files say of this step and later ones.
+        first = resume_step + 1 if resume_step else 0
+        self._write(first, session_log=SessionLog(status=SessionLog.START))
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
+        self._write(step, summary=Summary(value=values))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self.log_text("config", _as_markdown(config), step=0)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        self.log_text("summary", _as_markdown(summary), step=0)
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        from tensorboardX.summary import text as text_summary
+
+        self._write(step, summary=text_summary(name, text))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
+        now = time.monotonic()
+        if now - self._flushed >= self._flush_seconds:
+            self._file.flush()
+            self._flushed = now
+
+
+def _as_markdown(values: Mapping[str, Any]) -> str:
+    return "```json\n" + json.dumps(values, indent=1) + "\n```"
