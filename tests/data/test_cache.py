@@ -27,6 +27,7 @@ from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
+from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
 
 
@@ -75,7 +76,7 @@ def test_records_describe_the_parts(make_build: MakeBuild) -> None:
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed build in one process gives."""
     directory = tmp_path_factory.mktemp("reference")
-    subprocess.run(builder_command(corpus, directory), check=True)
+    subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
     return contents(directory)
 
 
@@ -97,7 +98,7 @@ def test_kills_change_nothing_and_cost_no_committed_part(
 ) -> None:
     directory = tmp_path / "cache"
     for kill in range(4):
-        builder = subprocess.Popen(builder_command(corpus, directory, delay=0.02))
+        builder = subprocess.Popen(builder_command(corpus, directory, delay=0.02), env=lmt_environment())
         deadline = time.monotonic() + 60
         while len(list(directory.glob("parts/*.json"))) < 2 * (kill + 1) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -108,7 +109,7 @@ def test_kills_change_nothing_and_cost_no_committed_part(
     committed = {path: path.stat().st_mtime_ns for path in directory.glob("parts/*.json")}
     assert len(committed) >= 8
     started = time.monotonic()
-    subprocess.run(builder_command(corpus, directory), check=True)
+    subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
     assert time.monotonic() - started < 25, "a dead builder's lock does not hold up the next one"
     assert contents(directory) == reference
     assert all(path.stat().st_mtime_ns == changed for path, changed in committed.items())
@@ -116,7 +117,9 @@ def test_kills_change_nothing_and_cost_no_committed_part(
 
 def test_two_builders_at_once_give_the_same_bytes(corpus: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
     directory = tmp_path / "cache"
-    builders = [subprocess.Popen(builder_command(corpus, directory, delay=0.01)) for _ in range(2)]
+    builders = [
+        subprocess.Popen(builder_command(corpus, directory, delay=0.01), env=lmt_environment()) for _ in range(2)
+    ]
     assert [builder.wait(60) for builder in builders] == [0, 0]
     assert contents(directory) == reference
 

@@ -18,6 +18,7 @@ from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.sources.urls import File, expand_braces, group
+from tests.conftest import lmt_environment
 
 
 def rows_of(*urls: object, text_key: str = "text", start: int = 0) -> list[Row | BadRow]:
@@ -236,6 +237,7 @@ class TestEmbedded:
             800_000 < sum(shard.size for split in ("train", "validation") for shard in small.shards(split)) <= 1 << 20
         )
         assert set(self.names("train", max_bytes=1 << 20)) < set(self.names("train"))
+        assert 1 <= len(self.names("validation", max_bytes=1 << 20)) < 0.2 * len(self.names("train", max_bytes=1 << 20))
 
     def test_rows_resume(self) -> None:
         shard = Embedded().shards("validation")[0]
@@ -272,5 +274,7 @@ def test_processes_that_only_tokenise_import_no_jax() -> None:
     import subprocess
 
     program = "import sys, lm_trainer.data.pool; print([m for m in ('jax', 'grain', 'torch') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=lmt_environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

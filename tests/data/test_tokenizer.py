@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from lm_trainer.data.tokenizer import (
 )
 from lm_trainer.data.tokenizer.bytes import CONTENT, ByteTokenizer
 from lm_trainer.data.tokenizer.hf import load_pretrained
+from tests.conftest import lmt_environment
 
 HARD_TEXTS = [
     "def f(x):\n    return x  # naïve\n\n\n",
@@ -117,7 +117,8 @@ def test_training_does_not_depend_on_threads_or_the_process(trained: HfTokenizer
     )
     expected = hashlib.sha256(trained.files()["tokenizer.json"]).hexdigest()
     for threads, seed in (("1", "1"), ("4", "2")):
-        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": "true"}
+        settings = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": "true"}
+        env = lmt_environment(env=settings)
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
 

@@ -51,11 +51,11 @@ class Embedded(SourceConfig):
         del urls, text_key
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
-        for order, document in sorted((_hash(document.name), document) for document in library()):
+        for document in sorted(library(), key=lambda document: _hash(f"sample/{document.name}")):
             total += document.size
             if self.max_bytes is not None and total > self.max_bytes:
                 break
-            if (order < held_out) == (split == "validation"):
+            if (_hash(document.name) < held_out) == (split == "validation"):
                 documents.append(document)
         documents.sort()
         if not documents:

@@ -1,0 +1,283 @@
+"""Batches: what they hold, in which order, on any split of the rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data.builder import Build
+from lm_trainer.data.layout import Ledger, token_dtype
+from lm_trainer.data.loader import EvalSet, TrainIterator, TrainSet
+from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
+from lm_trainer.data.store import Store
+from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.windows import make_batch
+from tests.conftest import lmt_environment
+from tests.data.conftest import MakeBuild
+
+SEQ_LEN, BATCH, EOS = 48, 8, 256
+
+
+def stream_of(build: Build) -> TokenStream:
+    ledger = build.run()
+    return TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
+
+
+@pytest.fixture
+def stream(make_build: MakeBuild) -> TokenStream:
+    return stream_of(make_build())
+
+
+@pytest.fixture
+def tokens(stream: TokenStream, documents: list[str]) -> np.ndarray:
+    """All tokens, from the documents themselves."""
+    texts = [text for first in range(3) for text in documents[first::3]]
+    return np.concatenate([np.array([*text.encode(), EOS]) for text in texts])
+
+
+def train_set(
+    stream: TokenStream, shuffle: ShuffleConfig | None = None, *, seq_len: int = SEQ_LEN, seed: int = 0
+) -> TrainSet:
+    return TrainSet(stream, seq_len, EOS, shuffle or FullShuffle(), seed)
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    for name in Batch._fields:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+
+
+def documents_row_by_row(row: np.ndarray) -> tuple[list[float], list[int], list[int]]:
+    """Weights, positions and segments of S + 1 tokens, one token at a time."""
+    weights, positions, segments, position, segment = [], [], [], 0, 0
+    for token in row[:-1].tolist():
+        weights.append(0.0 if token == EOS else 1.0)
+        positions.append(position)
+        segments.append(segment)
+        position, segment = (0, segment + 1) if token == EOS else (position + 1, segment)
+    return weights, positions, segments
+
+
+def test_stream_reads_across_parts(stream: TokenStream, tokens: np.ndarray) -> None:
+    assert len(stream) == len(tokens)
+    starts = np.array([0, 5, 20_000, len(tokens) - 70_000, 19_990])
+    read = stream.read(starts, 70_000)
+    assert read.dtype == np.int32
+    for start, row in zip(starts, read, strict=True):
+        np.testing.assert_array_equal(row, tokens[start : start + 70_000])
+
+
+def test_stream_fills_beyond_its_end(stream: TokenStream, tokens: np.ndarray) -> None:
+    (row,) = stream.read(np.array([len(tokens) - 3]), 10, fill=77)
+    assert row.tolist() == [*tokens[-3:].tolist(), *[77] * 7]
+
+
+def test_stream_of_a_remote_store_is_the_same(make_build: MakeBuild, tokens: np.ndarray) -> None:
+    build = make_build()
+    build.store = Store("memory://data/cache")
+    stream = stream_of(build)
+    starts = np.array([0, 19_990, len(tokens) - 60_000])
+    for start, row in zip(starts, stream.read(starts, 60_000), strict=True):
+        np.testing.assert_array_equal(row, tokens[start : start + 60_000])
+    assert Ledger.read(build.store).finished
+
+
+def test_stream_names_lost_and_cut_parts(make_build: MakeBuild) -> None:
+    build = make_build()
+    ledger = build.run()
+    path = Path(build.store.url) / f"parts/{ledger.parts[0]}.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(MachineError, match=r"\.bin has \d+ bytes, but \d+ were written"):
+        stream_of(build).read(np.array([0]), 4)
+    path.unlink()
+    with pytest.raises(MachineError, match="lost a part"):
+        stream_of(build).read(np.array([0]), 4)
+
+
+def test_stream_keeps_few_files_open(
+    make_build: MakeBuild, monkeypatch: pytest.MonkeyPatch, tokens: np.ndarray
+) -> None:
+    import lm_trainer.data.stream as module
+
+    monkeypatch.setattr(module, "MAX_OPEN_PARTS", 2)
+    stream = stream_of(make_build())
+    starts = np.arange(0, len(tokens) - 10, 5000)
+    for start, row in zip(starts, stream.read(starts, 10), strict=True):
+        np.testing.assert_array_equal(row, tokens[start : start + 10])
+    assert len(stream._maps) == 2
+
+
+def test_windows_are_the_stream_cut_into_rows(stream: TokenStream, tokens: np.ndarray) -> None:
+    train = train_set(stream, NoShuffle())
+    assert train.num_windows == len(tokens) // SEQ_LEN
+    batch = train.rows(3, BATCH, range(BATCH))
+    for row in range(BATCH):
+        start = (3 * BATCH + row) * SEQ_LEN
+        expected = tokens[start : start + SEQ_LEN + 1]
+        np.testing.assert_array_equal(batch.tokens[row], expected[:-1])
+        np.testing.assert_array_equal(batch.targets[row], expected[1:])
+        weights, positions, segments = documents_row_by_row(expected)
+        assert batch.weights[row].tolist() == weights
+        assert batch.positions[row].tolist() == positions
+        assert batch.segments[row].tolist() == segments
+
+
+def test_documents_are_told_apart() -> None:
+    tokens_BT = np.array([[5, EOS, 6, 7, EOS, EOS, 8], [1, 2, 3, 4, 5, 6, 7]], np.int32)
+    batch = make_batch(tokens_BT, np.array([7, 7]), EOS)
+    assert batch.segments.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch.weights.tolist() == [[1, 0, 1, 1, 0, 0], [1] * 6]
+    assert [str(array.dtype) for array in batch] == ["int32", "int32", "float32", "int32", "int32"]
+
+
+def test_random_rows_agree_with_a_loop() -> None:
+    rng = np.random.default_rng(0)
+    tokens_BT = np.where(rng.random((64, 33)) < 0.1, EOS, rng.integers(0, 200, (64, 33))).astype(np.int32)
+    batch = make_batch(tokens_BT, np.full(64, 33), EOS)
+    for row in range(64):
+        weights, positions, segments = documents_row_by_row(tokens_BT[row])
+        assert batch.weights[row].tolist() == weights
+        assert batch.positions[row].tolist() == positions
+        assert batch.segments[row].tolist() == segments
+
+
+def test_the_last_target_of_the_stream_has_no_weight_where_nothing_follows(
+    make_build: MakeBuild, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("x" * 31)
+    stream = stream_of(make_build(urls=[str(tmp_path / "a.txt")]))
+    assert len(stream) == 32
+    batch = train_set(stream, NoShuffle(), seq_len=16).rows(0, 2, range(2))
+    assert batch.weights.sum(axis=1).tolist() == [16, 15]
+    assert batch.segments.min() == 0
+
+
+def test_each_window_comes_once_per_epoch(stream: TokenStream, tokens: np.ndarray) -> None:
+    train = train_set(stream)
+    steps = -(-train.num_windows // BATCH)
+    rows = np.concatenate([train.rows(step, BATCH, range(BATCH)).tokens for step in range(steps)])[: train.num_windows]
+    expected = tokens[: train.num_windows * SEQ_LEN].reshape(-1, SEQ_LEN)
+    assert sorted(map(bytes, rows.astype("<i4"))) == sorted(map(bytes, expected.astype("<i4")))
+    assert not np.array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("hosts", [2, 4, 8])
+def test_the_global_batch_does_not_depend_on_the_number_of_hosts(stream: TokenStream, hosts: int) -> None:
+    train = train_set(stream)
+    local = BATCH // hosts
+    iterators = [TrainIterator(train, BATCH, range(h * local, (h + 1) * local), range(5, 9)) for h in range(hosts)]
+    for step in range(5, 9):
+        parts = [next(iterator) for iterator in iterators]
+        joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+        assert_equal(joined, train.rows(step, BATCH, range(BATCH)))
+    for iterator in iterators:
+        iterator.close()
+
+
+def test_an_iterator_begins_anywhere_and_ends(stream: TokenStream) -> None:
+    train = train_set(stream)
+    whole = list(TrainIterator(train, BATCH, range(BATCH), range(10)))
+    assert len(whole) == 10
+    later = list(TrainIterator(train, BATCH, range(BATCH), range(7, 10)))
+    for one, other in zip(whole[7:], later, strict=True):
+        assert_equal(one, other)
+    assert list(TrainIterator(train, BATCH, range(BATCH), range(10, 10))) == []
+
+
+def test_a_far_step_costs_no_more_than_the_first(stream: TokenStream) -> None:
+    train = train_set(stream)
+    train.rows(0, BATCH, range(BATCH))
+
+    def cost(step: int) -> float:
+        started = time.process_time()
+        for _ in range(20):
+            train.rows(step, BATCH, range(BATCH))
+        return time.process_time() - started
+
+    near, far = min(cost(0) for _ in range(5)), min(cost(10**9) for _ in range(5))
+    assert far < 3 * near
+
+
+def test_seeds_differ(stream: TokenStream) -> None:
+    one, other = (train_set(stream, seed=seed).rows(0, BATCH, range(BATCH)).tokens for seed in (0, 1))
+    assert not np.array_equal(one, other)
+
+
+def test_rows_outside_the_batch_are_refused(stream: TokenStream) -> None:
+    for rows in (range(4, 12), range(0), range(0, 8, 2)):
+        with pytest.raises(UserError, match="are no part of a batch of 8"):
+            TrainIterator(train_set(stream), BATCH, rows, range(3))
+
+
+def test_a_closed_iterator_gives_nothing_more(stream: TokenStream) -> None:
+    iterator = TrainIterator(train_set(stream), BATCH, range(BATCH), range(1000))
+    next(iterator)
+    iterator.close()
+    iterator.close()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class TestEvalSet:
+    @pytest.fixture
+    def evals(self, stream: TokenStream) -> EvalSet:
+        return EvalSet("validation", stream, SEQ_LEN, EOS, 10, 100)
+
+    def test_every_token_is_predicted_once(self, evals: EvalSet, tokens: np.ndarray) -> None:
+        batches = list(evals.batches(BATCH, rows=range(BATCH)))
+        assert len(batches) == evals.num_batches(BATCH)
+        targets = np.concatenate([batch.targets[batch.weights > 0] for batch in batches])
+        expected = tokens[1:][tokens[:-1] != EOS]
+        np.testing.assert_array_equal(targets, expected)
+
+    def test_padding_is_marked(self, evals: EvalSet, tokens: np.ndarray) -> None:
+        *_, last = evals.batches(BATCH, rows=range(BATCH))
+        assert last.tokens.shape == (BATCH, SEQ_LEN)
+        left = len(tokens) - (evals.num_batches(BATCH) - 1) * BATCH * SEQ_LEN
+        real = np.arange(BATCH * SEQ_LEN).reshape(BATCH, SEQ_LEN) < left
+        np.testing.assert_array_equal(last.segments >= 0, real)
+        assert (last.segments[~real] == -1).all()
+        assert not last.weights[~real].any()
+        assert not real.all(), "the test needs padding"
+
+    def test_hosts_share_a_batch(self, evals: EvalSet) -> None:
+        whole = list(evals.batches(BATCH, rows=range(BATCH), max_batches=3))
+        halves = [list(evals.batches(BATCH, rows=rows, max_batches=3)) for rows in (range(4), range(4, 8))]
+        assert len(whole) == 3
+        for batch, first, second in zip(whole, *halves, strict=True):
+            assert_equal(batch, jax.tree.map(lambda a, b: np.concatenate([a, b]), first, second))
+
+
+@pytest.fixture
+def program(make_build: MakeBuild, tmp_path: Path) -> list[str]:
+    make_build().run()
+    return [
+        sys.executable,
+        "-c",
+        "import sys\n"
+        "from lm_trainer.data.layout import Ledger, token_dtype\n"
+        "from lm_trainer.data.loader import TrainIterator, TrainSet\n"
+        "from lm_trainer.data.shuffle import FullShuffle\n"
+        "from lm_trainer.data.store import Store\n"
+        "from lm_trainer.data.stream import TokenStream\n"
+        f"store = Store({str(tmp_path / 'cache')!r})\n"
+        "train = TrainSet(TokenStream(store, Ledger.read(store), token_dtype(257)), 48, 256, FullShuffle(), 0)\n"
+        "iterator = TrainIterator(train, 8, range(8), range(10**9))\n"
+        "next(iterator)\n"
+        "print('ready', flush=True)\n",
+    ]
+
+
+def test_a_process_ends_though_its_iterator_was_never_closed(program: list[str]) -> None:
+    started = time.monotonic()
+    done = subprocess.run(program, env=lmt_environment(), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "ready\n"
+    assert time.monotonic() - started < 30
