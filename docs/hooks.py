@@ -3,6 +3,7 @@
 A page asks for it with a line such as `<!-- generated: configuration -->`.
 """
 
+import html
 import json
 import re
 import subprocess
@@ -27,7 +28,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def command_line() -> str:
     """What `lmt --help` and `lmt COMMAND --help` say, as Markdown."""
     command = [sys.executable, "-m", "typer", "cli.main", "utils", "docs", "--name", "lmt"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = html.unescape(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return re.sub(r"^(#+ `lmt)", r"#\1", text, flags=re.MULTILINE)
 
 
@@ -108,7 +109,8 @@ class _Renderer:
         if schema.get("type") == "object":
             return "mapping"
         names = {"null": "null", "integer": "whole number", "number": "number", "boolean": "true, false"}
-        return names.get(schema.get("type", ""), schema.get("format", "text")) + _bounds(schema)
+        name = names.get(str(schema.get("type"))) or str(schema.get("format", "text"))
+        return name + _bounds(schema)
 
 
 def _reference(schema: Schema) -> str | None:
