@@ -35,6 +35,12 @@ class BuildProgress(NamedTuple):
     """None where only reading tells how much text there is (compressed files)."""
     tokens: int
 
+    def __str__(self) -> str:
+        if self.name == "tokenizer":
+            return "training the tokenizer"
+        of_total = "" if self.total_bytes is None else f" of {self.total_bytes / 1e6:.1f}"
+        return f"tokenising the {self.name} text: {self.done_bytes / 1e6:.1f}{of_total} MB, {self.tokens:,} tokens"
+
 
 OnProgress = Callable[[BuildProgress], None]
 

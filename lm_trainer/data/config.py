@@ -84,8 +84,9 @@ class DataConfig(Config):
         if takes_urls and not self.train_urls:
             raise ValueError("this source needs train_urls")
         if not takes_urls and (self.train_urls or self.validation_urls):
-            what = "train_urls" if self.train_urls else "validation_urls without train_urls"
-            raise ValueError(f"{what} cannot be combined with the embedded source; remove one of the two")
+            key = "train_urls" if self.train_urls else "validation_urls"
+            hint = "remove one of the two" if self.source else "name your own train_urls too"
+            raise ValueError(f"the embedded source brings its own text, so {key} does not fit; {hint}")
         return self
 
     @property

@@ -165,3 +165,5 @@ class TestOwnText:
         assert last.total_bytes is not None
         assert last.done_bytes <= last.total_bytes
         assert last.tokens > 0
+        assert str(seen[0]) == "training the tokenizer"
+        assert str(last).startswith("tokenising the train text: 0.1 of 0.1 MB")

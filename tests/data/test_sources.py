@@ -255,8 +255,8 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("section", "message"),
         [
-            ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "cannot be combined"),
-            ({"validation_urls": ["a.jsonl"]}, "validation_urls without train_urls"),
+            ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "train_urls does not fit; remove one"),
+            ({"validation_urls": ["a.jsonl"]}, "validation_urls does not fit; name your own"),
             ({"source": {"type": "jsonl"}}, "needs train_urls"),
             ({"source": {"type": "parquet"}}, "'embedded', 'jsonl', 'text'"),
         ],

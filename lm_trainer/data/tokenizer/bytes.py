@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,6 +17,8 @@ class BytesTokenizer(TokenizerConfig):
     """Each byte of the UTF-8 text is a token; 256 bytes and the end of a document make a vocabulary of 257."""
 
     type: Literal["bytes"] = "bytes"
+
+    vocab_size: ClassVar[int] = EOS_ID + 1
 
 
 class ByteTokenizer(HfTokenizer):
