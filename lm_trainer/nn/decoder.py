@@ -97,16 +97,22 @@ class Decoder(nnx.Module):
         return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """Goes on from a cache with the same numbers as a full forward pass over each row.
+        """Goes on from a cache with the numbers of a full forward pass: logits, float32 [B, T, V], and the new cache.
 
-        Positions 0 to p of a row must have been decoded, here or before, when position p is read from the result.
-        Rows shorter than T are padded on the right with consecutive positions; what is returned there means nothing.
+        Arguments as for `decode_hidden`.
+        """
+        h_BTD, cache = self.decode_hidden(tokens_BT, positions_BT, cache)
+        return self.logits(h_BTD), cache
 
-        Returns:
-            Logits, float32 [B, T, V], and the cache with the new positions.
+    def decode_hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
+        """What the head reads at T more positions of each row, [B, T, D], and the cache with their keys and values.
+
+        A result at position p is right when positions 0 to p of its row were given in order, here or before. Shorter
+        rows are filled up on the right with any tokens at the positions that follow; what is returned there means
+        nothing, and a later call overwrites what they left in the cache.
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
         context = Context(positions_BT, cache_bias(positions_BT, cache.k.shape[2]))
-        x_BTD, cache_after = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
-        assert cache_after is not None
-        return self.logits(self.final_norm(x_BTD)), cache_after
+        x_BTD, filled = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
+        assert filled is not None
+        return self.final_norm(x_BTD), filled

@@ -64,7 +64,7 @@ def weighted_nll(
         nll_C = _nll(h_CD, w_VD, targets_C)[0]
         return total + jnp.sum(weights_C * nll_C), None
 
-    return _fold(body, jnp.zeros((), jnp.float32), blocks)[0]
+    return _fold(body, jnp.zeros((), jnp.float32), blocks, w_VD)[0]
 
 
 def _nll(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,7 +93,7 @@ def _forward(
         return (total + jnp.sum(weights_C * nll_C), dw_VD), (d_CV @ cast_VD, nll_C)
 
     zero = (jnp.zeros((), jnp.float32), jnp.zeros(w_VD.shape, jnp.float32))
-    (total, dw_VD), (dh, nll) = _fold(body, zero, blocks)
+    (total, dw_VD), (dh, nll) = _fold(body, zero, blocks, w_VD)
     return total, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), nll.reshape(-1)[:n])
 
 
@@ -122,15 +122,13 @@ def _in_blocks(
     return cut(h_ND), cut(targets_N), cut(weights_N)
 
 
-def _fold(body: Any, zero: Any, blocks: Any) -> Any:
-    """`lax.scan`, without a loop for a single block."""
+def _fold(body: Any, zero: Any, blocks: Any, *others: jax.Array) -> Any:
+    """`lax.scan`, without a loop for a single block; `others` are the arrays besides `blocks` that `body` reads."""
     if jax.tree.leaves(blocks)[0].shape[0] == 1:
         carry, out = body(zero, jax.tree.map(lambda a: a[0], blocks))
         return carry, jax.tree.map(lambda a: a[None], out)
-    return jax.lax.scan(body, _varying_like(zero, blocks), blocks)
-
-
-def _varying_like(tree: Any, reference: Any) -> Any:
-    """Marks constants as differing between the devices of a `shard_map` where `reference` does: a loop insists."""
-    axes = frozenset().union(*(jax.typeof(a).vma for a in jax.tree.leaves(reference)))
-    return jax.tree.map(lambda a: jax.lax.pcast(a, tuple(axes), to="varying"), tree) if axes else tree
+    # Inside a shard_map a loop insists that its start varies over the devices as its end does. A zero that is made
+    # from the inputs does, on every version of JAX, and costs nothing.
+    inputs = [*jax.tree.leaves(blocks), *others]
+    nothing = sum(jnp.where(False, a.reshape(-1)[0], 0).astype(jnp.float32) for a in inputs)
+    return jax.lax.scan(body, jax.tree.map(lambda a: a + nothing, zero), blocks)

@@ -1,0 +1,36 @@
+"""From logits to the next token.
+
+Shape letters: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def filter_logits(
+    logits_BV: jax.Array, *, temperature: jax.Array | float, top_k: int, top_p: jax.Array | float
+) -> jax.Array:
+    """Logits of the distribution to draw from, -inf for what is cut off.
+
+    In this order: divide by `temperature`; keep the `top_k` likeliest tokens (0: all); of the distribution that
+    remains, renormalised, keep the likeliest tokens up to and including the one that brings their sum to `top_p`
+    (Holtzman et al. 2020). Tokens that tie with the last one kept are kept too.
+    """
+    logits_BV = logits_BV.astype(jnp.float32) / temperature
+    if 0 < top_k < logits_BV.shape[-1]:
+        smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
+    descending_BV = jnp.sort(logits_BV, axis=-1, descending=True)
+    probs_BV = jax.nn.softmax(descending_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    # The likeliest token stays however small top_p is; top_p = 1 keeps all, whatever the rounding of the sum.
+    kept_BV = (before_BV < top_p) | (top_p >= 1.0) | (jnp.arange(logits_BV.shape[-1]) == 0)
+    smallest_B1 = jnp.min(jnp.where(kept_BV, descending_BV, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
+
+
+def draw(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    """One token per row, int32 [B], each row with its own key."""
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)

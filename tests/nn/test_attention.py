@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm_trainer.nn.attention import Attention, Context, causal_bias, dot_product_attention
+from lm_trainer.nn.spec import AttentionSpec
+
+B, S, N, H = 2, 10, 3, 4
+SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
+SPEC = AttentionSpec(num_heads=N, head_dim=H)
+
+
+def qkv(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((B, S, N, H), np.float32) for _ in range(3)]
+
+
+def brute_force(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Query by query, in float64."""
+    out = np.zeros_like(q, np.float64)
+    for b in range(B):
+        for s in range(S):
+            seen = [t for t in range(s + 1) if segments[b, t] == segments[b, s]]
+            for n in range(N):
+                scores = np.array([q[b, s, n].astype(np.float64) @ k[b, t, n] for t in seen])
+                p = np.exp(scores - scores.max())
+                out[b, s, n] = (p / p.sum()) @ v[b, seen, n]
+    return out
+
+
+def test_causal_attention_inside_segments():
+    q, k, v = qkv()
+    out = dot_product_attention(jnp.asarray(3 * q), jnp.asarray(k), jnp.asarray(v), causal_bias(jnp.asarray(SEGMENTS)))
+    np.testing.assert_allclose(out, brute_force(3 * q, k, v, SEGMENTS), atol=2e-6)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (jnp.asarray(a) for a in qkv())
+    out = dot_product_attention(1e4 * q, k, v, causal_bias(jnp.asarray(SEGMENTS)))
+    assert np.isfinite(out).all()
+
+
+def test_dropout_of_probabilities_keeps_the_mean():
+    q, k, v = (jnp.asarray(a) for a in qkv())
+    bias = causal_bias(jnp.asarray(SEGMENTS))
+    many = jax.vmap(lambda key: dot_product_attention(q, k, v, bias, 0.3, key))(
+        jax.random.split(jax.random.key(0), 4000)
+    )
+    assert np.abs(many[0] - many[1]).max() > 0.1
+    np.testing.assert_allclose(many.mean(0), dot_product_attention(q, k, v, bias), atol=0.1)
+
+
+def attend(spec: AttentionSpec, *, layer: int = 0) -> np.ndarray:
+    module = Attention(spec, 16, std=1.0, out_std=1.0, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
+    positions = jnp.tile(jnp.arange(S), (B, 1))
+    return np.asarray(module(x, Context(positions, causal_bias(jnp.asarray(SEGMENTS))), layer)[0])
+
+
+def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
+    wide = dataclasses.replace(SPEC, inverse_layer_scale=True)
+    np.testing.assert_array_equal(attend(wide, layer=0), attend(SPEC, layer=0))
+    np.testing.assert_array_equal(attend(SPEC, layer=3), attend(SPEC, layer=0))
+    assert np.abs(attend(wide, layer=3) - attend(SPEC)).max() > 0.1
+
+
+def test_the_first_token_of_a_segment_sees_itself_alone():
+    module = Attention(SPEC, 16, std=1.0, out_std=1.0, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
+    out = module(x, Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS))), 0)[0]
+    np.testing.assert_allclose(out[:, 0], module.out(module.v(x))[:, 0], atol=1e-5)
+    np.testing.assert_allclose(out[0, 4], module.out(module.v(x))[0, 4], atol=1e-5)
+
+
+def test_upcast_keeps_scores_in_float32():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, N * H)), jnp.bfloat16)
+    context = Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS)))
+    errors = {}
+    for upcast in (False, True):
+        module = Attention(dataclasses.replace(SPEC, upcast=upcast), N * H, std=2.0, out_std=1.0, rngs=nnx.Rngs(0))
+        module.out.weight[...] = jnp.eye(N * H).reshape(N, H, N * H)
+        q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
+        exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)
+        errors[upcast] = np.abs(np.asarray(module(x, context, 0)[0], np.float32) - exact).mean() / np.abs(exact).mean()
+    # Scores near 100 are rounded to halves in bfloat16, which moves probabilities by half of themselves.
+    assert errors[True] < 2**-8
+    assert errors[False] > 3 * errors[True]

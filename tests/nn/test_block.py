@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lm_trainer.nn.attention import Context, causal_bias
+from lm_trainer.nn.block import Block
+from lm_trainer.nn.spec import BlockSpec, NormSpec
+from tests.nn.common import BLOCK
+
+S = 6
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, S, 16)), jnp.float32)
+CONTEXT = Context(jnp.tile(jnp.arange(S), (2, 1)), causal_bias(jnp.zeros((2, S), jnp.int32)))
+
+
+def build(spec: BlockSpec) -> Block:
+    return Block(spec, 16, std=0.3, out_std=0.3, rngs=nnx.Rngs(0))
+
+
+def layer_norm(x: jax.Array) -> jax.Array:
+    return (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def test_wiring_with_norms_before_after_or_nowhere():
+    for pre in (None, NormSpec()):
+        for post in (None, NormSpec()):
+            block = build(dataclasses.replace(BLOCK, pre_norm=pre, post_norm=post))
+            before = layer_norm if pre else (lambda x: x)
+            after = layer_norm if post else (lambda x: x)
+            x = X + after(block.attention(before(X), CONTEXT, 0)[0])
+            x = x + after(block.mlp(before(x)))
+            np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
+
+
+def test_residual_dropout_needs_a_key_and_keeps_the_mean():
+    block = build(dataclasses.replace(BLOCK, dropout=0.5))
+    exact = build(BLOCK)(X, CONTEXT, 0)[0]
+    np.testing.assert_array_equal(block(X, CONTEXT, 0)[0], exact)
+    keys = jax.random.split(jax.random.key(0), 2)
+    one, again, other = (block(X, CONTEXT, 0, key=key)[0] for key in (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 0.1
+    # What is dropped is what a part adds, never the stream itself: half of the elements after attention are X.
+    attention_only = dataclasses.replace(BLOCK, dropout=0.5)
+    silent = build(attention_only)
+    silent.mlp.down.weight[...] = jnp.zeros_like(silent.mlp.down.weight[...])
+    share = float(np.mean(np.asarray(silent(X, CONTEXT, 0, key=keys[0])[0] == X)))
+    assert 0.35 < share < 0.65

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
+
+X = np.linspace(-4, 4, 41, dtype=np.float32)
+NORMAL_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in X])
+TANH_CDF = 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
+EXPECTED = {"gelu": X * NORMAL_CDF, "gelu_new": X * TANH_CDF, "relu": np.maximum(X, 0), "silu": X / (1 + np.exp(-X))}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(name):
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(X)), EXPECTED[name], atol=2e-6)
+
+
+def test_linear_contracts_its_trailing_inputs():
+    linear = Linear({"a": 2, "b": 3}, {"c": 4, "d": 5}, std=1.0, bias=True, rngs=nnx.Rngs(0))
+    assert linear.bias is not None
+    linear.bias[...] = jnp.arange(20.0).reshape(4, 5)
+    x = np.random.default_rng(0).standard_normal((6, 7, 2, 3), np.float32)
+    expected = np.einsum("xyab,abcd->xycd", x, linear.weight[...]) + np.asarray(linear.bias[...])
+    np.testing.assert_allclose(linear(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
+    assert linear.weight.get_metadata("logical_axes") == ("a", "b", "c", "d")
+    assert linear.bias.get_metadata("logical_axes") == ("c", "d")
+    assert linear(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_dropout_keeps_the_mean_and_zeroes_the_rate():
+    x = jnp.ones((200, 200))
+    y = np.asarray(dropout(x, 0.25, jax.random.key(0)))
+    assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert abs((y == 0).mean() - 0.25) < 0.01
+    assert abs(y.mean() - 1) < 0.015
+    assert (np.asarray(dropout(x, 0.25, jax.random.key(1))) != y).any()
+    assert dropout(x, 0.25, None) is x
+    assert dropout(x, 0.0, jax.random.key(0)) is x

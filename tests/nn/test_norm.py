@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from lm_trainer.nn.norm import LayerNorm, make_norm
+from lm_trainer.nn.spec import NormSpec
+
+X = (5 + 3 * np.random.default_rng(0).standard_normal((4, 16))).astype(np.float32)
+
+
+def expected(x: np.ndarray, eps: float, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64)
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + eps) * scale + bias
+
+
+def test_layer_norm():
+    norm = LayerNorm(NormSpec(eps=0.1), 16)
+    assert norm.bias is not None
+    norm.scale[...], norm.bias[...] = jnp.linspace(0.5, 2, 16), jnp.linspace(-1, 1, 16)
+    y = expected(X, 0.1, np.linspace(0.5, 2, 16), np.linspace(-1, 1, 16))
+    np.testing.assert_allclose(norm(jnp.asarray(X)), y, atol=2e-6)
+
+
+def test_statistics_are_float32_whatever_the_input():
+    norm = LayerNorm(NormSpec(bias=False), 16)
+    x = jnp.asarray(100 + X, jnp.bfloat16)
+    y = norm(x)
+    assert y.dtype == jnp.bfloat16
+    # Only the result is rounded: bfloat16 statistics of numbers near 100 would be off by far more.
+    exact = expected(np.asarray(x, np.float32), 1e-5, np.ones(16), np.zeros(16))
+    np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8)
+
+
+def test_an_absent_norm_is_the_identity():
+    x = jnp.asarray(X)
+    assert make_norm(None, 16)(x) is x
