@@ -41,14 +41,14 @@ class Progress:
         line_seconds: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        stream = stream or sys.stdout
+        out = sys.stdout if stream is None else stream
         self._total = total_steps
         self._clock = clock
         self._times: deque[tuple[int, float]] = deque(maxlen=_STEP_TIMES)
-        if _wants_live(stream) if live is None else live:
-            self._view: _View = _Bar(stream, total_steps)
+        if _wants_live(out) if live is None else live:
+            self._view: _View = _Bar(out, total_steps)
         else:
-            self._view = _Lines(stream, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
+            self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
 
     def __enter__(self) -> Self:

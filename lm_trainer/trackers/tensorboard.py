@@ -38,9 +38,13 @@ class TensorboardTracker:
     """
 
     def __init__(self, directory: str, *, resume_step: int):
-        from tensorboardX import event_file_writer, record_writer
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX import event_file_writer, record_writer, summary
+        from tensorboardX.proto import event_pb2, summary_pb2
 
+        self._text_summary = summary.text
+        # The generated classes, whose names type checkers cannot see.
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
@@ -52,13 +56,12 @@ class TensorboardTracker:
         self._flushed = time.monotonic()
         # TensorBoard forgets what earlier files say of this step and later ones.
         first = resume_step + 1 if resume_step else 0
-        self._write(first, session_log=SessionLog(status=SessionLog.START))
+        self._write(first, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
-        self._write(step, summary=Summary(value=values))
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
+        self._write(step, summary=summary(value=values))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
@@ -67,17 +70,13 @@ class TensorboardTracker:
         self.log_text("summary", _as_markdown(summary), step=0)
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
-        from tensorboardX.summary import text as text_summary
-
-        self._write(step, summary=text_summary(name, text))
+        self._write(step, summary=self._text_summary(name, text))
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, step: int, **content: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
+        self._file.write_event(self._events.Event(wall_time=time.time(), step=step, **content))
         now = time.monotonic()
         if now - self._flushed >= self._flush_seconds:
             self._file.flush()

@@ -50,6 +50,7 @@ class WandbTracker:
     def __init__(self, config: WandbConfig, run: TrackedRun):
         try:
             import wandb
+            from wandb.errors import UsageError
         except ImportError:
             raise UserError(
                 "trainer.tracker: the package wandb is not installed; run `pip install lm_trainer[wandb]`, or choose "
@@ -72,7 +73,7 @@ class WandbTracker:
                 # W&B would copy the main script and a diff of the whole checkout, whatever they contain.
                 settings=wandb.Settings(console="off", disable_code=True),
             )
-        except wandb.errors.UsageError as error:
+        except UsageError as error:
             raise UserError(f"trainer.tracker: W&B refused to start: {error}; or set `mode: offline`") from error
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)

@@ -1,0 +1,63 @@
+"""The FLOP/s that a plain matrix product reaches on this machine: what a training step can be measured against.
+
+Shape letters: N rows and columns of the square operands.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_CPU_SIZE, _ACCELERATOR_SIZE = 2048, 8192
+_CPU_PRODUCTS, _ACCELERATOR_PRODUCTS = 2, 16
+
+
+class MatmulProbe:
+    """A chain of square matrix products, run on all given devices at once.
+
+    Devices that share hardware (emulated CPU devices) therefore share its peak.
+
+    Args:
+        devices: which devices; all of one kind.
+        dtype: of the operands and results, as JAX multiplies it by default (on NVIDIA GPUs float32 is TF32).
+        size: N; by default 2048 on a CPU and 8192 on an accelerator.
+        products: how many products follow one another in a call.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+        dtype: str | np.dtype,
+        *,
+        size: int | None = None,
+        products: int | None = None,
+    ):
+        cpu = devices[0].platform == "cpu"
+        self.dtype = jnp.dtype(dtype)
+        self.size = size or (_CPU_SIZE if cpu else _ACCELERATOR_SIZE)
+        self.products = products or (_CPU_PRODUCTS if cpu else _ACCELERATOR_PRODUCTS)
+        self.flops = 2.0 * self.size**3 * self.products * len(devices)
+        """Operations of one `run`, over all devices."""
+        generator = np.random.default_rng(0)
+        # Variance 1 in, variance 1 out, however long the chain: zeros and overflows would run at another power draw.
+        x_NN = generator.standard_normal((self.size, self.size), np.float32)
+        w_NN = generator.standard_normal((self.size, self.size), np.float32) / np.sqrt(self.size)
+        self._operands = [jax.device_put((x_NN.astype(self.dtype), w_NN.astype(self.dtype)), d) for d in devices]
+        self._chain = jax.jit(functools.partial(_chain, products=self.products))
+        self.run()
+
+    def run(self) -> float:
+        """Seconds of one chain on every device, from the first call to the last result."""
+        started = time.perf_counter()
+        results = [self._chain(*operands) for operands in self._operands]
+        jax.block_until_ready(results)
+        return time.perf_counter() - started
+
+
+def _chain(x_NN: jax.Array, w_NN: jax.Array, *, products: int) -> jax.Array:
+    return jax.lax.fori_loop(0, products, lambda _, y_NN: y_NN @ w_NN, x_NN)

@@ -1,0 +1,241 @@
+"""The instrument behind `lmt bench mfu`: how fast a training step is, against two peaks.
+
+A step and a chain of matrix products are timed in turn, so that a machine whose speed drifts slows both.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lm_trainer.profile.peaks import Peak, datasheet_peak
+
+
+class Workload(Protocol):
+    """What is measured."""
+
+    @property
+    def run_step(self) -> Callable[[], None]:
+        """One whole training step; returns when its result is there."""
+        ...
+
+    @property
+    def tokens_per_step(self) -> float: ...
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of a training step, forward and backward."""
+        ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def device_count(self) -> int: ...
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in."""
+        ...
+
+    @property
+    def num_params(self) -> int: ...
+
+
+class Probe(Protocol):
+    """A measured peak: see `lm_trainer.profile.matmul.MatmulProbe`."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of one run, over all devices."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    def run(self) -> float:
+        """Runs once and returns the seconds it took."""
+        ...
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sample of positive numbers in brief."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Needs one value at least."""
+        lower, median, upper = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+        )
+        return cls(median, lower, upper, min(values), max(values))
+
+
+@dataclass(frozen=True)
+class MfuReport:
+    """What was measured; rates and fractions follow from the medians."""
+
+    workload: Workload
+    step_seconds: Spread
+    matmul_flops: Spread
+    """FLOP/s of the probe, over all devices."""
+    matmul_fractions: Spread
+    """Achieved FLOP/s of each step over the FLOP/s of the probe that ran beside it."""
+    matmul_size: int
+    samples: int
+    steps_per_sample: int
+    warmup: int
+    peak: Peak | None
+    """Of one device; None where no datasheet figure is known."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.workload.tokens_per_step / self.step_seconds.median
+
+    @property
+    def achieved_flops(self) -> float:
+        """Model FLOP/s, over all devices."""
+        return self.tokens_per_second * self.workload.flops_per_token
+
+    @property
+    def datasheet_fraction(self) -> float | None:
+        """MFU: achieved FLOP/s over the datasheet peak of all devices."""
+        return None if self.peak is None else self.achieved_flops / (self.peak.flops * self.workload.device_count)
+
+    @property
+    def matmul_fraction(self) -> float:
+        """Achieved FLOP/s over the median of the probe."""
+        return self.achieved_flops / self.matmul_flops.median
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: plain values in SI units; names are stable."""
+        work, peak = self.workload, self.peak
+        return {
+            "device_kind": work.device_kind,
+            "device_count": work.device_count,
+            "dtype": work.dtype,
+            "num_params": work.num_params,
+            "tokens_per_step": work.tokens_per_step,
+            "flops_per_token": work.flops_per_token,
+            "samples": self.samples,
+            "steps_per_sample": self.steps_per_sample,
+            "warmup_steps": self.warmup,
+            "step_seconds": _spread(self.step_seconds),
+            "tokens_per_second": self.tokens_per_second,
+            "achieved_flops_per_second": self.achieved_flops,
+            "datasheet": peak
+            and {
+                "peak_flops_per_second": peak.flops * work.device_count,
+                "format": peak.format,
+                "source": peak.source,
+                "fraction": self.datasheet_fraction,
+            },
+            "matmul": {
+                "size": self.matmul_size,
+                "flops_per_second": _spread(self.matmul_flops),
+                "fraction": self.matmul_fraction,
+                "paired_fraction": _spread(self.matmul_fractions),
+            },
+        }
+
+
+def measure(
+    workload: Workload,
+    probe: Probe,
+    *,
+    samples: int = 20,
+    warmup: int = 3,
+    sample_seconds: float = 0.1,
+    allow_tf32: bool = True,
+) -> MfuReport:
+    """Times training steps and the probe in turn.
+
+    Args:
+        workload: what to measure.
+        probe: the peak to compare with, on the same devices.
+        samples: how often each is timed.
+        warmup: steps that run first and do not count; the first of them compiles.
+        sample_seconds: steps that are shorter are timed in groups that take about as long as this.
+        allow_tf32: see `datasheet_peak`.
+
+    Raises:
+        ValueError: for less than one sample or warm-up step.
+    """
+    if samples < 1 or warmup < 1:
+        raise ValueError(f"expected at least one sample and one warm-up step, got {samples} and {warmup}")
+    last = [_time(workload.run_step, 1) for _ in range(warmup)][-1]
+    steps = max(1, round(sample_seconds / max(last, 1e-9)))
+    seconds, matmul = [], []
+    probe.run()
+    for _ in range(samples):
+        seconds.append(_time(workload.run_step, steps))
+        matmul.append(probe.flops / probe.run())
+    flops_per_step = workload.flops_per_token * workload.tokens_per_step
+    return MfuReport(
+        workload=workload,
+        step_seconds=Spread.of(seconds),
+        matmul_flops=Spread.of(matmul),
+        matmul_fractions=Spread.of([flops_per_step / s / m for s, m in zip(seconds, matmul, strict=True)]),
+        matmul_size=probe.size,
+        samples=samples,
+        steps_per_sample=steps,
+        warmup=warmup,
+        peak=datasheet_peak(workload.device_kind, workload.dtype, allow_tf32=allow_tf32),
+    )
+
+
+def table(report: MfuReport) -> list[tuple[str, str]]:
+    """The report for people: what, and how much."""
+    work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
+    grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
+    if report.peak is None:
+        datasheet = f"n/a: no datasheet figure for {work.dtype} on {work.device_kind!r}"
+    else:
+        total = report.peak.flops * work.device_count
+        datasheet = f"{report.datasheet_fraction:.1%} of {_si(total)}FLOP/s in {report.peak.format}"
+    return [
+        ("device", f"{work.device_count} x {work.device_kind}, computing in {work.dtype}"),
+        ("model", f"{work.num_params:,} parameters, {work.flops_per_token:,.0f} FLOPs/token"),
+        ("step", f"{work.tokens_per_step:,.0f} tokens, {_si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
+        ("timed", f"{report.samples} samples{grouped}, each beside a matrix product; {report.warmup} steps before"),
+        ("step time", f"{1000 * step.median:.1f} ms (quartiles {_ms(step.lower_quartile)}-{_ms(step.upper_quartile)}, "
+                      f"range {_ms(step.minimum)}-{_ms(step.maximum)})"),
+        ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {_si(report.achieved_flops)}FLOP/s"),
+        ("of datasheet peak (MFU)", datasheet),
+        ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {_si(matmul.median)}FLOP/s "
+                                    f"(best {_si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
+        ("same, sample by sample", f"median {paired.median:.1%}, quartiles {paired.lower_quartile:.1%}-"
+                                   f"{paired.upper_quartile:.1%}"),
+    ]  # fmt: skip
+
+
+def _time(run_step: Callable[[], None], steps: int) -> float:
+    started = time.perf_counter()
+    for _ in range(steps):
+        run_step()
+    return (time.perf_counter() - started) / steps
+
+
+def _spread(spread: Spread) -> dict[str, float]:
+    return dict(vars(spread))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}"
+
+
+def _si(value: float) -> str:
+    """`1.23 T`: three digits and a prefix."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "

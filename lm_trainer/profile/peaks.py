@@ -1,0 +1,103 @@
+"""What devices can do at most, by the vendor's datasheet: dense matrix products, without structured sparsity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Format = Literal["bfloat16", "float16", "tf32", "float32"]
+"""What the matrix units multiply; `tf32` is what JAX uses for float32 arrays on NVIDIA GPUs unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most FLOP/s of one JAX device."""
+
+    flops: float
+    format: Format
+    source: str
+
+
+@dataclass(frozen=True)
+class _Device:
+    kinds: tuple[str, ...]
+    """Exactly as in `jax.Device.device_kind`: a laptop part or a slice of a GPU has another name, and no entry."""
+    tera: Mapping[Format, float]
+    """TFLOP/s of one JAX device, which on TPU v2 and v3 is one of the two cores of a chip."""
+    source: str
+
+
+def _tera(
+    *, bf16: float | None = None, f16: float | None = None, tf32: float | None = None, f32: float | None = None
+) -> dict[Format, float]:
+    formats: dict[Format, float | None] = {"bfloat16": bf16, "float16": f16, "tf32": tf32, "float32": f32}
+    return {name: value for name, value in formats.items() if value is not None}  # tf32 before float32
+
+
+_H100 = "NVIDIA H100 Tensor Core GPU datasheet; figures with sparsity halved"
+_H200 = "NVIDIA H200 Tensor Core GPU datasheet; figures with sparsity halved"
+_A100 = "NVIDIA A100 Tensor Core GPU datasheet"
+_V100 = "NVIDIA V100 Tensor Core GPU datasheet"
+_BLACKWELL = "NVIDIA Blackwell datasheet, figures for one GPU; those with sparsity halved"
+_TPU = "Google Cloud TPU documentation, system architecture"
+
+_DEVICES = (
+    _Device(("NVIDIA GB200",), _tera(bf16=2500, f16=2500, tf32=1250, f32=80), _BLACKWELL),
+    _Device(("NVIDIA B200",), _tera(bf16=2250, f16=2250, tf32=1100, f32=75), _BLACKWELL),
+    _Device(("NVIDIA H200",), _tera(bf16=989.5, f16=989.5, tf32=494.5, f32=67), _H200),
+    _Device(("NVIDIA H200 NVL",), _tera(bf16=835.5, f16=835.5, tf32=417.5, f32=60), _H200),
+    _Device(("NVIDIA H100 80GB HBM3",), _tera(bf16=989.5, f16=989.5, tf32=494.5, f32=67), _H100),
+    _Device(("NVIDIA H100 NVL",), _tera(bf16=835.5, f16=835.5, tf32=417.5, f32=60), _H100),
+    _Device(("NVIDIA H100 PCIe",), _tera(bf16=756.5, f16=756.5, tf32=378, f32=51), _H100),
+    _Device(
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+        _tera(bf16=312, f16=312, tf32=156, f32=19.5),
+        _A100,
+    ),
+    _Device(("NVIDIA A10",), _tera(bf16=125, f16=125, tf32=62.5, f32=31.2), "NVIDIA A10 datasheet"),
+    _Device(("NVIDIA A40",), _tera(bf16=149.7, f16=149.7, tf32=74.8, f32=37.4), "NVIDIA A40 datasheet"),
+    _Device(
+        ("NVIDIA L4",), _tera(bf16=121, f16=121, tf32=60, f32=30.3), "NVIDIA L4 datasheet; figures with sparsity halved"
+    ),
+    _Device(("NVIDIA L40S",), _tera(bf16=362.05, f16=362.05, tf32=183, f32=91.6), "NVIDIA L40S datasheet"),
+    _Device(("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), _tera(f16=125, f32=15.7), _V100),
+    _Device(("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"), _tera(f16=112, f32=14), _V100),
+    _Device(
+        ("NVIDIA GeForce RTX 4090",),
+        _tera(bf16=165.2, f16=165.2, tf32=82.6, f32=82.6),
+        "NVIDIA Ada GPU architecture whitepaper; FP16 and BF16 with FP32 accumulate",
+    ),
+    _Device(("TPU v2",), _tera(bf16=23), f"{_TPU}: 46 for a chip of two cores"),
+    _Device(("TPU v3",), _tera(bf16=61.5), f"{_TPU}: 123 for a chip of two cores"),
+    _Device(("TPU v4",), _tera(bf16=275), _TPU),
+    _Device(("TPU v5e", "TPU v5 lite"), _tera(bf16=197), _TPU),
+    _Device(("TPU v5p", "TPU v5"), _tera(bf16=459), _TPU),
+    _Device(("TPU v6e", "TPU v6 lite"), _tera(bf16=918), _TPU),
+)
+
+
+def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool = True) -> Peak | None:
+    """The datasheet's figure for matrix products of arrays of `dtype` on one device; None where there is none.
+
+    Args:
+        device_kind: `jax.Device.device_kind`; anything that is not in the table, such as a CPU, has no figure.
+        dtype: `bfloat16`, `float16` or `float32`.
+        allow_tf32: float32 arrays are multiplied in TF32 where the device has it, which is JAX's default.
+    """
+    device = next((d for d in _DEVICES if device_kind in d.kinds), None)
+    if device is None:
+        return None
+    wanted = ("tf32", "float32") if dtype == "float32" and allow_tf32 else (dtype,)
+    found = (Peak(tera * 1e12, name, device.source) for name, tera in device.tera.items() if name in wanted)
+    return next(found, None)
+
+
+def known_devices() -> tuple[str, ...]:
+    """The device kinds in the table, as JAX names them."""
+    return tuple(kind for device in _DEVICES for kind in device.kinds)
+
+
+def tf32_allowed(default_matmul_precision: str | None) -> bool:
+    """Whether float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
+    return default_matmul_precision in (None, "default", "fastest", "high", "tensorfloat32", "TF32_TF32_F32")
