@@ -34,7 +34,6 @@ class Evaluator:
         self._step = step
         self._rows = rows
         self._shapes = model.shapes
-        self._compiled = False
 
     @property
     def batch_size(self) -> int:
@@ -67,7 +66,6 @@ class Evaluator:
         return loss / weight if weight else math.nan
 
     def _compile(self, batch: Batch) -> None:
-        if not self._compiled:
+        if not self._lanes.compiled:
             rows = Batch(*(np.empty((self._rows, *x.shape[1:]), x.dtype) for x in batch))
             self._lanes.compile(self._shapes, self._step.layouts, rows)
-            self._compiled = True

@@ -8,6 +8,7 @@ the hash of that program is recorded with the run.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, batch_shards
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,18 @@ class Lanes:
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
             return self._jitted.lower(placed, rows, scalar, scalar).compile()
 
+        # The first alone: where the compilation cache serves all devices alike, the others are read from it, and
+        # with them the choices of kernels that were made by timing.
+        first = one(self.groups[0])
         with ThreadPoolExecutor() as pool:
-            self._compiled = list(pool.map(one, self.groups))
+            self._compiled = [first, *pool.map(one, self.groups[1:])]
+        if len({program_hash(compiled) for compiled in self._compiled}) > 1:
+            logger.warning("the devices run different programs for one computation: bits may depend on their number")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return bool(self._compiled)
 
     def __call__(self, group: int, *args: Any) -> Any:
         """Enqueues the function on the `group`-th local group and returns at once."""
@@ -122,4 +135,6 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
     """
     shape = (batch_shards(mesh), *parts[0].shape[1:])
     shards = [shard.data for part in parts for shard in part.addressable_shards]
-    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards)
+    return jax.make_array_from_single_device_arrays(
+        shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +20,9 @@ from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.optim import decays_by_default
 from lm_trainer.optim.schedule import Schedule
-from lm_trainer.train_state import ModelDef, StateShardings, TrainState, init_state, state_shardings
+from lm_trainer.train_state import ModelDef, Placement, TrainState, init_state, place_state
 from lm_trainer.train_step import LossFn, TrainStep
 
-logger = logging.getLogger(__name__)
 _INIT, _DROPOUT = 0, 1
 
 
@@ -34,16 +32,15 @@ class Program:
 
     spec: DecoderSpec
     model: ModelDef
-    mesh: Mesh
+    placement: Placement
     tx: optax.GradientTransformationExtraArgs
-    shardings: StateShardings
     schedule: Schedule
     step: TrainStep
     evaluate: Evaluator
 
     def init(self) -> TrainState:
         """The fresh state of the run; it depends on the seed alone."""
-        return init_state(self.model.init, self.tx, self.shardings)
+        return init_state(self.model.init, self.tx, self.placement.shardings)
 
 
 def build_program(config: RunConfig, vocab_size: int, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -68,24 +65,21 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[jax.Devi
         max_shards=plan.count,
     )
     tx = config.optimizer.build({name: decays_by_default(name, axes) for name, axes in model.axes.items()})
-    shardings = state_shardings(model.shapes, tx, layouts, mesh)
+    placement = place_state(model.shapes, tx, layouts, mesh)
     loss = loss_function(config)
     step = TrainStep(
         model,
         loss,
         tx,
-        mesh=mesh,
-        layouts=layouts,
-        shardings=shardings,
+        placement=placement,
         plan=plan,
         key=jax.random.fold_in(key, _DROPOUT),
     )
     return Program(
         spec=config.model.spec(vocab_size),
         model=model,
-        mesh=mesh,
+        placement=placement,
         tx=tx,
-        shardings=shardings,
         schedule=config.optimizer.schedule(trainer.num_train_steps),
         step=step,
         evaluate=Evaluator(model, loss, step, trainer.eval_rows),

@@ -80,12 +80,22 @@ class StateShardings(NamedTuple):
     opt_state: Any
 
 
-def state_shardings(
+@dataclass(frozen=True)
+class Placement:
+    """Where everything lies."""
+
+    mesh: Mesh
+    layouts: Mapping[str, LeafLayout]
+    """By parameter name."""
+    shardings: StateShardings
+
+
+def place_state(
     abstract_params: Mapping[str, jax.ShapeDtypeStruct],
     tx: optax.GradientTransformation,
     layouts: Mapping[str, LeafLayout],
     mesh: Mesh,
-) -> StateShardings:
+) -> Placement:
     """Moments lie as their parameters do; everything else of the optimizer is replicated."""
     params = {name: NamedSharding(mesh, layouts[name].rest) for name in abstract_params}
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -96,7 +106,7 @@ def state_shardings(
         params,
         transform_non_params=lambda _: replicated,
     )
-    return StateShardings(params, opt_state)
+    return Placement(mesh, layouts, StateShardings(params, opt_state))
 
 
 def init_state(
@@ -119,3 +129,8 @@ def state_from_params(
     placed = {name: jax.device_put(value, shardings.params[name]) for name, value in params.items()}
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(placed)
     return TrainState(0, placed, opt_state)
+
+
+def to_host(params: Params) -> dict[str, np.ndarray]:
+    """Copies whole parameters off the devices; all of them must belong to this process."""
+    return {name: np.asarray(x) for name, x in params.items()}

@@ -6,7 +6,7 @@ gradients are added by one fixed binary tree, first inside a device, then across
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import batch_shards
 from lm_trainer.core.reduction import TreeSum, sum_of_squares, sum_over_shards, tree_sum
 from lm_trainer.lanes import Lanes, local_groups, on_group, stack_groups
-from lm_trainer.train_state import ModelDef, Params, StateShardings, TrainState
+from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
 
 LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
 """`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights)`, float32 scalars; key for dropout."""
@@ -94,12 +93,11 @@ class TrainStep:
         loss: LossFn,
         tx: optax.GradientTransformationExtraArgs,
         *,
-        mesh: Mesh,
-        layouts: Mapping[str, LeafLayout],
-        shardings: StateShardings,
+        placement: Placement,
         plan: MicrobatchPlan,
         key: jax.Array,
     ):
+        mesh, layouts, shardings = placement.mesh, placement.layouts, placement.shardings
         self.plan = plan
         self.lanes = Lanes(_lane(model, loss, np.asarray(jax.random.key_data(key))), local_groups(mesh))
         self._mesh, self.layouts = mesh, layouts
@@ -124,6 +122,11 @@ class TrainStep:
         """Compiles the lane for rows like those of `batch` (any number of rows)."""
         rows = Batch(*(np.empty((self.plan.rows, *x.shape[1:]), x.dtype) for x in batch))
         self.lanes.compile(self._shapes, self.layouts, rows)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return self.lanes.compiled
 
     @property
     def local_rows(self) -> range:

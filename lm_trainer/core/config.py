@@ -28,6 +28,7 @@ class Config(BaseModel):
 
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION_PATTERN = r"^\s*(?=\d)(\d+(\.\d+)?(ms|s|m|h|d)|(\d+d)?(\d+h)?(\d+m)?(\d+(\.\d+)?s)?)\s*$"
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
@@ -57,14 +58,14 @@ def format_duration(value: timedelta) -> str:
     for unit in ("d", "h", "m"):
         if seconds and seconds % _UNIT_SECONDS[unit] == 0:
             return f"{int(seconds // _UNIT_SECONDS[unit])}{unit}"
-    return f"{int(seconds)}s" if seconds == int(seconds) else f"{seconds:g}s"
+    return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
 
 
 Duration = Annotated[
     timedelta,
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration, return_type=str),
-    Field(json_schema_extra={"type": "string", "format": "duration", "examples": ["15m", "1h30m"]}),
+    Field(json_schema_extra={"type": "string", "pattern": _DURATION_PATTERN, "examples": ["15m", "1h30m"]}),
 ]
 """A span of time as people write it: `15m`, `1h30m`, `90s`."""
 

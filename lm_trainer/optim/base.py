@@ -85,7 +85,7 @@ def clip_by_given_norm(max_norm: float | None) -> optax.GradientTransformationEx
 
     if max_norm is None:
         return optax.with_extra_args_support(optax.identity())
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
@@ -95,4 +95,4 @@ def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
         del params
         return jax.tree.map(lambda u: u * -learning_rate.astype(u.dtype), updates), state
 
-    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)

@@ -60,14 +60,23 @@ def build_schedule(name: ScheduleName, phases: Phases, *, peak: float, min_ratio
     """
     if name == "inv" and min_ratio == 0:
         raise ValueError("lr_schedule 'inv' cannot decay to 0: set min_lr_ratio above 0")
-    decays: dict[str, Callable[[float, int], float]] = {
-        "constant": lambda done, steps: 1.0,
-        "linear": lambda done, steps: 1 - (1 - min_ratio) * done,
-        "cosine": lambda done, steps: min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * done)) / 2,
-        "inv_sqrt": lambda done, steps: max(min_ratio, math.sqrt(1 / (1 + steps / max(1, phases.warmup)))),
-        "inv": lambda done, steps: 1 / (1 + (1 / min_ratio - 1) * done),
-    }
-    decay = decays[name]
+    slope = 1 - min_ratio
+    steepness = 1 / min_ratio - 1 if min_ratio else 0.0
+
+    def decayed(since: int) -> float:
+        done = since / phases.decay
+        match name:
+            case "constant":
+                return 1.0
+            case "linear":
+                return 1 - slope * done
+            case "cosine":
+                return min_ratio + slope * (1 + math.cos(math.pi * done)) / 2
+            case "inv_sqrt":
+                width = max(1, phases.warmup)
+                return max(min_ratio, math.sqrt(width / (width + since)))
+            case "inv":
+                return 1 / (1 + steepness * done)
 
     def learning_rate(step: int) -> float:
         if step < phases.warmup:
@@ -75,7 +84,6 @@ def build_schedule(name: ScheduleName, phases: Phases, *, peak: float, min_ratio
         since = step - phases.warmup - phases.stable
         if since < 0 or phases.decay == 0:
             return peak
-        since = min(since, phases.decay)
-        return peak * decay(since / phases.decay, since)
+        return peak * decayed(min(since, phases.decay))
 
     return learning_rate

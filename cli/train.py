@@ -1,0 +1,44 @@
+"""`lmt train`: the run, from a YAML file to a trained model."""
+
+from typing import Annotated
+
+import typer
+
+from cli.common import ConfigArgument, OverridesArgument, load_run_config
+
+
+def train(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the configuration and the devices, say what would run, and stop.")
+    ] = False,
+) -> None:
+    """Train a model; the same command again resumes the run where it stopped.
+
+    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 75 stopped by a signal, all saved.
+
+    Examples:
+        lmt train configs/gpt2_nano.yaml
+
+        lmt train configs/gpt2_nano.yaml trainer.num_train_steps=1000 --optimizer.learning_rate 1e-3
+    """
+    from lm_trainer.core.runtime import prepare_process
+
+    tuned = prepare_process()  # before anything imports jax
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.trackers import Progress
+    from lm_trainer.train import dry_run as plan
+    from lm_trainer.train import train as run_training
+
+    if dry_run:
+        for line in plan(run, name=config.stem):
+            typer.echo(line)
+        return
+    with Progress(run.trainer.num_train_steps) as progress:
+        for change in tuned:
+            progress.note(change)
+        summary = run_training(run, name=config.stem, progress=progress)
+    for line in summary.lines():
+        typer.echo(line)

@@ -1,0 +1,205 @@
+"""Checkpoints on disk: policies, verification, damage, other models, full disks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from pydantic import ValidationError
+
+from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
+from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.mesh import MeshShape, build_mesh
+
+NEVER = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10**9),))
+
+
+def sharded(devices: int) -> NamedSharding:
+    return NamedSharding(build_mesh(MeshShape(), jax.devices()[:devices]), PartitionSpec("data"))
+
+
+def arrays(seed: int, sharding: NamedSharding) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return {
+        "params.w": jax.device_put(rng.standard_normal((64, 32)).astype(np.float32), sharding),
+        "params.half": jax.device_put(rng.standard_normal(8).astype(jax.numpy.bfloat16), sharding),
+        "opt_state.count": jax.device_put(np.int32(seed), NamedSharding(sharding.mesh, PartitionSpec())),
+    }
+
+
+def like(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays(0, sharding).items()
+    }
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def saved(directory: Path, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
+    store = CheckpointStore(directory, config)
+    for step in steps:
+        store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
+    store.wait()
+    return store
+
+
+KEEP_THREE = tuple(
+    KeepEvery(**entry) for entry in ({"every": 1000, "until": 10000}, {"every": 5000, "until": 40000}, {"every": 10000})
+)
+
+
+def test_the_documented_three_entry_policy() -> None:
+    kept = [step for step in range(0, 70001, 500) if is_permanent(step, KEEP_THREE)]
+    assert kept == [*range(1000, 10001, 1000), *range(15000, 40001, 5000), 50000, 60000, 70000]
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ([{"every": 10}, {"every": 20}], "only the last entry may lack `until`"),
+        ([{"every": 10, "until": 50}, {"every": 20, "until": 40}], "must grow"),
+        ([{"every": 0}], "greater than 0"),
+    ],
+)
+def test_impossible_policies_are_refused(keep: list[dict[str, int]], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CheckpointerConfig.model_validate({"keep": keep})
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_what_was_saved_comes_back_on_any_mesh(directory: Path, devices: int) -> None:
+    saved(directory, 3).close()
+    restored = CheckpointStore(directory, NEVER).restore(like(sharded(devices)))
+    assert restored is not None
+    assert restored.step == 3
+    assert restored.record["note"] == "step 3"
+    for name, x in arrays(3, sharded(1)).items():
+        assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(x).tobytes()
+        assert len(restored.arrays[name].sharding.device_set) == devices
+
+
+def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(directory: Path) -> None:
+    store = CheckpointStore(directory, NEVER)
+    values = arrays(1, sharded(8))
+    expected = np.asarray(values["params.w"]).copy()
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    store.save(1, values, {})
+    jax.block_until_ready(overwrite(values["params.w"]))
+    store.wait()
+    restored = store.restore(like(sharded(8)))
+    assert restored is not None
+    np.testing.assert_array_equal(np.asarray(restored.arrays["params.w"]), expected)
+
+
+def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: Path) -> None:
+    config = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10),))
+    saved(directory, 3, 7, 10, 12, 20, 23, 25, config=config).close()
+    assert committed_steps(directory) == [10, 20, 25]
+    assert not [p.name for p in directory.iterdir() if p.name.startswith(".trash")]
+
+
+def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) -> None:
+    saved(directory, 3).close()
+    config = NEVER.model_copy(update={"delete_old_temp_checkpoints": False})
+    saved(directory, 5, 7, config=config).close()
+    assert committed_steps(directory) == [3, 7]
+
+
+def test_when_a_checkpoint_is_due(directory: Path) -> None:
+    store = CheckpointStore(directory, CheckpointerConfig(keep=(KeepEvery(every=10),)))
+    assert [step for step in range(25) if store.due(step)] == [10, 20]
+    assert CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(0)})).due(1)
+
+
+def damage(step: Path, how: str) -> None:
+    data = max((p for p in (step / "state").rglob("*") if p.is_file() and p.parent.name == "d"), key=os.path.getsize)
+    if how == "bit":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "truncated":
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    elif how == "half deleted":
+        data.unlink()
+    else:
+        (step / "_CHECKPOINT_METADATA").unlink()
+
+
+@pytest.mark.parametrize("how", ["bit", "truncated", "half deleted", "no metadata"])
+def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
+    directory: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})
+    saved(directory, 1, 2, config=config).close()
+    damage(directory / "2", how)
+    store = CheckpointStore(directory, config)
+    restored = store.restore(like(sharded(8)))
+    assert restored is not None
+    assert restored.step == 1
+    assert "checkpoint 2 cannot be used" in caplog.text
+    assert (directory / "2.corrupt").is_dir()
+    store.save(2, arrays(2, sharded(8)), {})
+    store.close()
+    assert committed_steps(directory) == [1, 2]
+
+
+def test_nothing_to_restore(directory: Path) -> None:
+    assert CheckpointStore(directory, NEVER).restore(like(sharded(1))) is None
+
+
+def test_another_model_is_refused_by_name_and_nothing_is_moved(directory: Path) -> None:
+    saved(directory, 4).close()
+    other = like(sharded(8))
+    other["params.w"] = jax.ShapeDtypeStruct((64, 48), np.float32, sharding=sharded(8))
+    other["params.new"] = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharded(8))
+    with pytest.raises(UserError) as caught:
+        CheckpointStore(directory, NEVER).restore(other)
+    assert "params.w: the checkpoint has float32[64,32], the configuration asks for float32[64,48]" in str(caught.value)
+    assert "params.new: the checkpoint has nothing" in str(caught.value)
+    assert committed_steps(directory) == [4]
+
+
+def test_a_step_that_does_not_exist(directory: Path) -> None:
+    saved(directory, 4).close()
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 \(there are: \[4\]\)"):
+        CheckpointStore(directory, NEVER).restore(like(sharded(8)), step=5)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        CheckpointStore(tmp_path / "file" / "checkpoints", NEVER)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_harms_nothing_that_was_saved(small_disk: Path) -> None:
+    directory = small_disk / "checkpoints"
+    store = saved(directory, 1)
+    (small_disk / "filler").write_bytes(b"x" * 300_000)
+    with pytest.raises(MachineError, match=r"could not be written.*steps \[1\] are untouched"):
+        for step in range(2, 12):
+            store.save(step, {**arrays(step, sharded(8)), "params.big": jax.numpy.ones(60_000)}, {})
+        store.wait()
+    restored = CheckpointStore(directory, NEVER).restore(like(sharded(8)))
+    assert restored is not None
+    assert restored.step == 1

@@ -1,0 +1,85 @@
+"""Values as people write them in YAML."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from pydantic import ValidationError
+
+from lm_trainer.core.config import Config, Duration, format_duration, fraction_or_steps, parse_duration
+from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, parse_policy
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("15m", 900), ("1h30m", 5400), ("90s", 90), ("0.5h", 1800), ("2d", 172800), ("250ms", 0.25)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=seconds)
+    assert parse_duration(format_duration(parse_duration(text))) == parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["", "m", "15 minutes", "1m2h", "-5m", None, True])
+def test_what_is_no_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="expected a duration"):
+        parse_duration(text)
+
+
+def test_a_bare_number_has_no_unit() -> None:
+    with pytest.raises(ValueError, match="ambiguous; write 15s, 15m or 15h"):
+        parse_duration(15)
+
+
+@pytest.mark.parametrize(
+    ("value", "steps"), [(0.01, 10), (1.0, 1000), (1, 1), (250, 250), (250.0, 250), (0, 0), (0.0, 0)]
+)
+def test_fractions_and_steps(value: float, steps: int) -> None:
+    assert fraction_or_steps(value, 1000) == steps
+
+
+@pytest.mark.parametrize("value", [-1, -0.5, 2.5])
+def test_neither_fraction_nor_steps(value: float) -> None:
+    with pytest.raises(ValueError, match="step"):
+        fraction_or_steps(value, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("f32", Policy("float32", "float32", "float32")),
+        ("bfloat16", Policy("bfloat16", "bfloat16", "bfloat16")),
+        ("p=f32,c=bfloat16", Policy("float32", "bfloat16", "bfloat16")),
+        ("params=float32, compute=bf16, output=f32", Policy("float32", "bfloat16", "float32")),
+        ("c=half", Policy("float32", "float16", "float16")),
+    ],
+)
+def test_precision_policies(text: str, policy: Policy) -> None:
+    assert parse_policy(text) == policy
+    assert parse_policy(format_policy(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("f33", "unknown dtype 'f33'"), ("x=f32", "unknown part 'x'"), ("p=f32,p=f32", "twice")]
+)
+def test_wrong_precision_policies(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_policy(text)
+
+
+class Example(Config):
+    wait: Duration = timedelta(minutes=15)
+    mp: PrecisionPolicy = Policy()
+
+
+def test_values_survive_a_round_trip_as_plain_data() -> None:
+    example = Example.model_validate({"wait": "1h30m", "mp": "p=f32,c=bfloat16"})
+    plain = example.model_dump(mode="json")
+    assert plain == {"wait": "90m", "mp": "p=float32,c=bfloat16,o=bfloat16"}
+    assert Example.model_validate(plain) == example
+
+
+def test_unknown_keys_and_changes_are_refused() -> None:
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Example.model_validate({"wiat": "1m"})
+    with pytest.raises(ValidationError, match="frozen"):
+        Example().wait = timedelta(1)  # pyright: ignore[reportAttributeAccessIssue]
