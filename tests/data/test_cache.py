@@ -318,10 +318,11 @@ class TestFailures:
         with pytest.raises(UserError, match="holds no text: 0 rows"):
             make_build("other", urls=[str(tmp_path / "b.jsonl")]).run()
 
-    def test_an_unwritable_directory(self, make_build: MakeBuild, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["file/cache", "/proc/cache"])
+    def test_an_unwritable_directory(self, make_build: MakeBuild, tmp_path: Path, name: str) -> None:
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(UserError, match=r"data\.cache_dir") as caught:
-            make_build("file/cache").run()
+            make_build(name).run()
         assert caught.value.exit_code == 2
 
     def test_a_damaged_ledger_is_named(self, make_build: MakeBuild) -> None:

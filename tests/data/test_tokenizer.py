@@ -231,3 +231,6 @@ class TestPretrained:
         tokenizer = load_pretrained(Pretrained(name="org/name", revision="v1"))
         assert tokenizer.eos_id == 0
         assert ("org/name", "tokenizer.json", "v1") in asked
+        (directory / "tokenizer_config.json").unlink()
+        with pytest.raises(UserError, match=r"LocalEntryNotFoundError: tokenizer_config\.json"):
+            load_pretrained(Pretrained(name="org/name", revision="v1"))

@@ -51,7 +51,7 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
 
 
 def _from_hub(config: Pretrained) -> HfTokenizer:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     def fetch(name: str) -> Path:
@@ -61,7 +61,10 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
         try:
             return fetch(name)
         except LocalEntryNotFoundError:
-            # Without network: what was never downloaded counts as absent, as the main file decides.
+            # Without network. The settings name the end of a document, so their absence must be known, not assumed.
+            known = try_to_load_from_cache(config.name, name, revision=config.revision) is _CACHED_NO_EXIST
+            if name == CONFIG_FILE and not known:
+                raise
             return None
         except EntryNotFoundError:
             return None
