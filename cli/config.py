@@ -72,18 +72,15 @@ def diff(
     ] = None,
 ) -> None:
     """Print the keys in which A differs from the defaults, or B from A."""
-    from lm_trainer.config.diff import defaults_like, differences
+    from lm_trainer.config.diff import differences, differences_from_defaults
 
     rest = rest or []
     has_other = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
     if has_other:
         old = load_run_config(ctx, _file(a), [])
-        new = load_run_config(ctx, _file(Path(rest[0])), rest[1:])
-        found = differences(old, new)
+        found = differences(old, load_run_config(ctx, _file(Path(rest[0])), rest[1:]))
     else:
-        new = load_run_config(ctx, _file(a), rest)
-        old, types = defaults_like(new)
-        found = [*types, *differences(old, new)]
+        found = differences_from_defaults(load_run_config(ctx, _file(a), rest))
     for difference in found:
         typer.echo(str(difference))
     if not found:

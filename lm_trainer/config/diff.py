@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lm_trainer.config.document import Path_, dotted
+from lm_trainer.config.document import KeyPath, dotted
 from lm_trainer.config.yaml_syntax import flow
 from lm_trainer.core.config import Config
 
@@ -37,18 +37,21 @@ def differences(old: Config, new: Config) -> list[Difference]:
     return found
 
 
-def defaults_like(config: Config) -> tuple[Config, list[Difference]]:
-    """The defaults of a configuration's own kinds of model, optimizer and so on, and the kinds that differ.
+def differences_from_defaults(config: Config) -> list[Difference]:
+    """The keys in which a configuration differs from the defaults.
 
-    A block whose `type` is not the default one is compared with the defaults of its type: those of another type
+    A block whose `type` is not the default one is compared with the defaults of its own type: those of another type
     would differ in every key and say nothing.
     """
     plain = type(config)()
+    values = config.model_dump(mode="json")
     try:
-        same_types = type(config).model_validate(_types(config.model_dump(mode="json")))
-    except ValidationError:
-        return plain, []
-    return same_types, [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
+        same_types = type(config).model_validate(_types(values))
+    except ValidationError:  # a type that has keys without default
+        return differences(plain, config)
+    types = [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
+    order = {dotted(path): number for number, (path, _) in enumerate(_leaves(values, ()))}
+    return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
 def _types(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def _types(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _leaves(value: Any, path: Path_) -> Iterator[tuple[Path_, Any]]:
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _leaves(item, (*path, key))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
 
 
@@ -36,35 +36,35 @@ class Document:
     """Plain data with the position of every value and key."""
 
     data: Any = None
-    values: dict[Path_, Origin] = field(default_factory=dict)
-    keys: dict[Path_, Origin] = field(default_factory=dict)
+    values: dict[KeyPath, Origin] = field(default_factory=dict)
+    keys: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    unreadable: set[Path_] = field(default_factory=set)
+    unreadable: set[KeyPath] = field(default_factory=set)
     """Places that a problem names already; whatever else is wrong there is a consequence."""
     notes: list[str] = field(default_factory=list)
     """What was done that the user may not expect."""
 
-    def origin(self, path: Path_) -> Origin | None:
+    def origin(self, path: KeyPath) -> Origin | None:
         """Where the value at `path` or its nearest ancestor comes from."""
         return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
 
-    def key_origin(self, path: Path_) -> Origin | None:
+    def key_origin(self, path: KeyPath) -> Origin | None:
         """Where the key at the end of `path` stands, else the nearest ancestor's value."""
         return self.keys.get(path) or self.origin(path)
 
-    def report(self, path: Path_, text: str, *, at_key: bool = False) -> None:
+    def report(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
         """Records that something is wrong with the value, or the key, at `path`."""
         origin = self.key_origin(path) if at_key else self.origin(path)
         self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
 
-    def forget(self, path: Path_) -> None:
+    def forget(self, path: KeyPath) -> None:
         """Drops the positions at and below `path`."""
         for table in (self.values, self.keys):
             for known in [p for p in table if p[: len(path)] == path]:
                 del table[known]
         self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
 
-    def is_unreadable(self, path: Path_) -> bool:
+    def is_unreadable(self, path: KeyPath) -> bool:
         """Whether a problem with `path` or something above it is known already."""
         return any(path[:n] in self.unreadable for n in range(len(path) + 1))
 
@@ -75,7 +75,7 @@ class Document:
         return list(dict.fromkeys(map(str, ordered)))
 
 
-def dotted(path: Path_) -> str:
+def dotted(path: KeyPath) -> str:
     """`trainer.tracker.0.project`."""
     return ".".join(map(str, path))
 

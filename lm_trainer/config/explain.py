@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lm_trainer.config.document import Document, Path_, Problem, did_you_mean, display, dotted
+from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted
+from lm_trainer.config.secret import REFUSAL, is_secret_name
 from lm_trainer.config.shape import NoSuchKey, Place, Shape, all_keys, child, tags
 from lm_trainer.core.config import Config
 
@@ -50,7 +51,7 @@ class Explainer:
         self.document = document
         self.root = root
 
-    def find(self, path: Path_) -> tuple[Place | None, Any]:
+    def find(self, path: KeyPath) -> tuple[Place | None, Any]:
         """What may stand at `path`, None if nothing may, and what does."""
         place, value = Place.root(self.root), self.document.data
         for key in path:
@@ -63,7 +64,7 @@ class Explainer:
 
     def explain(self, error: ValidationError) -> None:
         """Records every error of a failed validation."""
-        groups: dict[Path_, list[ErrorDetails]] = {}
+        groups: dict[KeyPath, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
             path = self._meant(detail["loc"])
             if path is not None and not self.document.is_unreadable(path):
@@ -71,7 +72,7 @@ class Explainer:
         for path, details in groups.items():
             self._report(path, details)
 
-    def _meant(self, location: tuple[int | str, ...]) -> Path_ | None:
+    def _meant(self, location: tuple[int | str, ...]) -> KeyPath | None:
         """Where an error is, without the names of union members; None if it is about a member that was not meant."""
         place, value, path = Place.root(self.root), self.document.data, ()
         for index, key in enumerate(location):
@@ -94,7 +95,7 @@ class Explainer:
                 value = child(value, key)
         return path
 
-    def _report(self, path: Path_, details: Sequence[ErrorDetails]) -> None:
+    def _report(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
         """Records the errors at one place: validators' messages each, those of a union's members as one."""
         kinds = {detail["type"] for detail in details}
         if "extra_forbidden" in kinds:
@@ -112,7 +113,7 @@ class Explainer:
         else:
             self._report_expected(path, details)
 
-    def _report_expected(self, path: Path_, details: Sequence[ErrorDetails]) -> None:
+    def _report_expected(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
         wanted = list(dict.fromkeys(self._expected(detail, path) for detail in details))
         found = details[0]["input"]
         hint = ""
@@ -122,30 +123,35 @@ class Explainer:
             hint = "; quote it to make it text"
         self.document.report(path, f"expected {' or '.join(wanted)}, got {display(found)}{hint}")
 
-    def _expected(self, detail: ErrorDetails, path: Path_) -> str:
+    def _expected(self, detail: ErrorDetails, path: KeyPath) -> str:
         kind, context = detail["type"], detail.get("ctx", {})
         if kind in ("literal_error", "enum"):
             return _one_of(_options(detail)) or str(context.get("expected"))
         if kind in _LIMITS:
             name, text = _LIMITS[kind]
-            return text.format(context.get(name))
+            limit = context.get(name)
+            return text.format(f"{limit:g}" if isinstance(limit, float) else limit)
         if kind in ("union_tag_not_found", "model_type", "model_attributes_type"):
             place, _ = self.find(path)
             options = [tag for m in (place.models(None, every=True) if place else ()) for tag in tags(m)]
             return f"a block with type: {_one_of(options)}" if len(options) > 1 else "a block of keys"
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
-    def unknown_key(self, path: Path_, *, full: bool = False) -> str:
+    def unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
         """Why there is no key at `path`, and which one was meant; with `full`, suggestions are whole paths."""
         parent, key = path[:-1], str(path[-1])
         place, value = self.find(parent)
         if place is None:
             return "unknown key"
+        if path == ("include",):
+            return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
         models = place.models(value)
         for model in models:
             reason = model.refused_keys.get(key) if issubclass(model, Config) else None
             if reason is not None:
                 return f"refused: {reason}"
+        if is_secret_name(key):
+            return REFUSAL
         others = _types_with(place, models, key)
         if models and others:
             chosen = "" if (*parent, "type") in self.document.values else " by default"
@@ -153,7 +159,7 @@ class Explainer:
             return f"a key of type {_one_of(others)}, but this block has type {own!r}{chosen}; set its `type`"
         return f"unknown key{self._suggestion(path, models, full)}"
 
-    def _suggestion(self, path: Path_, models: Sequence[type[BaseModel]], full: bool) -> str:
+    def _suggestion(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
         parent, key = path[:-1], str(path[-1])
         prefix = f"{dotted(parent)}." if full and parent else ""
         here = {name: prefix + name for model in models for name in model.model_fields}
@@ -165,7 +171,7 @@ class Explainer:
             return near
         return f"; there are {', '.join(here.values())}" if 0 < len(here) <= _MAX_LISTED else ""
 
-    def _report_own_words(self, path: Path_, message: str) -> None:
+    def _report_own_words(self, path: KeyPath, message: str) -> None:
         """Records a validator's message at the key that it speaks of."""
         while match := re.match(r"(\w+): ", message):
             if self.find((*path, match[1]))[0] is None:

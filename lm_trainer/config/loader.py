@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from lm_trainer.config import overrides as overriding
-from lm_trainer.config.document import Document, Path_
+from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.secret import REFUSAL, is_secret_name
 from lm_trainer.config.shape import NoSuchKey, Place, tags
@@ -33,7 +33,7 @@ class Loaded(Generic[ConfigT]):
     """What was done that the user may not expect, to be shown."""
     _document: Document
 
-    def origin(self, key: str | Path_) -> str:
+    def origin(self, key: str | KeyPath) -> str:
         """Where the value of a dotted key comes from: `file:line:column`, an override, or `default`."""
         path = tuple(int(p) if p.isdecimal() else p for p in key.split(".")) if isinstance(key, str) else key
         for length in range(len(path), 0, -1):
@@ -105,7 +105,7 @@ def _step(place: Place, value: Any, key: str | int) -> Place:
         return Place.nowhere()
 
 
-def _secrets(place: Place, value: Any, path: Path_) -> Iterator[Path_]:
+def _secrets(place: Place, value: Any, path: KeyPath) -> Iterator[KeyPath]:
     """The keys that name a secret and are none of the configuration's own."""
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -124,7 +124,7 @@ def _refused(model: Any) -> Sequence[str]:
     return tuple(model.refused_keys) if issubclass(model, Config) else ()
 
 
-def _get(data: Any, path: Path_) -> Any:
+def _get(data: Any, path: KeyPath) -> Any:
     for key in path:
         data = data[key]
     return data

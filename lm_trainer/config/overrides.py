@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lm_trainer.config.document import Document, Origin, Path_, Problem, did_you_mean, display, dotted
+from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.secret import is_secret_name
 from lm_trainer.config.shape import NoSuchKey, Place, all_keys, child, tags
@@ -18,6 +18,7 @@ from lm_trainer.config.yaml_nodes import read_text
 _SOURCE = 1 << 20
 """Overrides sort after all files."""
 _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
+_INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
 _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 
@@ -25,7 +26,7 @@ _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 class Override:
     """One setting as it was typed."""
 
-    path: Path_
+    path: KeyPath
     text: str
     origin: Origin
 
@@ -64,10 +65,12 @@ def parse(
                 word = f"{word} {text}"
         elif not equals or not name:
             problem = _not_an_override(word, waiting, root)
+        elif not all(name.split(".")):
+            problem = "a key has no empty parts"
         elif not text:
             problem = 'has no value; write null to unset the key, or "" for empty text'
         path = tuple(int(part) if part.isdecimal() else part for part in _key(name, dashed).split("."))
-        if is_secret_name(name):
+        if any(map(is_secret_name, (name, *_INNER_KEY.findall(text)))):
             word = word.partition("=")[0].partition(" ")[0] + "=..."
         origin = Origin((_SOURCE, number, 0), f"override `{word}`", is_override=True)
         if problem:
@@ -101,68 +104,64 @@ def apply(overrides: Sequence[Override], document: Document, root: type[BaseMode
 
 
 def _apply_one(override: Override, document: Document, root: type[BaseModel]) -> None:
-    place, holder = _descend(override, document, root)
-    key = override.path[-1]
-    _check_index(holder, key, override.path[:-1])
+    place, holders = _descend(override, document, root)
+    key, holder = override.path[-1], holders[-1]
     value = _value(override, place)
+    for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
+        outer[step] = inner
     if key == "type" and isinstance(holder, dict) and holder.get("type") != value:
         _start_afresh(holder, override, document)
     document.forget(override.path)
     holder[key] = value
-    document.values[override.path] = document.keys[override.path] = override.origin
-    for below in _below(value, override.path):
-        document.values[below] = document.keys[below] = override.origin
+    for path in (override.path, *_below(value, override.path)):
+        document.values[path] = document.keys[path] = override.origin
 
 
-def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[Place, Any]:
-    """The place that the override names, and the block or list which holds it; missing blocks are made."""
-    explainer = Explainer(document, root)
-    place, value, path = Place.root(root), document.data, override.path
-    for depth, key in enumerate(path):
-        at = path[:depth]
+def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[Place, list[Any]]:
+    """The place that the override names, and the blocks and lists around it from the root on; missing ones are new.
+
+    Raises:
+        ValueError: if there is no such place.
+    """
+    place, value, holders = Place.root(root), document.data, []
+    for depth, key in enumerate(override.path):
+        at = override.path[:depth]
+        if depth:
+            value = _entered(value, key, place, override, depth)
+        holders.append(value)
         try:
             inner = place.step(value, key)
         except NoSuchKey as reason:
-            if depth and isinstance(key, str) and place.models(value):
-                raise ValueError(explainer.unknown_key(path[: depth + 1], full=True)) from None
-            if depth == 0:
-                raise ValueError(explainer.unknown_key(path[:1], full=True)) from None
+            if isinstance(key, str) and place.models(value):
+                raise ValueError(Explainer(document, root).unknown_key((*at, key), full=True)) from None
             raise ValueError(f"{dotted(at)} {reason}") from None
-        if depth == len(path) - 1:
-            return inner, value
-        _check_index(value, key, at)
-        value = _entered(value, key, path[: depth + 1], override, inner)
-        place = inner
-    raise AssertionError("a path has at least one key")
+        if isinstance(value, list) and not (isinstance(key, int) and key < len(value)):
+            raise ValueError(f"{dotted(at)} has {len(value)} items, counted from 0")
+        place, value = inner, child(value, key)
+    return place, holders
 
 
-def _entered(holder: Any, key: str | int, path: Path_, override: Override, place: Place) -> Any:
-    """The block or list at `path`, made if there is none.
+def _entered(value: Any, key: str | int, place: Place, override: Override, depth: int) -> Any:
+    """The block or list in which `key` is looked up: what stands there, or a new block where nothing does.
 
     Raises:
         ValueError: if a plain value, or the other of block and list, stands there.
     """
-    value, following = child(holder, key), override.path[len(path)]
-    if isinstance(following, int):
-        if isinstance(value, list):
-            return value
-        what = "is one block, not a list" if isinstance(value, dict) else "is not set, so no item of it can be changed"
-        example = f"{dotted(path)}.{dotted(override.path[len(path) + 1 :])}=..." if isinstance(value, dict) else ""
-        raise ValueError(f"{dotted(path)} {what}; " + (f"use {example}" if example else "give the whole list"))
-    if isinstance(value, list):
-        raise ValueError(f"{dotted(path)} is a list; name an item by its number: {dotted(path)}.0.{following}")
-    if isinstance(value, dict):
+    at, rest = dotted(override.path[:depth]), dotted(override.path[depth + 1 :])
+    if isinstance(key, int):
+        if isinstance(value, dict):
+            raise ValueError(f"{at} is one block, not a list; {f'use {at}.{rest}=...' if rest else 'name a key of it'}")
+        if value is None and place.shape.choice("list"):
+            raise ValueError(f"{at} is not set, so no item of it can be changed; give the whole list")
         return value
-    if value is not None and following != "type":
-        hint = f"; set {dotted(path)}.type too" if any(map(tags, place.models(None, every=True))) else ""
-        raise ValueError(f"{dotted(path)} is {display(value)}, not a block of keys{hint}")
-    holder[key] = {}
-    return holder[key]
-
-
-def _check_index(holder: Any, key: str | int, path: Path_) -> None:
-    if isinstance(holder, list) and not (isinstance(key, int) and key < len(holder)):
-        raise ValueError(f"{dotted(path)} has {len(holder)} items, counted from 0")
+    if isinstance(value, list):
+        raise ValueError(f"{at} is a list; name an item by its number: {at}.0.{key}")
+    if value is None or (key == "type" and not isinstance(value, dict) and place.models(None)):
+        return {}
+    if not isinstance(value, dict):
+        hint = f"; set {at}.type too" if any(map(tags, place.models(None, every=True))) else ""
+        raise ValueError(f"{at} is {display(value)}, not a block of keys{hint}")
+    return value
 
 
 def _start_afresh(holder: dict[str, Any], override: Override, document: Document) -> None:
@@ -187,10 +186,10 @@ def _value(override: Override, place: Place) -> Any:
         # A shell may have eaten the quotes of ["a-{1..8}.jsonl"].
         if listed and place.shape.choice("list"):
             return [_list_item(item) for item in _LIST_ITEM.findall(listed[1])]
-        if place.shape.accepts_text_only():
+        if place.shape.takes_as_text([]):
             return text
         raise
-    if place.shape.accepts_text_only() and isinstance(value, bool | int | float):
+    if value is not None and not isinstance(value, str) and place.shape.takes_as_text(value):
         return text
     return value
 
@@ -199,7 +198,7 @@ def _list_item(text: str) -> str:
     return text.strip().strip("'\"")
 
 
-def _below(value: Any, path: Path_) -> Iterator[Path_]:
+def _below(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     """The paths of everything inside a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:

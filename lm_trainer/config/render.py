@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lm_trainer.config.document import Path_
+from lm_trainer.config.document import KeyPath
 from lm_trainer.config.yaml_syntax import flow
 from lm_trainer.core.config import Config
 
@@ -13,7 +13,7 @@ _COMMENT_COLUMN = 60
 """Comments are aligned up to here; longer lines push theirs to the right."""
 
 
-def to_yaml(config: Config, comment: Callable[[Path_], str] | None = None) -> str:
+def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None) -> str:
     """All values of a configuration, defaults included.
 
     Args:
@@ -27,7 +27,7 @@ def to_yaml(config: Config, comment: Callable[[Path_], str] | None = None) -> st
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 
 
-def _block(value: Any, path: Path_) -> Iterator[tuple[str, Path_]]:
+def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
     """The lines of a non-empty block or list, each with the path of the leaf on it, () where there is none."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for key, item in items:

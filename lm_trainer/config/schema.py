@@ -34,7 +34,7 @@ def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
         shown = schema.get("properties", {}).get(name)
         if shown is None or default is PydanticUndefined or "default" not in shown:
             continue
-        written = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        written: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         shown["default"] = TypeAdapter(written).dump_python(default, mode="json")
 
 
@@ -61,6 +61,7 @@ def _loosen(node: Any) -> None:
         node["anyOf"] = node.pop("oneOf")
         del node["discriminator"]
     if node.get("type") == "string":
+        node.pop("format", None)
         for key in _TUPLE_KEYS:
             node.pop(key, None)
     for item in list(node.values()):

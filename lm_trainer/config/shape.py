@@ -55,8 +55,10 @@ class Shape:
                 return shape
         return Shape("scalar")
 
-    def accepts_text_only(self) -> bool:
-        """Whether every scalar that may stand here is text."""
+    def takes_as_text(self, value: Any) -> bool:
+        """Whether text may stand here, but nothing like `value`."""
+        if isinstance(value, dict | list):
+            return all(shape.annotation is str for shape in self.choices())
         scalars = [shape.annotation for shape in self.choices() if shape.kind == "scalar"]
         return bool(scalars) and all(a is str for a in scalars)
 

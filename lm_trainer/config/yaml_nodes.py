@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lm_trainer.config.document import Document, Origin, Path_, Problem, nearest
+from lm_trainer.config.document import Document, KeyPath, Origin, Problem, nearest
 from lm_trainer.config.yaml_syntax import (
     INCLUDE,
     MERGE,
@@ -23,8 +24,9 @@ from lm_trainer.config.yaml_syntax import (
 )
 
 MAX_BYTES = 4 << 20
-MAX_VALUES = 100_000
+MAX_VALUES = 50_000
 """More values than any configuration has: a few nested aliases can stand for billions."""
+MAX_FILES = 200
 MAX_DEPTH = 50
 
 
@@ -45,7 +47,7 @@ def read_file(path: Path) -> Document:
     return document
 
 
-def read_text(text: str, path: Path_, origin: Origin) -> Any:
+def read_text(text: str, path: KeyPath, origin: Origin) -> Any:
     """The value of an override; a file that it includes is relative to the working directory.
 
     Raises:
@@ -68,7 +70,7 @@ def read_text(text: str, path: Path_, origin: Origin) -> Any:
 
 
 class _TooLarge(Exception):
-    """There are more values than any configuration has; the problem is recorded."""
+    """There is more than any configuration has; the problem is recorded."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ class _Builder:
         self.values = 0
         self.open: list[int] = []
 
-    def file(self, path: Path, at: Path_, including: tuple[Path, ...]) -> Any:
+    def file(self, path: Path, at: KeyPath, including: tuple[Path, ...]) -> Any:
         """Reads `path` as the value at `at`.
 
         Raises:
             ValueError: if there is nothing to read.
         """
-        source = _Source(path, number=self.files, including=(*including, path.resolve()))
+        source = _Source(path, number=self.files, including=(*including, _real(path)))
         self.files += 1
         text = _read(path)
         try:
@@ -116,11 +118,11 @@ class _Builder:
             return self._fail(source.at(root), message, at)
         return self.node(root, at, source)
 
-    def _fail(self, origin: Origin, message: str, at: Path_) -> None:
+    def _fail(self, origin: Origin, message: str, at: KeyPath) -> None:
         self.document.problems.append(Problem(origin, message))
         self.document.unreadable.add(at)
 
-    def node(self, node: Node, at: Path_, source: _Source) -> Any:
+    def node(self, node: Node, at: KeyPath, source: _Source) -> Any:
         """The plain data of a node; None, and a recorded problem, where it has none."""
         origin = source.at(node)
         self.document.values[at] = origin
@@ -140,7 +142,7 @@ class _Builder:
         finally:
             self.open.pop()
 
-    def _value(self, node: Node, at: Path_, source: _Source, origin: Origin) -> Any:
+    def _value(self, node: Node, at: KeyPath, source: _Source, origin: Origin) -> Any:
         tag = explicit_tag(node)
         if tag == INCLUDE:
             return self._include(node, at, source, origin)
@@ -154,7 +156,7 @@ class _Builder:
         assert isinstance(node, MappingNode)
         return self._mapping(node, at, source)
 
-    def _mapping(self, node: MappingNode, at: Path_, source: _Source) -> dict[str, Any]:
+    def _mapping(self, node: MappingNode, at: KeyPath, source: _Source) -> dict[str, Any]:
         merged: dict[str, tuple[Node, Node]] = {}
         own: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
@@ -175,26 +177,23 @@ class _Builder:
             result[key] = self.node(value_node, (*at, key), source)
         return result
 
-    def _problem(self, node: Node, source: _Source, at: Path_, message: str) -> None:
+    def _problem(self, node: Node, source: _Source, at: KeyPath, message: str) -> None:
         self.document.problems.append(Problem(source.at(node), message))
         self.document.unreadable.add(at)
 
     def _key(self, node: Node, source: _Source) -> str | None:
         """The text of a key; None, and a recorded problem, if it is anything else."""
-        value = node.value if isinstance(node, ScalarNode) else None
-        try:
-            if isinstance(node, ScalarNode) and explicit_tag(node) is None:
+        if isinstance(node, ScalarNode) and explicit_tag(node) is None:
+            with contextlib.suppress(ValueError):
                 value = scalar(node)
-        except ValueError:
-            pass
-        if isinstance(value, str) and explicit_tag(node) is None:
-            return value
+                if isinstance(value, str):
+                    return value
         shown = repr(node.value) if isinstance(node, ScalarNode) else "a list or a block"
         message = f"a key must be text, got {shown}"
         self.document.problems.append(Problem(source.at(node), message + ("; quote it" if "'" in shown else "")))
         return None
 
-    def _merged(self, node: Node, at: Path_, source: _Source) -> dict[str, tuple[Node, Node]]:
+    def _merged(self, node: Node, at: KeyPath, source: _Source) -> dict[str, tuple[Node, Node]]:
         """The keys that `<<:` brings in, of one mapping or of a list of them of which the first wins."""
         if explicit_tag(node) == INCLUDE:
             self._problem(node, source, at, f"{INCLUDE} cannot be merged with `<<`; include the value of a key instead")
@@ -215,22 +214,29 @@ class _Builder:
             self.open.pop()
         return found
 
-    def _include(self, node: Node, at: Path_, source: _Source, origin: Origin) -> Any:
+    def _include(self, node: Node, at: KeyPath, source: _Source, origin: Origin) -> Any:
         name = node.value
         if not isinstance(node, ScalarNode) or not name.strip():
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
         if "://" in name:
             raise ValueError(f"cannot include {name}: only local files can be included")
         path = Path(os.path.normpath(source.path.parent / name.strip()))
-        if path.resolve() in source.including:
+        if _real(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
             raise ValueError(f"{path} includes itself: {chain}")
+        if self.files > MAX_FILES:
+            self.document.problems.append(Problem(origin, f"more than {MAX_FILES} files are included"))
+            raise _TooLarge
         try:
             value = self.file(path, at, source.including)
         except ValueError as error:
             raise ValueError(f"cannot include {path}: {error}") from None
         self.document.values.setdefault(at, origin)
         return value
+
+
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))
 
 
 def _read(path: Path) -> str:
@@ -281,7 +287,7 @@ def _syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
     if isinstance(error, yaml.reader.ReaderError):
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
-        return line, column, f"the character #x{ord(str(error.character)[0]):04x} is not allowed in YAML"
+        return line, column, f"the character #x{ord(text[error.position]):04x} is not allowed in YAML"
     assert isinstance(error, yaml.MarkedYAMLError)
     mark = error.problem_mark or error.context_mark
     message = str(error.problem or error.context)

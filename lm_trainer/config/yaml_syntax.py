@@ -71,6 +71,12 @@ class _PlainDumper(yaml.SafeDumper):
         del data
         return True
 
+    def represent_text(self, data: str) -> Node:
+        return self.represent_scalar(_STR, data, style=None if data.isprintable() else '"')
+
+
+_PlainDumper.add_representer(str, _PlainDumper.represent_text)
+
 
 def compose(text: str) -> Node | None:
     """The root node of a text with at most one document; None for an empty one.
@@ -115,9 +121,9 @@ def scalar(node: ScalarNode) -> Any:
 def flow(value: Any) -> str:
     """Plain data as YAML on one line; `compose` reads it back as the same data."""
     text = yaml.dump(
-        [value], Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
+        value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
     )
-    return text.removesuffix("\n")[1:-1]
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 __all__ = [
