@@ -60,4 +60,6 @@ class MatmulProbe:
 
 
 def _chain(x_NN: jax.Array, w_NN: jax.Array, *, products: int) -> jax.Array:
-    return jax.lax.fori_loop(0, products, lambda _, y_NN: y_NN @ w_NN, x_NN)
+    for _ in range(products):
+        x_NN = x_NN @ w_NN
+    return x_NN

@@ -100,4 +100,4 @@ def known_devices() -> tuple[str, ...]:
 
 def tf32_allowed(default_matmul_precision: str | None) -> bool:
     """Whether float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
-    return default_matmul_precision in (None, "default", "fastest", "high", "tensorfloat32", "TF32_TF32_F32")
+    return default_matmul_precision in (None, "default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32")

@@ -102,12 +102,14 @@ class Composite:
     def close(self) -> None:
         """Closes every tracker, even where one of them fails; safe to call twice."""
         others, self._others = self._others, []
-        for name, tracker in others:
-            try:
-                tracker.close()
-            except Exception as error:
-                report(name, error)
-        self._always.close()
+        try:
+            for name, tracker in others:
+                try:
+                    tracker.close()
+                except Exception as error:
+                    report(name, error)
+        finally:
+            self._always.close()
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         call(self._always)

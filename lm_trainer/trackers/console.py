@@ -7,12 +7,15 @@ import os
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol, Self, TextIO
 
-_STEP_TIMES = 64
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
 _MAX_LINE_STEPS = 1000
+_DRAW_SECONDS = 0.25
 
 
 class Progress:
@@ -44,9 +47,10 @@ class Progress:
         out = sys.stdout if stream is None else stream
         self._total = total_steps
         self._clock = clock
-        self._times: deque[tuple[int, float]] = deque(maxlen=_STEP_TIMES)
+        self._first: tuple[int, float] | None = None
+        self._encoding = getattr(out, "encoding", None) or "utf-8"
         if _wants_live(out) if live is None else live:
-            self._view: _View = _Bar(out, total_steps)
+            self._view: _View = _Bar(out, total_steps, clock)
         else:
             self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
@@ -58,29 +62,33 @@ class Progress:
         self.close()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
-        self._show(lambda: self._view.note(text))
+        """A line that stays; characters that the output cannot encode are written as escapes."""
+        self._show(lambda: self._view.note(self._encodable(text)))
 
     def phase(self, text: str) -> None:
         """What is going on now, until the next phase or step; may be called often, with figures that change."""
-        self._times.clear()
-        self._show(lambda: self._view.phase(text))
+        self._show(lambda: self._view.phase(self._encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a step that is done, by the metrics that it knows of those that go to the trackers."""
-        now = self._clock()
-        self._times.append((step, now))
-        self._show(lambda: self._view.log(step, metrics, self._seconds_left(step, now)))
+        left = self._seconds_left(step)
+        self._show(lambda: self._view.log(step, metrics, left))
 
     def close(self) -> None:
         """Leaves the terminal as it was; safe to call twice."""
         self._show(self._view.close)
         self._open = False
 
-    def _seconds_left(self, step: int, now: float) -> float | None:
-        first_step, first = self._times[0]
-        if step <= first_step:
+    def _encodable(self, text: str) -> str:
+        return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+
+    def _seconds_left(self, step: int) -> float | None:
+        """From the mean since the first step of this attempt, evaluations and saves included."""
+        now = self._clock()
+        if self._first is None or step <= self._first[0]:
+            self._first = (step, now)
             return None
+        first_step, first = self._first
         return (now - first) / (step - first_step) * (self._total - step)
 
     def _show(self, draw: Callable[[], None]) -> None:
@@ -88,7 +96,7 @@ class Progress:
             return
         try:
             draw()
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the stream is closed
             self._open = False
 
 
@@ -133,39 +141,51 @@ class _Lines:
         pass
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process."""
+        raise BrokenPipeError
+
+
 class _Bar:
-    """A bar at the bottom of the terminal, above which notes scroll by."""
+    """A bar at the bottom of the terminal, above which notes scroll by; drawn by the caller's thread alone."""
 
-    def __init__(self, stream: TextIO, total: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._console = Console(file=stream, force_terminal=True, soft_wrap=True)
-        self._bar = Progress(
+    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]):
+        self._total, self._clock, self._drawn = total, clock, -math.inf
+        self._console = _Console(file=stream, force_terminal=True)
+        self._bar = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             expand=True,
-            refresh_per_second=2,
+            auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=total, status="")
-        self._bar.start()
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._bar.start()
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
         self._bar.update(self._task, description=f"{text} ...", status="")
+        self._draw(now=True)
 
     def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
         shown = describe(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
         status = " | ".join([*shown, f"eta {duration(seconds_left)}"])
         self._bar.update(self._task, completed=step, description="training", status=status)
+        self._draw(now=step == self._total)
 
     def close(self) -> None:
         self._bar.stop()
+
+    def _draw(self, *, now: bool) -> None:
+        self._bar.start()
+        if now or self._clock() - self._drawn >= _DRAW_SECONDS:
+            self._drawn = self._clock()
+            self._bar.refresh()
 
 
 def _percent(value: float | None) -> str:

@@ -48,8 +48,9 @@ class TensorboardTracker:
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
-            # Two attempts within a second would write to one file without the process id.
-            self._file = event_file_writer.EventsWriter(f"{directory}/events", f".{os.getpid()}")
+            # tensorboardX names files by the second, in which another attempt may have begun.
+            suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
+            self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
         except (OSError, ImportError) as error:
             raise UserError(f"{directory}: cannot hold event files ({error}); set trainer.tracker.logdir") from error
         self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0

@@ -1,0 +1,136 @@
+"""Several trackers as one: the configuration, and that a failing tracker stops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any, get_args
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers import (
+    AnyTracker,
+    TensorboardConfig,
+    TrackedRun,
+    TrackerConfig,
+    WandbConfig,
+    open_trackers,
+    read_metrics,
+)
+
+MEMBERS: tuple[type[TrackerConfig], ...] = get_args(get_args(AnyTracker)[0])
+CALLS = ("log", "log_config", "log_summary", "log_text")
+
+
+class Recording:
+    """Remembers its calls, and fails in those that are named."""
+
+    def __init__(self, fails_in: tuple[str, ...] = (), error: type[BaseException] = RuntimeError):
+        self.fails_in, self.error, self.calls = fails_in, error, []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            self.calls.append((name, args, kwargs))
+            if name in self.fails_in:
+                raise self.error(f"no {name}\nat all")
+
+        return call
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.calls]
+
+
+class Fake:
+    """Stands in for a configuration."""
+
+    def __init__(self, tracker: Any, type: str = "fake"):
+        self.tracker, self.type = tracker, type
+
+    def open(self, run: TrackedRun) -> Any:
+        if isinstance(self.tracker, Exception):
+            raise self.tracker
+        return self.tracker
+
+
+def call_all(trackers: Any, step: int) -> None:
+    trackers.log({"train/loss": 1.0}, step=step)
+    trackers.log_config({"a": 1})
+    trackers.log_summary({"b": 2})
+    trackers.log_text("c", "d", step=step)
+
+
+@pytest.mark.parametrize("fails_in", CALLS)
+def test_a_tracker_that_raises_is_reported_once_and_switched_off(tmp_path, caplog, fails_in):
+    bad, good = Recording((fails_in, "close")), Recording()
+    configs: Any = [Fake(bad, "bad"), Fake(good, "good")]
+    with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+        call_all(trackers, 1)
+        call_all(trackers, 2)
+    assert bad.names() == [*CALLS[: CALLS.index(fails_in) + 1], "close"]
+    assert good.names() == [*CALLS, *CALLS, "close"]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "bad tracker failed and is switched off" in warning
+    assert f"no {fails_in} at all" in warning
+
+
+def test_closing_reaches_every_tracker(tmp_path, caplog):
+    bad, good = Recording(("close",)), Recording()
+    configs: Any = [Fake(bad, "bad"), Fake(good, "good")]
+    trackers = open_trackers(configs, run_dir=tmp_path, run_id="r")
+    trackers.close()
+    trackers.close()
+    assert (bad.names(), good.names()) == (["close"], ["close"])
+    assert "bad tracker failed" in caplog.text
+
+
+def test_an_interrupt_is_not_swallowed(tmp_path):
+    configs: Any = [Fake(Recording(("log",), KeyboardInterrupt))]
+    trackers = open_trackers(configs, run_dir=tmp_path, run_id="r")
+    with contextlib.closing(trackers), pytest.raises(KeyboardInterrupt):
+        trackers.log({"x": 1.0}, step=1)
+
+
+def test_a_service_that_is_down_at_the_start_is_left_out(tmp_path, caplog):
+    configs: Any = [Fake(ConnectionError("no route"), "remote"), Fake(good := Recording())]
+    with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+        call_all(trackers, 1)
+    assert good.names() == [*CALLS, "close"]
+    assert "remote tracker failed" in caplog.text
+
+
+def test_what_the_user_must_mend_is_raised_and_nothing_stays_open(tmp_path):
+    configs: Any = [Fake(good := Recording()), Fake(UserError("install it"))]
+    with pytest.raises(UserError, match="install it"):
+        open_trackers(configs, run_dir=tmp_path, run_id="r")
+    assert good.names() == ["close"]
+
+
+def test_trackers_get_plain_numbers_and_no_passwords(tmp_path):
+    import jax.numpy as jnp
+
+    configs: Any = [Fake(tracker := Recording())]
+    with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log({"x": jnp.float32(0.5)}, step=1)
+        trackers.log_config({"data": {"urls": ["https://me:hunter2@host/x.jsonl", "s3://bucket/a@b"]}, "n": 1})
+    (_, (metrics,), _), (_, (config,), _) = tracker.calls[:2]
+    assert type(metrics["x"]) is float
+    assert config == {"data": {"urls": ["https://***@host/x.jsonl", "s3://bucket/a@b"]}, "n": 1}
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_every_kind_is_chosen_by_its_type(member):
+    name = member.model_fields["type"].default
+    assert type(TypeAdapter(AnyTracker).validate_python({"type": name})) is member
+
+
+def test_the_configurations_of_other_files_are_read():
+    adapter = TypeAdapter(AnyTracker)
+    wandb = adapter.validate_python({"type": "wandb", "project": "p", "entity": "e", "tags": ["a"], "save_code": False})
+    assert isinstance(wandb, WandbConfig)
+    assert (wandb.project, wandb.tags, wandb.id, wandb.save_xla_dumps) == ("p", ("a",), None, False)
+    assert adapter.validate_python({"type": "tensorboard", "logdir": "logs"}) == TensorboardConfig(logdir="logs")
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"type": "tensorboard", "projct": "p"})

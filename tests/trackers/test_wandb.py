@@ -1,0 +1,129 @@
+"""Weights & Biases offline: what it writes, and what it must never hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
+from lm_trainer.trackers.wandb import tracked_sources
+
+SECRET = "4f3c" * 10
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> Any:
+    module = pytest.importorskip("wandb", reason='needs `pip install "lm_trainer[wandb]"`')
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    return module
+
+
+def frames(file: Path) -> Iterator[bytes]:
+    """The records of a transaction log: LevelDB's log format after a header of 7 bytes."""
+    data, position, partial = file.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        left = -position % 32768 or 32768
+        if left < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        partial += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield partial
+            partial = b""
+
+
+def records(run_dir: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    return [wandb_internal_pb2.Record.FromString(frame) for frame in frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    rows = [r.history.item for r in records(run_dir) if r.WhichOneof("record_type") == "history"]
+    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in rows]
+
+
+def test_a_run_offline(wandb, tmp_path):
+    config = WandbConfig(project="p", entity="e", tags=("a", "b"), save_code=False)
+    with contextlib.closing(open_trackers([config], run_dir=tmp_path, run_id="my-run")) as trackers:
+        trackers.log_config({"model": {"num_layers": 2}})
+        trackers.log({"train/loss": 2.5}, step=1)
+        trackers.log({"eval/loss": math.nan}, step=1)
+        trackers.log_summary({"parameters": 12})
+    run = next(r.run for r in records(tmp_path) if r.WhichOneof("record_type") == "run")
+    assert (run.run_id, run.display_name, run.project, run.entity) == ("my-run", "my-run", "p", "e")
+    assert sorted(run.tags) == ["a", "b"]
+    rows = history(tmp_path)
+    assert [row["global_step"] for row in rows] == [1, 1]
+    assert rows[0]["train/loss"] == 2.5
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
+    config = WandbConfig(save_code=False)
+    for first in (1, 2):
+        (tmp_path / str(first)).mkdir()
+        trackers = open_trackers([config], run_dir=tmp_path / str(first), run_id="my-run", resume_step=first - 1)
+        with contextlib.closing(trackers):
+            for step in range(first, first + 2):
+                trackers.log({"train/loss": 1 / step}, step=step)
+    again = history(tmp_path / "2")
+    assert [(row["global_step"], row["train/loss"]) for row in again] == [(2, 1 / 2), (3, 1 / 3)]
+
+
+def test_no_secret_is_written(wandb, tmp_path):
+    with contextlib.closing(open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log_config({"url": f"https://me:{SECRET}@host/x"})
+        trackers.log({"train/loss": 2.5}, step=1)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_the_code_that_is_saved_is_what_git_tracks():
+    sources = tracked_sources()
+    if not sources:
+        pytest.skip("not a checkout")
+    assert "lm_trainer/trackers/wandb.py" in sources
+    assert [name for name in sources if name.startswith(".") or "/." in name] == []
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install lm_trainer\[wandb\]"):
+        open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")
+
+
+def test_dumps_that_nobody_asks_xla_for_are_refused(wandb, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=false")
+    with pytest.raises(UserError, match="--xla_dump_to=DIRECTORY"):
+        open_trackers([WandbConfig(save_xla_dumps=True)], run_dir=tmp_path, run_id="r")
+
+
+def test_dumps_are_saved_at_the_end(wandb, tmp_path, monkeypatch):
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    (dumps / "module_0001.txt").write_text("HloModule")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={dumps} --xla_dump_hlo_as_text")
+    config = WandbConfig(save_xla_dumps=True, save_code=True)
+    with contextlib.closing(open_trackers([config], run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log_config({})
+        trackers.log_text("sample", "def f(): ...", step=1)
+    artifacts = {r.artifact.type: r.artifact for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"}
+    assert [entry.path for entry in artifacts["xla_dumps"].manifest.contents] == ["module_0001.txt"]
+    if tracked_sources():
+        assert "cli/__init__.py" in [entry.path for entry in artifacts["source"].manifest.contents]
