@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401 - teaches NumPy the name bfloat16, which safetensors looks up
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError

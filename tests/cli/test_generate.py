@@ -10,15 +10,14 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.text import Sampling, for_terminal, read_prompts
-from tests.cli.conftest import refused
-from tests.conftest import RunLmt
+from tests.cli.conftest import Lmt, refused
 
 
 def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
-    run_lmt: RunLmt, checkpoint: Path, hf_model: Path
+    lmt: Lmt, checkpoint: Path, hf_model: Path
 ) -> None:
     options = ("--prompt", "def main", "--prompt", "x", "--max-new-tokens", "8", "--num-samples", "2", "--json")
-    ours, theirs = run_lmt("generate", checkpoint, *options), run_lmt("generate", hf_model, *options)
+    ours, theirs = lmt("generate", checkpoint, *options), lmt("generate", hf_model, *options)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout == theirs.stdout
     samples = [json.loads(line) for line in ours.stdout.splitlines()]
@@ -28,12 +27,10 @@ def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
         assert sample["finish"] == "length" if len(sample["tokens"]) == 8 else "document_end"
 
 
-def test_temperature_zero_is_what_transformers_generates(run_lmt: RunLmt, hf_model: Path) -> None:
+def test_temperature_zero_is_what_transformers_generates(lmt: Lmt, hf_model: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    result = run_lmt(
-        "generate", hf_model, "--prompt", "hello", "--temperature", "0", "--max-new-tokens", "12", "--json"
-    )
+    result = lmt("generate", hf_model, "--prompt", "hello", "--temperature", "0", "--max-new-tokens", "12", "--json")
     assert result.returncode == 0, result.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model)
     prompt = torch.tensor([list(b"hello")])
@@ -42,22 +39,22 @@ def test_temperature_zero_is_what_transformers_generates(run_lmt: RunLmt, hf_mod
     assert json.loads(result.stdout)["tokens"] == expected
 
 
-def test_text_output_and_seeds(run_lmt: RunLmt, hf_model: Path, tmp_path: Path) -> None:
+def test_text_output_and_seeds(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Grüße\n")
     options = ("--prompt-file", "prompt.txt", "--max-new-tokens", "4")
-    first, second, other = (run_lmt("generate", hf_model, *options, "--seed", seed) for seed in ("1", "1", "2"))
+    first, second, other = (lmt("generate", hf_model, *options, "--seed", seed) for seed in ("1", "1", "2"))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("Grüße")
     assert first.stdout == second.stdout != other.stdout
 
 
-def test_what_is_refused(run_lmt: RunLmt, hf_model: Path) -> None:
-    refused(run_lmt("generate", "no-such-run"), "no-such-run")
-    refused(run_lmt("generate", hf_model, "--top-p", "0"), "--top-p 0")
-    refused(run_lmt("generate", hf_model, "--step", "3"), "--step")
-    refused(run_lmt("generate", hf_model, "--prompt", "x" * 200), "200", "128")
-    refused(run_lmt("generate", hf_model, "--num-samples", "0"), "--num-samples")
-    refused(run_lmt("generate", hf_model, "--prompt-file", "missing.txt"), "missing.txt")
+def test_what_is_refused(lmt: Lmt, hf_model: Path) -> None:
+    refused(lmt("generate", "no-such-run"), "no-such-run")
+    refused(lmt("generate", hf_model, "--top-p", "0"), "--top-p 0")
+    refused(lmt("generate", hf_model, "--step", "3"), "--step")
+    refused(lmt("generate", hf_model, "--prompt", "x" * 200), "200", "128")
+    refused(lmt("generate", hf_model, "--num-samples", "0"), "--num-samples")
+    refused(lmt("generate", hf_model, "--prompt-file", "missing.txt"), "missing.txt")
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import os
 import subprocess
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.cli.conftest import refused
+from tests.cli.conftest import Lmt, refused
 from tests.conftest import RunLmt, lmt_command, lmt_environment
 from tests.export.fake_hub import TOKEN, Repo, fake_hub
 
@@ -26,30 +27,28 @@ def test_import_then_export_keeps_every_tensor_to_the_bit(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (hf_model / "tokenizer.json").read_bytes()
 
 
-def test_options_of_export(run_lmt: RunLmt, checkpoint: Path, hf_model: Path, tmp_path: Path) -> None:
-    result = run_lmt("export-hf", checkpoint / "0", "out", "--dtype", "bf16", "--max-shard-size", "100KB")
+def test_options_of_export(lmt: Lmt, checkpoint: Path, hf_model: Path, tmp_path: Path) -> None:
+    result = lmt("export-hf", checkpoint / "0", "out", "--dtype", "bf16", "--max-shard-size", "100KB")
     assert result.returncode == 0, result.stderr
     shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(shards) > 1
     held = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     exact = load_file(hf_model / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in held.values()} == {"bfloat16"}
+    assert {tensor.dtype for tensor in held.values()} == {np.dtype(ml_dtypes.bfloat16)}
     for name, tensor in held.items():
         np.testing.assert_array_equal(tensor, exact[name].astype(tensor.dtype), err_msg=name)
 
 
-def test_what_export_refuses_costs_nothing_and_destroys_nothing(
-    run_lmt: RunLmt, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_what_export_refuses_costs_nothing_and_destroys_nothing(lmt: Lmt, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "letter.txt").write_text("dear")
-    refused(run_lmt("export-hf", checkpoint, "full"), "full", "not empty")
-    refused(run_lmt("export-hf", checkpoint, "full", "--overwrite"), "letter.txt")
-    refused(run_lmt("export-hf", "no-such-run", "out"), "no-such-run")
-    refused(run_lmt("export-hf", checkpoint, "out", "--step", "7"), "step 7")
-    refused(run_lmt("export-hf", checkpoint, "out", "--max-shard-size", "much"), "much")
-    refused(run_lmt("export-hf", checkpoint, "out", "--dtype", "fp8"), "fp8")
-    refused(run_lmt("export-hf", checkpoint, "out", "--push-to-hub", "org/nano"), "HF_TOKEN")
+    refused(lmt("export-hf", checkpoint, "full"), "full", "not empty")
+    refused(lmt("export-hf", checkpoint, "full", "--overwrite"), "letter.txt")
+    refused(lmt("export-hf", "no-such-run", "out"), "no-such-run")
+    refused(lmt("export-hf", checkpoint, "out", "--step", "7"), "step 7")
+    refused(lmt("export-hf", checkpoint, "out", "--max-shard-size", "much"), "much")
+    refused(lmt("export-hf", checkpoint, "out", "--dtype", "fp8"), "fp8")
+    refused(lmt("export-hf", checkpoint, "out", "--push-to-hub", "org/nano"), "HF_TOKEN")
     assert (tmp_path / "full" / "letter.txt").read_text() == "dear"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
@@ -86,20 +85,20 @@ def test_a_model_is_imported_from_the_hub_without_its_code(run_lmt: RunLmt, hf_m
         refused(run_lmt("import-hf", "org/missing", "other", env=env), "org/missing")
 
 
-def test_what_import_refuses(run_lmt: RunLmt, hf_model: Path, tmp_path: Path) -> None:
+def test_what_import_refuses(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
-    refused(run_lmt("import-hf", hf_model, "there"), "there", "not empty")
-    refused(run_lmt("import-hf", "./missing", "out"), "./missing: no such directory")
-    refused(run_lmt("import-hf", "org/name", "out"), "org/name", "HF_HUB_OFFLINE")
+    refused(lmt("import-hf", hf_model, "there"), "there", "not empty")
+    refused(lmt("import-hf", "./missing", "out"), "missing: no such directory")
+    refused(lmt("import-hf", "org/name", "out"), "org/name", "HF_HUB_OFFLINE")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (pickled / name).write_bytes((hf_model / name).read_bytes())
     (pickled / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n.")
-    refused(run_lmt("import-hf", pickled, "out"), "pytorch_model.bin is a pickle")
+    refused(lmt("import-hf", pickled, "out"), "pytorch_model.bin is a pickle")
     (pickled / "model.safetensors").write_bytes(b"\xff" * 100)
-    refused(run_lmt("import-hf", pickled, "out"), "model.safetensors: damaged")
+    refused(lmt("import-hf", pickled, "out"), "model.safetensors: damaged")
     assert not (tmp_path / "out").exists()
 
 
