@@ -17,7 +17,10 @@ def config_keys() -> list[str]:
         saved = json.loads(cache.read_text(encoding="utf-8"))
         if saved["package"] == str(package) and saved["newest"] == newest:
             return saved["keys"]
-    keys = _find_keys()
+    try:
+        keys = _find_keys()
+    except Exception:  # whatever is broken, the shell's line is no place to say so
+        return []
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
         new = cache.with_suffix(f".{os.getpid()}.tmp")

@@ -98,14 +98,13 @@ def nearest(word: str, options: Sequence[str]) -> list[str]:
         return same[:1]
     if misspelt := _misspelt(word, options, 0.75):
         return misspelt
-    parts = set(word.lower().replace("-", "_").split("_"))
     tails = [(option, option.rsplit(".", 1)[-1].split("_")) for option in options]
+    spelt_by_initials = [option for option, names in tails if word.lower() == "".join(n[:1] for n in names)]
+    if len(word) > 1 and spelt_by_initials:
+        return spelt_by_initials[:3]
+    parts = set(word.lower().replace("-", "_").split("_"))
     if containing := [option for option, names in tails if parts <= set(names)]:
         return containing[:3]
-    if initials := [
-        option for option, names in tails if word.lower() == "".join(n[:1] for n in names) and len(word) > 1
-    ]:
-        return initials[:3]
     return _misspelt(word, options, 0.6)
 
 

@@ -9,8 +9,6 @@ from pydantic_core import PydanticUndefined
 
 from lm_trainer.core.config import Config
 
-_TUPLE_KEYS = ("prefixItems", "minItems", "maxItems")
-
 
 def json_schema(root: type[Config]) -> dict[str, Any]:
     """A draft 2020-12 schema in which a block without `type` is as valid as the loader finds it.
@@ -60,9 +58,5 @@ def _loosen(node: Any) -> None:
         # A block without `type` fits several members, which `oneOf` forbids.
         node["anyOf"] = node.pop("oneOf")
         del node["discriminator"]
-    if node.get("type") == "string":
-        node.pop("format", None)
-        for key in _TUPLE_KEYS:
-            node.pop(key, None)
     for item in list(node.values()):
         _loosen(item)

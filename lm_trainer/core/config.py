@@ -63,9 +63,9 @@ def format_duration(value: timedelta) -> str:
 
 Duration = Annotated[
     timedelta,
-    BeforeValidator(parse_duration),
+    BeforeValidator(parse_duration, json_schema_input_type=str),
     PlainSerializer(format_duration, return_type=str),
-    Field(json_schema_extra={"type": "string", "pattern": _DURATION_PATTERN, "examples": ["15m", "1h30m"]}),
+    Field(json_schema_extra={"pattern": _DURATION_PATTERN, "examples": ["15m", "1h30m"]}),
 ]
 """A span of time as people write it: `15m`, `1h30m`, `90s`."""
 

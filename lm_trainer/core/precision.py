@@ -88,8 +88,8 @@ def format_policy(policy: Policy) -> str:
 
 PrecisionPolicy = Annotated[
     Policy,
-    BeforeValidator(parse_policy),
+    BeforeValidator(parse_policy, json_schema_input_type=str),
     PlainSerializer(format_policy, return_type=str),
-    Field(json_schema_extra={"type": "string", "examples": ["f32", "p=f32,c=bfloat16"]}),
+    Field(json_schema_extra={"examples": ["f32", "p=f32,c=bfloat16"]}),
 ]
 """A `Policy` as users write it."""

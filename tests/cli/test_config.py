@@ -1,0 +1,179 @@
+"""`lmt config` and the handling of settings that every command with a configuration shares."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cli.main import app
+from lm_trainer.config.loader import load
+from lm_trainer.config.run import RunConfig
+from tests.conftest import ROOT, RunLmt
+
+FILE = """\
+model: {num_layers: 2, hidden_dim: 64, num_heads: 4}
+trainer:
+  num_train_steps: 50
+optimizer:
+  learning_rate: 6E-4
+"""
+
+
+def lmt(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def config(in_tmp_path: Path) -> str:
+    Path("run.yaml").write_text(FILE, encoding="utf-8")
+    return "run.yaml"
+
+
+@pytest.mark.parametrize("options", [[], ["--origin"]])
+def test_show_prints_a_configuration_that_means_the_same(config: str, options: list[str]) -> None:
+    done = lmt("config", "show", config, "trainer.seed=3", "--trainer.train_batch_size", "64", *options)
+    assert done.exit_code == 0, done.output
+    Path("shown.yaml").write_text(done.stdout, encoding="utf-8")
+    expected = load(Path(config), ["trainer.seed=3", "trainer.train_batch_size=64"], RunConfig).config
+    assert load(Path("shown.yaml"), [], RunConfig).config == expected
+
+
+def test_show_origin_says_where_each_value_comes_from(config: str) -> None:
+    shown = lmt("config", "show", config, "--origin", "--trainer.seed", "-1", "trainer.seed=4").stdout.splitlines()
+    lines = {" ".join(line.split()) for line in shown}
+    assert "num_layers: 2 # run.yaml:1:21" in lines
+    assert "seed: 4 # override `trainer.seed=4`" in lines
+    assert "learning_rate: 0.0006 # run.yaml:5:18" in lines
+    assert "warmup: 0.01 # default" in lines
+    assert all("  # " in line or line.endswith(":") for line in shown)
+
+
+def test_check(config: str) -> None:
+    done = lmt("config", "check", config)
+    assert (done.exit_code, done.stdout) == (0, "run.yaml: ok\n")
+
+
+def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
+    Path("bad.yaml").write_text("model: {hiden_dim: 3}\ntrainer: {seed: x}\n", encoding="utf-8")
+    done = lmt("config", "check", "bad.yaml", "optimizer.lr=1")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "error: bad.yaml:1:9: model.hiden_dim: unknown key; did you mean 'hidden_dim'?",
+        "error: bad.yaml:2:17: trainer.seed: expected a whole number, got 'x'",
+        "error: override `optimizer.lr=1`: optimizer.lr: unknown key; did you mean 'optimizer.learning_rate'?",
+        "3 problems; nothing was started.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stderr"),
+    [
+        (
+            ["check", "nun.yaml"],
+            "error: nun.yaml: no such file; did you mean run.yaml?\n1 problem; nothing was started.\n",
+        ),
+        (
+            ["show", "run.yaml", "--orign"],
+            "error: --orign: no such option; did you mean '--origin'?\n1 problem; nothing was started.\n",
+        ),
+        (
+            ["check", "--trainer.seed", "3", "run.yaml"],
+            "error: --trainer.seed: no such option; a configuration file comes first, then settings (KEY=VALUE)\n",
+        ),
+        (
+            ["check", "run.yaml", "trainer.wandb=x"],
+            "error: override `trainer.wandb=x`: trainer.wandb: refused: deprecated; use `tracker` with `type: wandb`\n"
+            "1 problem; nothing was started.\n",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line(config: str, arguments: list[str], stderr: str) -> None:
+    done = lmt("config", *arguments)
+    assert (done.exit_code, done.stderr) == (2, stderr)
+
+
+def test_notes_go_to_stderr(config: str) -> None:
+    Path("tracked.yaml").write_text("trainer: {tracker: {type: tensorboard, logdir: x}}", encoding="utf-8")
+    done = lmt("config", "show", "tracked.yaml", "trainer.tracker.type=wandb")
+    assert done.exit_code == 0
+    assert "type: wandb" in done.stdout
+    assert done.stderr == (
+        "note: override `trainer.tracker.type=wandb` starts a new block, without trainer.tracker.logdir of the file\n"
+    )
+
+
+def test_diff_from_the_defaults_and_between_two(config: str) -> None:
+    assert lmt("config", "diff", config).stdout.splitlines() == [
+        "model.num_layers: 12 -> 2",
+        "model.hidden_dim: 768 -> 64",
+        "model.num_heads: 12 -> 4",
+        "trainer.num_train_steps: 400000 -> 50",
+    ]
+    Path("logs/run-1").mkdir(parents=True)
+    saved = lmt("config", "show", config, "trainer.seed=3").stdout
+    Path("logs/run-1/config.yaml").write_text(saved, encoding="utf-8")
+    assert lmt("config", "diff", config, "logs/run-1").stdout == "trainer.seed: 0 -> 3\n"
+    assert lmt("config", "diff", config, "logs/run-1", "trainer.seed=0").stdout == "no differences\n"
+    assert "trainer.seed: 0 -> 9\n" in lmt("config", "diff", config, "--trainer.seed", "9").stdout
+    Path("empty.yaml").write_text("{}", encoding="utf-8")
+    assert lmt("config", "diff", "empty.yaml").stdout == "all defaults\n"
+    assert lmt("config", "diff", "logs").exit_code == 2
+
+
+def test_schema_accepts_the_shipped_configurations(config: str) -> None:
+    done = lmt("config", "schema", "-o", "schema.json")
+    assert (done.exit_code, done.stdout) == (0, "")
+    schema = json.loads(Path("schema.json").read_text(encoding="utf-8"))
+    assert json.loads(lmt("config", "schema").stdout) == schema
+    validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
+    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    assert shipped
+    for path in shipped:
+        assert validator.is_valid(load(path, [], RunConfig).data), path
+    assert validator.is_valid(RunConfig().model_dump(mode="json"))
+    assert not validator.is_valid({"model": {"hiden_dim": 3}})
+    assert lmt("config", "schema", "-o", "nowhere/x.json").exit_code == 2
+
+
+def test_every_default_of_a_run_is_written_and_read_back(in_tmp_path: Path) -> None:
+    Path("empty.yaml").write_text("{}", encoding="utf-8")
+    Path("all.yaml").write_text(lmt("config", "show", "empty.yaml").stdout, encoding="utf-8")
+    assert load(Path("all.yaml"), [], RunConfig).config == RunConfig()
+
+
+def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    def complete(shell: str, word: str, **environment: str) -> list[str]:
+        words = f"lmt train x.yaml {word}"
+        done = run_lmt(
+            env={
+                "XDG_CACHE_HOME": str(cache),
+                "_LMT_COMPLETE": f"complete_{shell}",
+                "COMP_WORDS": words,
+                "COMP_CWORD": "3",
+                "_TYPER_COMPLETE_ARGS": words,
+                "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+                **environment,
+            }
+        )
+        assert "Traceback" not in done.stderr
+        return done.stdout.splitlines()
+
+    assert "model.hidden_dim=" in complete("bash", "model.hidden")
+    (saved,) = cache.rglob("*.json")
+    keys = json.loads(saved.read_text(encoding="utf-8"))["keys"]
+    assert {"trainer.num_train_steps", "data.train_urls", "optimizer.learning_rate"} <= set(keys)
+    # From now on the answer comes from the cache, even where JAX cannot be imported.
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "jax.py").write_text("raise ImportError", encoding="utf-8")
+    without_jax = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), str(ROOT)])}
+    assert complete("bash", "trainer.se", **without_jax) == ["trainer.seed="]
+    assert complete("fish", "trainer.se", **without_jax) == ["trainer.seed="]
+    assert "trainer.seed=" in complete("zsh", "trainer.se", **without_jax)[0]
+    # A cache that cannot be read, and no JAX: no keys, but no noise in the terminal either.
+    saved.write_text("{", encoding="utf-8")
+    assert not any(complete("bash", "trainer.se", **without_jax))

@@ -1,0 +1,141 @@
+"""What `lmt` says of itself, how quickly, and how it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import lm_trainer
+from cli import main
+from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
+from tests.conftest import RunLmt, lmt_environment
+
+COMMANDS = ("train", "config", "export-hf", "import-hf", "generate", "bench")
+HEAVY = (
+    "jax",
+    "flax",
+    "optax",
+    "orbax",
+    "grain",
+    "numpy",
+    "tensorstore",
+    "transformers",
+    "torch",
+    "tokenizers",
+    "yaml",
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], [], ["config", "--help"], ["--version"], *([c, "--help"] for c in COMMANDS)]
+)
+def test_help_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.argv = ["lmt", *{arguments!r}]
+from cli.main import main
+try:
+    main()
+except SystemExit as end:
+    print("code", end.code)
+print("heavy", sorted(set({HEAVY!r}) & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=lmt_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "heavy []"
+    # Without a command, help is shown as for a mistake.
+    assert f"code {0 if arguments else 2}" in done.stdout
+
+
+def test_help_shows_every_command_and_the_exit_codes() -> None:
+    shown = CliRunner().invoke(main.app, ["--help"], env={"COLUMNS": "200"}).output
+    for command in COMMANDS:
+        assert f" {command} " in shown
+    for code in ("0 done", "1 crash", "2 wrong", "3 stopped", "75 stopped", "130 interrupted"):
+        assert code in " ".join(shown.split())
+
+
+def test_version(run_lmt: RunLmt) -> None:
+    done = run_lmt("--version")
+    assert (done.returncode, done.stdout) == (0, f"lmt {lm_trainer.__version__}\n")
+
+
+def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
+    done = CliRunner().invoke(main.app, ["confg"])
+    assert done.exit_code == 2
+    assert "config" in done.stderr
+
+
+class TestEnds:
+    """Each way in which a command can end, through the group that `lmt` is made of."""
+
+    @pytest.fixture
+    def run(self):
+        def invoke(error: BaseException | None):
+            app = typer.Typer(cls=main._Commands, pretty_exceptions_enable=False)
+
+            @app.callback()
+            def _root() -> None: ...
+
+            @app.command()
+            def go() -> None:
+                if error is not None:
+                    raise error
+
+            return CliRunner().invoke(app, ["go"])
+
+        return invoke
+
+    @pytest.mark.parametrize(
+        ("error", "code", "stderr"),
+        [
+            (None, 0, ""),
+            (UserError("no run 'x'"), 2, "error: no run 'x'\n"),
+            (MachineError("the disk is full"), 1, "error: the disk is full\n"),
+            (NonFiniteError("step 3: the loss is NaN"), 3, "error: step 3: the loss is NaN\n"),
+            (Preempted("stopped at step 7, all saved"), 75, "stopped at step 7, all saved\n"),
+            (ConfigError(["a: x", "b: y"]), 2, "error: a: x\nerror: b: y\n2 problems; nothing was started.\n"),
+            (ConfigError(["a: x"]), 2, "error: a: x\n1 problem; nothing was started.\n"),
+            (KeyboardInterrupt(), 130, "interrupted\n"),
+        ],
+    )
+    def test_message_and_exit_code(self, run, error: BaseException | None, code: int, stderr: str) -> None:
+        done = run(error)
+        assert (done.exit_code, done.stderr, done.stdout) == (code, stderr, "")
+
+    def test_any_other_error_is_a_crash(self, run) -> None:
+        done = run(RuntimeError("a defect"))
+        assert done.exit_code == 1
+        assert isinstance(done.exception, RuntimeError)
+
+
+def test_a_crash_shows_a_traceback_but_no_values(tmp_path: Path) -> None:
+    program = """
+import typer
+from cli import main
+
+@main.app.command()
+def crash() -> None:
+    secret = "CANARY" + str(1 + 1)
+    raise RuntimeError("a defect")
+
+import sys
+sys.argv = ["lmt", "crash"]
+main.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=lmt_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: a defect" in done.stderr
+    assert "CANARY2" not in done.stderr
