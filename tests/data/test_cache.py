@@ -72,6 +72,16 @@ def test_records_describe_the_parts(make_build: MakeBuild) -> None:
     assert not (directory / "builder.json").exists()
 
 
+def test_parts_grow_to_their_largest_size(make_build: MakeBuild) -> None:
+    ledger = make_build(part_bytes=(10_000, 40_000)).run()
+    for shard in range(3):
+        sizes = [
+            size for name, size in zip(ledger.parts, ledger.text_bytes, strict=True) if name.startswith(f"{shard:05d}")
+        ]
+        for size, least in zip(sizes[:-1], [10_000, 20_000, *[40_000] * len(sizes)], strict=False):
+            assert least <= size < least + 20_000, "no document here has more than 20,000 letters, but some bytes more"
+
+
 @pytest.fixture(scope="module")
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What an undisturbed build in one process gives."""
@@ -203,6 +213,27 @@ def test_a_large_file_is_one_document_over_several_parts(make_build: MakeBuild, 
     assert not records[-1]["open"]
 
 
+def test_a_build_goes_on_inside_a_document(make_build: MakeBuild, tmp_path: Path) -> None:
+    class Failing(ByteTokenizer):
+        calls = 0
+
+        def encode_batch(self, texts):
+            self.calls += 1
+            if self.calls == 3:
+                raise MachineError("stopped here")
+            return super().encode_batch(texts)
+
+    (tmp_path / "a.txt").write_text("some words to fill a line\n" * (5 * PIECE_BYTES // 26))
+    options = {"urls": [str(tmp_path / "a.txt")], "part_bytes": (PIECE_BYTES, PIECE_BYTES)}
+    whole = make_build("whole", **options)
+    whole.run()
+    with pytest.raises(MachineError, match="stopped here"):
+        make_build(tokenizer=Failing(), **options).run()
+    resumed = make_build(**options)
+    resumed.run()
+    assert contents(Path(resumed.store.url)) == contents(Path(whole.store.url))
+
+
 def test_empty_documents_and_lone_surrogates(make_build: MakeBuild, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         '{"text": "a"}\n{"text": ""}\n\n{"text": "b\\ud800c"}\n{"text": "\\ud83d\\ude00"}\n'
@@ -295,6 +326,19 @@ class TestAnotherCache:
         (tmp_path / "b.jsonl.gz").write_bytes(whole)
         ledger = make_build(urls=urls).run()
         assert ledger.num_documents == len(documents[0::3]) + len(documents[1::3])
+
+    def test_a_repaired_file_that_may_have_been_read_is_refused(
+        self, make_build: MakeBuild, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
+        whole = (corpus / "b.jsonl.gz").read_bytes()
+        (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+        urls = [str(tmp_path / "b.jsonl.gz")]
+        with pytest.raises(UserError, match="truncated"):
+            make_build(urls=urls).run()
+        (tmp_path / "b.jsonl.gz").write_bytes(whole)
+        with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed since"):
+            make_build(urls=urls).run()
 
 
 class TestFailures:

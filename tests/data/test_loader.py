@@ -138,6 +138,13 @@ def test_documents_are_told_apart() -> None:
     assert [str(array.dtype) for array in batch] == ["int32", "int32", "float32", "int32", "int32"]
 
 
+def test_padding_has_no_weight_and_no_segment() -> None:
+    tokens_BT = np.array([[1, 2, 3, 4, EOS], [1, 2, 3, EOS, EOS], [EOS] * 5], np.int32)
+    batch = make_batch(tokens_BT, np.array([5, 3, 0]), EOS)
+    assert batch.weights.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0], [0] * 4]
+    assert batch.segments.tolist() == [[0, 0, 0, 0], [0, 0, 0, -1], [-1] * 4]
+
+
 def test_random_rows_agree_with_a_loop() -> None:
     rng = np.random.default_rng(0)
     tokens_BT = np.where(rng.random((64, 33)) < 0.1, EOS, rng.integers(0, 200, (64, 33))).astype(np.int32)
