@@ -15,7 +15,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models import MODEL_CONFIGS, AnyModel
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_table import Leaf, read_config, read_tensors, write_config, write_tensors
-from lm_trainer.nn.linear import LOGICAL_AXES
+from lm_trainer.nn.init import LOGICAL_AXES
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> tuple[AnyModel, int]:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import Linear, dropout
 from lm_trainer.nn.spec import AttentionSpec
 
@@ -48,13 +49,13 @@ def _bias(allowed_BST: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Multi-head attention of a sequence to itself (Vaswani et al. 2017)."""
 
-    def __init__(self, spec: AttentionSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
+    def __init__(self, spec: AttentionSpec, dim: int, *, init: Init):
         self.spec = spec
         heads = {"heads": spec.num_heads, "head_size": spec.head_dim}
-        self.q = Linear({"embed": dim}, heads, std=std, bias=spec.bias, rngs=rngs)
-        self.k = Linear({"embed": dim}, heads, std=std, bias=spec.bias, rngs=rngs)
-        self.v = Linear({"embed": dim}, heads, std=std, bias=spec.bias, rngs=rngs)
-        self.out = Linear(heads, {"embed": dim}, std=out_std, bias=spec.bias, rngs=rngs)
+        self.q = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
+        self.k = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
+        self.v = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
+        self.out = Linear(heads, {"embed": dim}, bias=spec.bias, init=init, residual=True)
 
     def __call__(
         self,

@@ -10,6 +10,7 @@ from flax import nnx
 
 from lm_trainer.nn.attention import Attention, Context
 from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.norm import make_norm
@@ -19,14 +20,14 @@ from lm_trainer.nn.spec import BlockSpec
 class Block(nnx.Module):
     """`x += post(f(pre(x)))` with attention and then the MLP as f; an absent norm is the identity."""
 
-    def __init__(self, spec: BlockSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
+    def __init__(self, spec: BlockSpec, dim: int, *, init: Init):
         self.dropout = spec.dropout
-        self.attention_pre_norm = make_norm(spec.pre_norm, dim)
-        self.attention = Attention(spec.attention, dim, std=std, out_std=out_std, rngs=rngs)
-        self.attention_post_norm = make_norm(spec.post_norm, dim)
-        self.mlp_pre_norm = make_norm(spec.pre_norm, dim)
-        self.mlp = Mlp(spec.mlp, dim, std=std, out_std=out_std, rngs=rngs)
-        self.mlp_post_norm = make_norm(spec.post_norm, dim)
+        self.attention_pre_norm = make_norm(spec.pre_norm, dim, init=init)
+        self.attention = Attention(spec.attention, dim, init=init)
+        self.attention_post_norm = make_norm(spec.post_norm, dim, init=init)
+        self.mlp_pre_norm = make_norm(spec.pre_norm, dim, init=init)
+        self.mlp = Mlp(spec.mlp, dim, init=init)
+        self.mlp_post_norm = make_norm(spec.post_norm, dim, init=init)
 
     def __call__(
         self,

@@ -5,6 +5,8 @@ Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabula
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,7 +14,8 @@ from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention import Context, cache_bias, causal_bias
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.linear import dropout, normal_param
+from lm_trainer.nn.init import Init
+from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
@@ -21,11 +24,9 @@ from lm_trainer.nn.stack import build_blocks, run_blocks
 class Embedding(nnx.Module):
     """Token and learned position tables, summed; the token table is the head as well."""
 
-    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
-        self.tokens = normal_param({"vocab": spec.vocab_size, "embed": spec.hidden_dim}, spec.init_std, rngs=rngs)
-        self.positions = normal_param(
-            {"position": spec.num_positions, "embed": spec.hidden_dim}, spec.init_std, rngs=rngs
-        )
+    def __init__(self, spec: DecoderSpec, *, init: Init):
+        self.tokens = init.normal({"vocab": spec.vocab_size, "embed": spec.hidden_dim})
+        self.positions = init.normal({"position": spec.num_positions, "embed": spec.hidden_dim})
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
@@ -38,9 +39,10 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
-        self.embed = Embedding(spec, rngs=rngs)
-        self.blocks = build_blocks(spec, rngs=rngs)
-        self.final_norm = make_norm(spec.final_norm, spec.hidden_dim)
+        init = Init(rngs, spec.init_std, spec.init_std / math.sqrt(2 * len(spec.blocks)))
+        self.embed = Embedding(spec, init=init)
+        self.blocks = build_blocks(spec, init=init)
+        self.final_norm = make_norm(spec.final_norm, spec.hidden_dim, init=init)
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Parameters with logical axes, linear maps, dropout and activations.
+"""Linear maps, dropout and activations.
 
 Shape letters: I inputs of a linear map, O its outputs, both flattened.
 """
@@ -12,32 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import Activation
-
-LOGICAL_AXES = "logical_axes"
-"""The metadata key of a parameter's logical axes. Flax gives no meaning to it: no mesh is needed to build a model."""
-
-
-def normal_param(dims: Mapping[str, int], std: float, *, rngs: nnx.Rngs) -> nnx.Param:
-    """A float32 parameter, normal with mean 0; `dims` gives the size of each logical axis, in order."""
-    value = std * jax.random.normal(rngs.params(), tuple(dims.values()), jnp.float32)
-    return nnx.Param(value, logical_axes=tuple(dims))
-
-
-def constant_param(dims: Mapping[str, int], value: float) -> nnx.Param:
-    """A float32 parameter that starts as `value` everywhere."""
-    return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
 
 
 class Linear(nnx.Module):
     """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs."""
 
     def __init__(
-        self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, std: float, bias: bool, rngs: nnx.Rngs
+        self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool, init: Init, residual: bool = False
     ):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
-        self.weight = normal_param({**inputs, **outputs}, std, rngs=rngs)
-        self.bias = constant_param(outputs, 0.0) if bias else None
+        self.weight = init.normal({**inputs, **outputs}, residual=residual)
+        self.bias = init.constant(outputs, 0.0) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Computes in the dtype of `x`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import ACTIVATIONS, Linear
 from lm_trainer.nn.spec import MlpSpec
 
@@ -15,10 +16,10 @@ from lm_trainer.nn.spec import MlpSpec
 class Mlp(nnx.Module):
     """Up, activation, down."""
 
-    def __init__(self, spec: MlpSpec, dim: int, *, std: float, out_std: float, rngs: nnx.Rngs):
+    def __init__(self, spec: MlpSpec, dim: int, *, init: Init):
         self.spec = spec
-        self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, std=std, bias=spec.bias, rngs=rngs)
-        self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, std=out_std, bias=spec.bias, rngs=rngs)
+        self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init)
+        self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, bias=spec.bias, init=init, residual=True)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         return self.down(ACTIVATIONS[self.spec.activation](self.up(x_BSD)))

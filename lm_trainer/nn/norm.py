@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.nn.linear import constant_param
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import NormSpec
 
 
 class LayerNorm(nnx.Module):
     """Layer normalization (Ba et al. 2016), computed in float32 and returned in the dtype of its input."""
 
-    def __init__(self, spec: NormSpec, dim: int):
+    def __init__(self, spec: NormSpec, dim: int, *, init: Init):
         self.eps = spec.eps
-        self.scale = constant_param({"embed": dim}, 1.0)
-        self.bias = constant_param({"embed": dim}, 0.0) if spec.bias else None
+        self.scale = init.constant({"embed": dim}, 1.0)
+        self.bias = init.constant({"embed": dim}, 0.0) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -38,6 +38,6 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def make_norm(spec: NormSpec | None, dim: int) -> Callable[[jax.Array], jax.Array]:
+def make_norm(spec: NormSpec | None, dim: int, *, init: Init) -> Callable[[jax.Array], jax.Array]:
     """The norm of `spec`; the identity for None."""
-    return identity if spec is None else LayerNorm(spec, dim)
+    return identity if spec is None else LayerNorm(spec, dim, init=init)

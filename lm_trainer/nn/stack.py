@@ -5,7 +5,8 @@ Shape letters: B rows, S positions, D hidden dimension.
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from flax import nnx
 from lm_trainer.nn.attention import Context
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.linear import LOGICAL_AXES
+from lm_trainer.nn.init import Init, stacked
 from lm_trainer.nn.spec import DecoderSpec, Remat
 
 _POLICIES = {
@@ -29,27 +30,18 @@ _Carry = tuple[jax.Array, KvCache | None]
 _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
-def build_blocks(spec: DecoderSpec, *, rngs: nnx.Rngs) -> nnx.Dict:
+def build_blocks(spec: DecoderSpec, *, init: Init) -> nnx.Dict:
     """All layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
 
-    Every layer is initialised from a key of its own, so the way of execution changes no parameter.
+    Every layer has a key of its own, so the way of execution changes no parameter.
     """
-    keys = jax.random.split(rngs.params(), len(spec.blocks))
-    return nnx.Dict({str(slot): _stacked(spec, slot, keys[slot :: spec.period]) for slot in range(spec.period)})
+    keys = jax.random.split(init.rngs.params(), len(spec.blocks))
 
+    def build(slot: int, rngs: nnx.Rngs) -> Block:
+        return Block(spec.blocks[slot], spec.hidden_dim, init=dataclasses.replace(init, rngs=rngs, flat=True))
 
-def _stacked(spec: DecoderSpec, slot: int, keys: jax.Array) -> Block:
-    out_std = spec.init_std / math.sqrt(2 * len(spec.blocks))
-
-    def build(key: jax.Array) -> Block:
-        block = spec.blocks[slot]
-        return Block(block, spec.hidden_dim, std=spec.init_std, out_std=out_std, rngs=nnx.Rngs(key))
-
-    stacked = jax.vmap(build)(keys)
-    for _, variable in nnx.iter_graph(stacked):
-        if isinstance(variable, nnx.Param):
-            variable.set_metadata(logical_axes=("layers", *variable.get_metadata(LOGICAL_AXES)))
-    return stacked
+    slots = range(spec.period)
+    return nnx.Dict({str(j): stacked(functools.partial(build, j), keys[j :: spec.period]) for j in slots})
 
 
 def run_blocks(

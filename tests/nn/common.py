@@ -10,6 +10,7 @@ from flax import nnx
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
 
 BLOCK = BlockSpec(AttentionSpec(num_heads=2, head_dim=8), MlpSpec(hidden_dim=24), pre_norm=NormSpec())
@@ -18,6 +19,10 @@ BLOCK = BlockSpec(AttentionSpec(num_heads=2, head_dim=8), MlpSpec(hidden_dim=24)
 def make_spec(*, blocks: tuple[BlockSpec, ...] = (BLOCK,) * 2, **fields: Any) -> DecoderSpec:
     values = {"vocab_size": 37, "hidden_dim": 16, "num_positions": 24, "final_norm": NormSpec(), "init_std": 0.3}
     return DecoderSpec(blocks=blocks, **{**values, **fields})
+
+
+def make_init(std: float = 1.0) -> Init:
+    return Init(nnx.Rngs(0), std=std, residual_std=std)
 
 
 def init(spec: DecoderSpec, seed: int = 0) -> tuple[nnx.GraphDef, dict[str, Any]]:

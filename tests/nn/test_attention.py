@@ -6,10 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lm_trainer.nn.attention import Attention, Context, causal_bias, dot_product_attention
 from lm_trainer.nn.spec import AttentionSpec
+from tests.nn.common import make_init
 
 B, S, N, H = 2, 10, 3, 4
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
@@ -57,7 +57,7 @@ def test_dropout_of_probabilities_keeps_the_mean():
 
 
 def attend(spec: AttentionSpec, *, layer: int = 0) -> np.ndarray:
-    module = Attention(spec, 16, std=1.0, out_std=1.0, rngs=nnx.Rngs(0))
+    module = Attention(spec, 16, init=make_init())
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
     positions = jnp.tile(jnp.arange(S), (B, 1))
     return np.asarray(module(x, Context(positions, causal_bias(jnp.asarray(SEGMENTS))), layer)[0])
@@ -71,7 +71,7 @@ def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
 
 
 def test_the_first_token_of_a_segment_sees_itself_alone():
-    module = Attention(SPEC, 16, std=1.0, out_std=1.0, rngs=nnx.Rngs(0))
+    module = Attention(SPEC, 16, init=make_init())
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
     out = module(x, Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS))), 0)[0]
     np.testing.assert_allclose(out[:, 0], module.out(module.v(x))[:, 0], atol=1e-5)
@@ -83,7 +83,7 @@ def test_upcast_keeps_scores_in_float32():
     context = Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS)))
     errors = {}
     for upcast in (False, True):
-        module = Attention(dataclasses.replace(SPEC, upcast=upcast), N * H, std=2.0, out_std=1.0, rngs=nnx.Rngs(0))
+        module = Attention(dataclasses.replace(SPEC, upcast=upcast), N * H, init=make_init(2.0))
         module.out.weight[...] = jnp.eye(N * H).reshape(N, H, N * H)
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)

@@ -5,12 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lm_trainer.nn.attention import Context, causal_bias
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.spec import BlockSpec, NormSpec
-from tests.nn.common import BLOCK
+from tests.nn.common import BLOCK, make_init
 
 S = 6
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, S, 16)), jnp.float32)
@@ -18,7 +17,7 @@ CONTEXT = Context(jnp.tile(jnp.arange(S), (2, 1)), causal_bias(jnp.zeros((2, S),
 
 
 def build(spec: BlockSpec) -> Block:
-    return Block(spec, 16, std=0.3, out_std=0.3, rngs=nnx.Rngs(0))
+    return Block(spec, 16, init=make_init(0.3))
 
 
 def layer_norm(x: jax.Array) -> jax.Array:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
+from tests.nn.common import make_init
 
 X = np.linspace(-4, 4, 41, dtype=np.float32)
 NORMAL_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in X])
@@ -22,7 +22,7 @@ def test_activation(name):
 
 
 def test_linear_contracts_its_trailing_inputs():
-    linear = Linear({"a": 2, "b": 3}, {"c": 4, "d": 5}, std=1.0, bias=True, rngs=nnx.Rngs(0))
+    linear = Linear({"a": 2, "b": 3}, {"c": 4, "d": 5}, bias=True, init=make_init())
     assert linear.bias is not None
     linear.bias[...] = jnp.arange(20.0).reshape(4, 5)
     x = np.random.default_rng(0).standard_normal((6, 7, 2, 3), np.float32)

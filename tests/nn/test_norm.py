@@ -5,6 +5,7 @@ import numpy as np
 
 from lm_trainer.nn.norm import LayerNorm, make_norm
 from lm_trainer.nn.spec import NormSpec
+from tests.nn.common import make_init
 
 X = (5 + 3 * np.random.default_rng(0).standard_normal((4, 16))).astype(np.float32)
 
@@ -15,7 +16,7 @@ def expected(x: np.ndarray, eps: float, scale: np.ndarray, bias: np.ndarray) -> 
 
 
 def test_layer_norm():
-    norm = LayerNorm(NormSpec(eps=0.1), 16)
+    norm = LayerNorm(NormSpec(eps=0.1), 16, init=make_init())
     assert norm.bias is not None
     norm.scale[...], norm.bias[...] = jnp.linspace(0.5, 2, 16), jnp.linspace(-1, 1, 16)
     y = expected(X, 0.1, np.linspace(0.5, 2, 16), np.linspace(-1, 1, 16))
@@ -23,7 +24,7 @@ def test_layer_norm():
 
 
 def test_statistics_are_float32_whatever_the_input():
-    norm = LayerNorm(NormSpec(bias=False), 16)
+    norm = LayerNorm(NormSpec(bias=False), 16, init=make_init())
     x = jnp.asarray(100 + X, jnp.bfloat16)
     y = norm(x)
     assert y.dtype == jnp.bfloat16
@@ -34,4 +35,4 @@ def test_statistics_are_float32_whatever_the_input():
 
 def test_an_absent_norm_is_the_identity():
     x = jnp.asarray(X)
-    assert make_norm(None, 16)(x) is x
+    assert make_norm(None, 16, init=make_init())(x) is x

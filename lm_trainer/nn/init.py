@@ -1,0 +1,53 @@
+"""How parameters are born: their values and logical axes, and how those of many layers are stacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+LOGICAL_AXES = "logical_axes"
+"""The metadata key of a parameter's logical axes. Flax gives no meaning to it: no mesh is needed to build a model."""
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+@dataclass(frozen=True)
+class Init:
+    """Makes the parameters of a module. `dims` gives the size of each logical axis, in order; all are float32."""
+
+    rngs: nnx.Rngs
+    std: float
+    residual_std: float
+    """Of weights that write to the residual stream."""
+    flat: bool = False
+    """Draws one long row and reshapes it: compiles up to five times faster, but on a mesh each device first holds the
+    whole array. For what is small, such as a parameter of one layer."""
+
+    def normal(self, dims: Mapping[str, int], *, residual: bool = False) -> nnx.Param:
+        """Drawn from the normal distribution with mean 0."""
+        shape = tuple(dims.values())
+        draw = jax.random.normal(self.rngs.params(), (math.prod(shape),) if self.flat else shape, jnp.float32)
+        std = self.residual_std if residual else self.std
+        return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims))
+
+    def constant(self, dims: Mapping[str, int], value: float) -> nnx.Param:
+        """The same value everywhere."""
+        return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
+
+
+def stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
+    """One module for as many as there are keys: each parameter has a leading `layers` axis.
+
+    They are built in a loop, so that only one layer's worth of random numbers exists at a time.
+    """
+    module = jax.lax.map(lambda key: build(nnx.Rngs(key)), keys)
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(logical_axes=("layers", *variable.get_metadata(LOGICAL_AXES)))
+    return module
