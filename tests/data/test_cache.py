@@ -335,10 +335,10 @@ class TestAnotherCache:
         (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
         urls = [str(tmp_path / "b.jsonl.gz")]
         with pytest.raises(UserError, match="truncated"):
-            make_build(urls=urls).run()
+            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
         (tmp_path / "b.jsonl.gz").write_bytes(whole)
         with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed since"):
-            make_build(urls=urls).run()
+            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
 
 
 class TestFailures:

@@ -172,6 +172,14 @@ def test_a_name_that_says_nothing_needs_a_source_type(tmp_path: Path) -> None:
     assert texts(list(config.shards("train")[0].rows())) == ["hello"]
 
 
+def test_globs_and_braces_work_with_a_source_type_too(tmp_path: Path) -> None:
+    for name in ("x1", "x2", "y1"):
+        (tmp_path / name).write_text(name)
+    urls = [str(tmp_path / "x{2,1}"), str(tmp_path / "y*")]
+    config = DataConfig.model_validate({"train_urls": urls, "source": {"type": "text"}})
+    assert texts(list(config.shards("train")[0].rows())) == ["x2", "x1", "y1"]
+
+
 def test_an_unknown_protocol_is_an_error_for_the_user() -> None:
     with pytest.raises(UserError, match=r"data\.train_urls"):
         shards_of_urls("train", ["nosuch://bucket/a.jsonl"], "text")
