@@ -47,16 +47,14 @@ def mfu(
 
     import jax
 
+    from lm_trainer.bench import bench_session
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure, table
-    from lm_trainer.profile.peaks import tf32_allowed
-    from lm_trainer.train import bench_session
 
     with bench_session(run) as session:
         typer.echo("compiling and timing ...", err=True)
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
-        precision = jax.config.values["jax_default_matmul_precision"]
-        report = measure(session, probe, samples=steps, warmup=warmup, allow_tf32=tf32_allowed(precision))
+        report = measure(session, probe, samples=steps, warmup=warmup)
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     else:

@@ -5,14 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Self
-
-import jax
-import numpy as np
-
-from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.profile.flops import flops_per_token
-from lm_trainer.profile.peaks import datasheet_peak, tf32_allowed
 
 
 class Meter:
@@ -43,26 +35,6 @@ class Meter:
         self._steps: deque[tuple[float, float]] = deque(maxlen=window)
         self._clock = clock
         self._last: float | None = None
-
-    @classmethod
-    def for_model(
-        cls,
-        spec: DecoderSpec,
-        *,
-        seq_len: int,
-        dtype: str | np.dtype,
-        device_kind: str,
-        device_count: int,
-        total_tokens: int = 0,
-    ) -> Self:
-        """A meter for a model that computes in `dtype`, with the datasheet peak of its devices if there is one."""
-        allow_tf32 = tf32_allowed(jax.config.jax_default_matmul_precision)  # pyright: ignore[reportAttributeAccessIssue]
-        peak = datasheet_peak(device_kind, np.dtype(dtype).name, allow_tf32=allow_tf32)
-        return cls(
-            flops_per_token=flops_per_token(spec, seq_len).training,
-            peak_flops=None if peak is None else peak.flops * device_count,
-            total_tokens=total_tokens,
-        )
 
     def step(self, tokens: float, *, loading: float = 0.0) -> dict[str, float]:
         """Called when a step is done, that is, when its result has been waited for.

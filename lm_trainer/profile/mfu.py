@@ -155,7 +155,6 @@ def measure(
     samples: int = 20,
     warmup: int = 3,
     sample_seconds: float = 0.1,
-    allow_tf32: bool = True,
 ) -> MfuReport:
     """Times training steps and the probe in turn.
 
@@ -165,7 +164,6 @@ def measure(
         samples: how often each is timed.
         warmup: steps that run first and do not count; the first of them compiles.
         sample_seconds: steps that are shorter are timed in groups that take about as long as this.
-        allow_tf32: see `datasheet_peak`.
 
     Raises:
         ValueError: for less than one sample or warm-up step.
@@ -189,7 +187,7 @@ def measure(
         samples=samples,
         steps_per_sample=steps,
         warmup=warmup,
-        peak=datasheet_peak(workload.device_kind, workload.dtype, allow_tf32=allow_tf32),
+        peak=datasheet_peak(workload.device_kind, workload.dtype),
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+
 Format = Literal["bfloat16", "float16", "tf32", "float32"]
 """What the matrix units multiply; `tf32` is what JAX uses for float32 arrays on NVIDIA GPUs unless told otherwise."""
 
@@ -77,17 +79,20 @@ _DEVICES = (
 )
 
 
-def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool = True) -> Peak | None:
+def datasheet_peak(device_kind: str, dtype: str, *, allow_tf32: bool | None = None) -> Peak | None:
     """The datasheet's figure for matrix products of arrays of `dtype` on one device; None where there is none.
 
     Args:
         device_kind: `jax.Device.device_kind`; anything that is not in the table, such as a CPU, has no figure.
         dtype: `bfloat16`, `float16` or `float32`.
-        allow_tf32: float32 arrays are multiplied in TF32 where the device has it, which is JAX's default.
+        allow_tf32: whether float32 arrays are multiplied in TF32 where the device can; None: as JAX is set, by
+            `jax_default_matmul_precision`.
     """
     device = next((d for d in _DEVICES if device_kind in d.kinds), None)
     if device is None:
         return None
+    if allow_tf32 is None:
+        allow_tf32 = tf32_allowed(jax.config.values["jax_default_matmul_precision"])
     wanted = ("tf32", "float32") if dtype == "float32" and allow_tf32 else (dtype,)
     found = (Peak(tera * 1e12, name, device.source) for name, tera in device.tera.items() if name in wanted)
     return next(found, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 from lm_trainer.profile.peaks import datasheet_peak, known_devices, tf32_allowed
@@ -66,6 +67,16 @@ def test_float32_is_tf32_unless_it_is_not_allowed():
     assert exact is not None
     assert (fast.format, exact.format) == ("tf32", "float32")
     assert fast.flops == 8 * exact.flops
+
+
+def test_jax_s_own_setting_decides_where_nothing_else_does():
+    before = jax.config.values["jax_default_matmul_precision"]
+    found = []
+    for precision in (None, "highest"):
+        jax.config.update("jax_default_matmul_precision", precision)
+        found.append(datasheet_peak("NVIDIA A100-SXM4-40GB", "float32"))
+    jax.config.update("jax_default_matmul_precision", before)
+    assert [peak and peak.format for peak in found] == ["tf32", "float32"]
 
 
 def test_device_names_are_unique():
