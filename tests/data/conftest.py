@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lm_trainer.data.sources.urls import list_files
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.conftest import lmt_environment
+from tests.data.program import builder_command
 
 PART_BYTES = (20_000, 40_000)
 
@@ -37,6 +40,14 @@ def corpus(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
         content = lines.encode()
         (directory / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     return directory
+
+
+@pytest.fixture(scope="session")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What an undisturbed build in one process gives."""
+    directory = tmp_path_factory.mktemp("reference")
+    subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
+    return contents(directory)
 
 
 MakeBuild = Callable[..., Build]

@@ -1,0 +1,212 @@
+"""What a build refuses, and what it leaves behind when it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data import DataConfig
+from lm_trainer.data.layout import Ledger
+from lm_trainer.data.sources.text import PIECE_BYTES
+from lm_trainer.data.store import Store
+from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.data.conftest import MakeBuild, contents
+
+
+class TestBadRows:
+    @pytest.fixture
+    def bad(self, tmp_path: Path) -> str:
+        lines = ['{"text": "fine"}'] * 99 + ["{broken"]
+        (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+        return str(tmp_path / "bad.jsonl")
+
+    def test_stop_the_build_by_default(self, make_build: MakeBuild, bad: str) -> None:
+        with pytest.raises(UserError, match=r"bad\.jsonl:100: not JSON .*data\.on_bad_row: skip"):
+            make_build(urls=[bad]).run()
+
+    def test_are_skipped_within_a_bound(self, make_build: MakeBuild, bad: str) -> None:
+        with pytest.raises(UserError):
+            make_build(urls=[bad]).run()
+        ledger = make_build(urls=[bad], raise_on_bad_row=False, max_bad_rows=0.01).run()
+        assert (ledger.num_documents, ledger.bad) == (99, 1)
+        assert "bad.jsonl:100" in ledger.bad_examples[0]
+
+    def test_beyond_the_bound_are_an_error_each_time(self, make_build: MakeBuild, bad: str) -> None:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"1 of 100 rows .* are bad, more than data\.max_bad_rows \(0\.001\)"):
+                make_build(urls=[bad], raise_on_bad_row=False, max_bad_rows=0.001).run()
+
+    def test_of_an_older_build_are_not_accepted_silently(self, make_build: MakeBuild, bad: str) -> None:
+        make_build(urls=[bad], raise_on_bad_row=False, max_bad_rows=0.5).run()
+        with pytest.raises(UserError, match=r"was built with data\.on_bad_row: skip and leaves out 1 bad rows"):
+            make_build(urls=[bad]).run()
+
+    def test_in_the_middle_of_a_large_file_end_no_document(self, make_build: MakeBuild, tmp_path: Path) -> None:
+        content = bytearray(b"some words to fill a line\n" * (4 * PIECE_BYTES // 26))
+        content[2 * PIECE_BYTES + 7] = 0xFF
+        (tmp_path / "a.txt").write_bytes(content)
+        ledger = make_build(urls=[str(tmp_path / "a.txt")], raise_on_bad_row=False, max_bad_rows=0.5).run()
+        assert (ledger.num_documents, ledger.bad) == (1, 1)
+
+
+class TestAnotherCache:
+    def test_another_tokenizer_is_refused(self, make_build: MakeBuild) -> None:
+        first = make_build()
+        first.run()
+        other = train_bpe(TrainedBpe(vocab_size=300), first.shards)
+        with pytest.raises(UserError) as caught:
+            make_build(tokenizer=other).run()
+        message = str(caught.value)
+        assert "tokenizer.sha256: the cache has" in message
+        assert ByteTokenizer().fingerprint()["sha256"] in message
+        assert other.fingerprint()["sha256"] in message
+        assert first.store.url in message
+
+    def test_a_changed_source_is_refused(self, make_build: MakeBuild, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "before"}\n')
+        make_build(urls=[str(tmp_path / "a.jsonl")]).run()
+        (tmp_path / "a.jsonl").write_text('{"text": "afterwards"}\n')
+        with pytest.raises(UserError, match=r"a\.jsonl has changed since: it had 19 bytes .* now 23"):
+            make_build(urls=[str(tmp_path / "a.jsonl")]).run()
+
+    def test_another_text_key_is_refused(self, make_build: MakeBuild, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "x", "body": "y"}\n')
+        make_build(urls=[str(tmp_path / "a.jsonl")]).run()
+        config = DataConfig(train_urls=[str(tmp_path / "a.jsonl")], text_key="body")
+        with pytest.raises(UserError, match=r"'text_key': 'text'.*now.*'text_key': 'body'"):
+            make_build(config=config).run()
+
+    def test_fewer_or_more_sources_are_refused(self, make_build: MakeBuild, corpus: Path) -> None:
+        make_build().run()
+        with pytest.raises(UserError, match="shards: the cache has 3, now 1"):
+            make_build(urls=[str(corpus / "a.jsonl")]).run()
+
+    def test_a_repaired_file_that_nobody_read_is_built_again(
+        self, make_build: MakeBuild, corpus: Path, documents: list[str], tmp_path: Path
+    ) -> None:
+        whole = (corpus / "b.jsonl.gz").read_bytes()
+        (tmp_path / "a.jsonl").write_bytes((corpus / "a.jsonl").read_bytes())
+        (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) // 20])
+        urls = [str(tmp_path / "*.jsonl*")]
+        with pytest.raises(UserError, match="truncated"):
+            make_build(urls=urls).run()
+        (tmp_path / "b.jsonl.gz").write_bytes(whole)
+        ledger = make_build(urls=urls).run()
+        assert ledger.num_documents == len(documents[0::3]) + len(documents[1::3])
+
+    def test_a_repaired_file_that_may_have_been_read_is_refused(
+        self, make_build: MakeBuild, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
+        whole = (corpus / "b.jsonl.gz").read_bytes()
+        (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
+        urls = [str(tmp_path / "b.jsonl.gz")]
+        with pytest.raises(UserError, match="truncated"):
+            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
+        (tmp_path / "b.jsonl.gz").write_bytes(whole)
+        with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed since"):
+            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
+
+
+class TestFailures:
+    def test_a_bad_file_among_good_ones_is_named_and_the_good_ones_stay(
+        self, make_build: MakeBuild, corpus: Path, tmp_path: Path
+    ) -> None:
+        (tmp_path / "z.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 5000)[:-20])
+        urls = [str(corpus / "a.jsonl"), str(tmp_path / "z.jsonl.gz")]
+        for workers in (0, 2):
+            build = make_build(f"cache{workers}", urls=urls, num_workers=workers)
+            with pytest.raises(UserError, match=r"z\.jsonl\.gz is truncated"):
+                build.run()
+            assert not Ledger.read(build.store).finished
+            assert not build.store.read("builder.json")
+
+    def test_no_text_at_all(self, make_build: MakeBuild, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
+        with pytest.raises(UserError, match="the train data holds no text: 2 rows"):
+            make_build(urls=[str(tmp_path / "a.jsonl")]).run()
+        (tmp_path / "b.jsonl").write_text("")
+        with pytest.raises(UserError, match="holds no text: 0 rows"):
+            make_build("other", urls=[str(tmp_path / "b.jsonl")]).run()
+
+    @pytest.mark.parametrize("name", ["file/cache", "/proc/cache"])
+    def test_an_unwritable_directory(self, make_build: MakeBuild, tmp_path: Path, name: str) -> None:
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(UserError, match=r"data\.cache_dir") as caught:
+            make_build(name).run()
+        assert caught.value.exit_code == 2
+
+    def test_a_damaged_ledger_is_named(self, make_build: MakeBuild) -> None:
+        build = make_build()
+        build.run()
+        (Path(build.store.url) / "ledger.json").write_text('{"parts": [')
+        with pytest.raises(UserError, match=r"ledger\.json is damaged"):
+            make_build().run()
+
+    def test_a_file_too_large_for_the_disk(self, make_build: MakeBuild, reference: dict[str, bytes]) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+        try:
+            with pytest.raises(MachineError, match="the disk is full") as caught:
+                make_build().run()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert caught.value.exit_code == 1
+        build = make_build()
+        build.run()
+        assert contents(Path(build.store.url)) == reference
+
+    def test_a_full_disk(self, make_build: MakeBuild, small_disk: Path, reference: dict[str, bytes]) -> None:
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(bytes(1_700_000))
+        build = make_build()
+        build.store = Store(str(small_disk / "cache"))
+        with pytest.raises(MachineError, match="the disk is full"):
+            build.run()
+        committed = {path: path.read_bytes() for path in (small_disk / "cache/parts").glob("*.json")}
+        assert committed
+        ballast.unlink()
+        build.run()
+        assert contents(small_disk / "cache") == reference
+        assert all(path.read_bytes() == content for path, content in committed.items())
+
+    def test_a_killed_worker_ends_the_build(self, make_build: MakeBuild, monkeypatch: pytest.MonkeyPatch) -> None:
+        import lm_trainer.data.builder as builder
+
+        def kill_children(jobs: object, workers: int, tick: object) -> None:
+            def kill() -> None:
+                for child in multiprocessing.active_children():
+                    os.kill(child.pid or 0, signal.SIGKILL)
+
+            run_in_processes(jobs, workers, kill)  # pyright: ignore[reportArgumentType]
+
+        run_in_processes = builder.run_in_processes
+        monkeypatch.setattr(builder, "run_in_processes", kill_children)
+        with pytest.raises(MachineError, match="was killed"):
+            make_build(num_workers=2).run()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    mounted = sys.platform == "linux" and libc.mount(b"tmpfs", bytes(directory), b"tmpfs", 0, b"size=2m") == 0
+    if not mounted:
+        pytest.skip("mounting a small file system is not permitted here")
+    yield directory
+    libc.umount2(bytes(directory), 2)
