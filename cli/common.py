@@ -32,7 +32,7 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Settings over those of the file: trainer.seed=1, or --trainer.seed 1.",
         autocompletion=_complete_key,
         show_default=False,

@@ -64,27 +64,24 @@ def schema(
 def diff(
     ctx: typer.Context,
     a: Annotated[Path, typer.Argument(metavar="A", help="A YAML file or a run directory.", show_default=False)],
-    rest: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[B] [KEY=VALUE]...", help="Another one, and settings for the last.", show_default=False
-        ),
-    ] = None,
+    b: Annotated[str | None, typer.Argument(metavar="B", help="Another one.", show_default=False)] = None,
+    overrides: OverridesArgument = None,
 ) -> None:
-    """Print the keys in which A differs from the defaults, or B from A."""
+    """Print the keys in which A differs from the defaults, or B from A. Settings are for the last one named."""
     from lm_trainer.config.diff import differences, differences_from_defaults
 
-    rest = rest or []
-    has_other = bool(rest) and not rest[0].startswith("--") and "=" not in rest[0]
-    if has_other:
-        old = load_run_config(ctx, _file(a), [])
-        found = differences(old, load_run_config(ctx, _file(Path(rest[0])), rest[1:]))
+    settings = list(overrides or [])
+    if b is not None and (b.startswith("--") or "=" in b):
+        b, settings = None, [b, *settings]
+    if b is None:
+        found = differences_from_defaults(load_run_config(ctx, _file(a), settings))
     else:
-        found = differences_from_defaults(load_run_config(ctx, _file(a), rest))
+        old = load_run_config(ctx, _file(a), [])
+        found = differences(old, load_run_config(ctx, _file(Path(b)), settings))
     for difference in found:
         typer.echo(str(difference))
     if not found:
-        typer.echo("no differences" if has_other else "all defaults")
+        typer.echo("all defaults" if b is None else "no differences")
 
 
 def _file(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,11 @@ class Document:
     """What was done that the user may not expect."""
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Where the value at `path` or its nearest ancestor comes from."""
+        """Where the value at `path` comes from: itself, else the first of what is in it, else its nearest ancestor."""
+        if path not in self.values:
+            inside = [origin for known, origin in self.values.items() if known[: len(path)] == path]
+            if inside:
+                return min(inside)
         return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
 
     def key_origin(self, path: KeyPath) -> Origin | None:
@@ -80,17 +84,21 @@ def dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def did_you_mean(word: str, options: Iterable[str], *, shown: Mapping[str, str] | None = None) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing when no option is near; `shown` says how an option is printed.
+def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "", strict: bool = False) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when no option is near; `prefix` is printed before each.
 
     Near are misspellings, names that contain all parts of `word` (`batch_size`: train_batch_size), and names whose
-    initials it is (`lr`: learning_rate).
+    initials it is (`lr`: learning_rate); if `strict`, only misspellings of a letter or two.
     """
-    found = [shown[option] if shown else option for option in nearest(word, list(dict.fromkeys(options)))]
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return suggest([prefix + option for option in nearest(word, list(dict.fromkeys(options)), strict=strict)])
 
 
-def nearest(word: str, options: Sequence[str]) -> list[str]:
+def suggest(names: Sequence[str]) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing."""
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[str]:
     """The options that `word` may have been meant to be, best first; see `did_you_mean`."""
     if not word:
         return []
@@ -105,7 +113,7 @@ def nearest(word: str, options: Sequence[str]) -> list[str]:
     parts = set(word.lower().replace("-", "_").split("_"))
     if containing := [option for option, names in tails if parts <= set(names)]:
         return containing[:3]
-    return _misspelt(word, options, 0.6)
+    return [] if strict else _misspelt(word, options, 0.6)
 
 
 def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted
+from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
 from lm_trainer.config.secret import REFUSAL, is_secret_name
 from lm_trainer.config.shape import NoSuchKey, Place, Shape, all_keys, child, tags
 from lm_trainer.core.config import Config
@@ -162,29 +162,38 @@ class Explainer:
     def _suggestion(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
         parent, key = path[:-1], str(path[-1])
         prefix = f"{dotted(parent)}." if full and parent else ""
-        here = {name: prefix + name for model in models for name in model.model_fields}
-        if near := did_you_mean(key, here, shown=here):
-            return near
-        known = all_keys(Place.root(self.root), self.document.data)
-        elsewhere = [name for name in known if name.rsplit(".", 1)[-1] == key]
-        if near := did_you_mean(dotted(path), elsewhere[:2] or known):
-            return near
-        return f"; there are {', '.join(here.values())}" if 0 < len(here) <= _MAX_LISTED else ""
+        here = list(dict.fromkeys(name for model in models for name in model.model_fields))
+        known = [(name, name.rsplit(".", 1)[-1]) for name in all_keys(Place.root(self.root), self.document.data)]
+        same = [name for name, last in known if last == key]
+        near = nearest(key, [last for _, last in known], strict=True)
+        return (
+            did_you_mean(key, here, prefix=prefix, strict=True)
+            or suggest(same[:2])
+            or did_you_mean(key, here, prefix=prefix)
+            or suggest([name for name, last in known if last in near][:2])
+            or (f"; there are {', '.join(here)}" if 0 < len(here) <= _MAX_LISTED else "")
+        )
 
     def _report_own_words(self, path: KeyPath, message: str) -> None:
         """Records a validator's message at the key that it speaks of."""
-        while match := re.match(r"(\w+): ", message):
-            if self.find((*path, match[1]))[0] is None:
-                break
-            path, message = (*path, match[1]), message[match.end() :]
+        if path:
+            message = message.removeprefix(f"{path[-1]}: ")
         place, value = self.find(path)
-        keys = {name for model in (place.models(value) if place else ()) for name in model.model_fields}
+        while (match := re.match(r"(\w+): ", message)) and match[1] in _keys(place, value):
+            path, message = (*path, match[1]), message[match.end() :]
+            place, value = self.find(path)
+        keys = {*_keys(place, value), *(value if isinstance(value, dict) else ())}
         spoken_of = [(*path, word) for word in dict.fromkeys(re.findall(r"\w+", message)) if word in keys]
         written = [p for p in spoken_of if p in self.document.values]
         # Of several keys that do not fit together, the one on the command line is the news.
         written.sort(key=lambda p: not self.document.values[p].is_override)
         origin = self.document.origin(written[0] if written else path)
         self.document.problems.append(Problem(origin, f"{dotted(path)}: {message}" if path else message))
+
+
+def _keys(place: Place | None, value: Any) -> set[str]:
+    """The declared keys of a block."""
+    return {name for model in (place.models(value) if place else ()) for name in model.model_fields}
 
 
 def _fits(shape: Shape, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -64,9 +64,7 @@ def load(path: Path, overrides: Sequence[str], root: type[ConfigT], *, options: 
     given = overriding.parse(overrides, document, root, options)
     overriding.apply(given, document, root)
     document.data = complete(place, document.data)
-    for secret in _secrets(place, document.data, ()):
-        document.report(secret, REFUSAL, at_key=True)
-        document.unreadable.add(secret)
+    _check(place, document.data, (), document)
     config = _validate(document, root)
     if config is None or document.problems:
         raise ConfigError(document.lines())
@@ -105,19 +103,22 @@ def _step(place: Place, value: Any, key: str | int) -> Place:
         return Place.nowhere()
 
 
-def _secrets(place: Place, value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """The keys that name a secret and are none of the configuration's own."""
+def _check(place: Place, value: Any, path: KeyPath, document: Document) -> None:
+    """Refuses what pydantic would take: keys that name a secret and are no declared ones, and `true` as a number."""
     if isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _secrets(_step(place, value, index), item, (*path, index))
-    if not isinstance(value, dict):
-        return
-    known = {name for model in place.models(value) for name in (*model.model_fields, *_refused(model))}
-    for key, item in value.items():
-        if key not in known and is_secret_name(key):
-            yield (*path, key)
-        else:
-            yield from _secrets(_step(place, value, key), item, (*path, key))
+            _check(_step(place, value, index), item, (*path, index), document)
+    elif isinstance(value, dict):
+        known = {name for model in place.models(value) for name in (*model.model_fields, *_refused(model))}
+        for key, item in value.items():
+            if key not in known and is_secret_name(key):
+                document.report((*path, key), REFUSAL, at_key=True)
+                document.unreadable.add((*path, key))
+            else:
+                _check(_step(place, value, key), item, (*path, key), document)
+    elif isinstance(value, bool) and place.shape.is_number() and not document.is_unreadable(path):
+        document.report(path, f"expected a number, got {str(value).lower()}")
+        document.unreadable.add(path)
 
 
 def _refused(model: Any) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,17 @@ from pydantic import BaseModel
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
 from lm_trainer.config.explain import Explainer
-from lm_trainer.config.secret import is_secret_name
+from lm_trainer.config.secret import REFUSAL, is_secret_name
 from lm_trainer.config.shape import NoSuchKey, Place, all_keys, child, tags
 from lm_trainer.config.yaml_nodes import read_text
 
 _SOURCE = 1 << 20
 """Overrides sort after all files."""
+_MAX_SHOWN = 100
 _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
+_KEY = re.compile(r"[^\w.-]")
 _INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
+_STARTS_ANOTHER = re.compile(r"--|[\w.]+=|[a-z_]+\.[a-z_]+")
 _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 
@@ -29,6 +33,16 @@ class Override:
     path: KeyPath
     text: str
     origin: Origin
+
+
+@dataclass
+class _Typed:
+    """The words of one setting, and what is wrong with them."""
+
+    words: list[str]
+    name: str
+    text: str = ""
+    problem: str = ""
 
 
 def parse(
@@ -45,44 +59,57 @@ def parse(
     found: list[Override] = []
     waiting = list(arguments)
     while waiting:
-        number = len(arguments) - len(waiting)
-        word = waiting.pop(0)
-        name, equals, text = word.removeprefix("--").partition("=")
-        dashed = word.startswith("--")
-        problem = ""
-        if dashed and "." not in name and name.replace("-", "_") not in root.model_fields:
-            every = [*options, *(f"--{key}" for key in all_keys(Place.root(root), document.data))]
-            problem = (
-                f"no such option{did_you_mean(word.partition('=')[0], options) or did_you_mean(f'--{name}', every)}"
-            )
-            if waiting and not equals and not re.match(r"--|[\w.]+=|[a-z_]+\.[a-z_]+", waiting[0]):
-                waiting.pop(0)
-        elif dashed and not equals:
-            if not waiting or waiting[0].startswith("--"):
-                problem = "a value is missing"
-            else:
-                text = waiting.pop(0)
-                word = f"{word} {text}"
-        elif not equals or not name:
-            problem = _not_an_override(word, waiting, root)
-        elif not all(name.split(".")):
-            problem = "a key has no empty parts"
-        elif not text:
-            problem = 'has no value; write null to unset the key, or "" for empty text'
-        path = tuple(int(part) if part.isdecimal() else part for part in _key(name, dashed).split("."))
-        if any(map(is_secret_name, (name, *_INNER_KEY.findall(text)))):
-            word = word.partition("=")[0].partition(" ")[0] + "=..."
-        origin = Origin((_SOURCE, number, 0), f"override `{word}`", is_override=True)
-        if problem:
-            document.problems.append(Problem(Origin(origin.order, word) if "=" not in word else origin, problem))
-        else:
-            found.append(Override(path, text, origin))
+        order = (_SOURCE, len(arguments) - len(waiting), 0)
+        typed = _next(waiting, root, options)
+        shown = _shown(typed)
+        if typed.problem:
+            where = f"override `{shown}`" if "=" in shown else shown
+            document.problems.append(Problem(Origin(order, where), typed.problem))
+            continue
+        first, *rest = typed.name.split(".")
+        path = (first, *(int(part) if part.isdecimal() else part for part in rest))
+        found.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
     # A block, or its type, is settled before the keys inside it, in whatever order they were typed.
     return sorted(found, key=lambda override: len(override.path) - (override.path[-1] == "type"))
 
 
-def _key(name: str, dashed: bool) -> str:
-    return name.strip().replace("-", "_") if dashed else name.strip()
+def _shown(typed: _Typed) -> str:
+    if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
+        return f"{_KEY.split(typed.name)[0]}=..."
+    return textwrap.shorten(" ".join(typed.words), _MAX_SHOWN, placeholder=" ...")
+
+
+def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> _Typed:
+    """Takes the words of one setting from the front."""
+    word = waiting.pop(0)
+    name, equals, text = word.removeprefix("--").partition("=")
+    typed = _Typed([word], name.strip(), text)
+    if word.startswith("--"):
+        typed.name = name.replace("-", "_")
+        if "." not in name and typed.name not in root.model_fields:
+            typed.problem = _no_such_option(word.partition("=")[0], root, options)
+            if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
+                waiting.pop(0)
+            return typed
+        if not equals:
+            if not waiting or waiting[0].startswith("--"):
+                typed.problem = "a value is missing"
+                return typed
+            typed.text = waiting.pop(0)
+            typed.words.append(typed.text)
+    elif not equals or not name:
+        typed.problem = _not_an_override(word, waiting, root)
+        return typed
+    if not all(typed.name.split(".")):
+        typed.problem = "a key has no empty parts"
+    elif not typed.text:
+        typed.problem = 'has no value; write null to unset the key, or "" for empty text'
+    return typed
+
+
+def _no_such_option(word: str, root: type[BaseModel], options: Sequence[str]) -> str:
+    keys = [f"--{key}" for key in all_keys(Place.root(root))]
+    return f"no such option{did_you_mean(word, options) or did_you_mean(word, keys)}"
 
 
 def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:
@@ -90,7 +117,10 @@ def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> st
         following = waiting.pop(0)
         if following == "=" and waiting:
             following = waiting.pop(0)
-        return f"expected KEY=VALUE; did you mean {word}={following.lstrip('=')}?"
+        if is_secret_name(word):
+            return REFUSAL
+        meant = textwrap.shorten(f"{word}={following.lstrip('=')}", _MAX_SHOWN, placeholder=" ...")
+        return f"expected KEY=VALUE; did you mean {meant}?"
     return "expected KEY=VALUE, such as trainer.num_train_steps=100"
 
 
@@ -155,7 +185,8 @@ def _entered(value: Any, key: str | int, place: Place, override: Override, depth
             raise ValueError(f"{at} is not set, so no item of it can be changed; give the whole list")
         return value
     if isinstance(value, list):
-        raise ValueError(f"{at} is a list; name an item by its number: {at}.0.{key}")
+        hint = f"; name an item by its number: {at}.0.{key}" if place.shape.choice("list") else ""
+        raise ValueError(f"{at} is a list{hint}")
     if value is None or (key == "type" and not isinstance(value, dict) and place.models(None)):
         return {}
     if not isinstance(value, dict):
@@ -178,8 +209,8 @@ def _start_afresh(holder: dict[str, Any], override: Override, document: Document
 
 def _value(override: Override, place: Place) -> Any:
     """What the text of an override means where it stands."""
-    text = override.text
-    listed = _BRACKETED.fullmatch(text.strip())
+    text = override.text.strip()
+    listed = _BRACKETED.fullmatch(text)
     try:
         value = read_text(text, override.path, override.origin)
     except ValueError:
@@ -189,7 +220,8 @@ def _value(override: Override, place: Place) -> Any:
         if place.shape.takes_as_text([]):
             return text
         raise
-    if value is not None and not isinstance(value, str) and place.shape.takes_as_text(value):
+    # Where only text can stand, 123 is text, and so is `a #b`, which YAML cuts short.
+    if value is not None and text[:1] not in ("'", '"') and place.shape.takes_as_text(value):
         return text
     return value
 

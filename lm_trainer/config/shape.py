@@ -55,6 +55,10 @@ class Shape:
                 return shape
         return Shape("scalar")
 
+    def is_number(self) -> bool:
+        """Whether nothing but a number may stand here."""
+        return all(shape.annotation in (int, float) for shape in self.choices())
+
     def takes_as_text(self, value: Any) -> bool:
         """Whether text may stand here, but nothing like `value`."""
         if isinstance(value, dict | list):

@@ -7,7 +7,7 @@ from textwrap import dedent
 from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from lm_trainer.config.loader import Loaded, load
 from lm_trainer.core.config import Config, Duration
@@ -76,6 +76,14 @@ class Trainer(Config):
     tracker: AnyTracker | tuple[AnyTracker, ...] = Board()
     checkpointer: Checkpointer = Checkpointer()
     jax_config: dict[str, str | int | float | bool | None] = {}
+    rules: dict[str, str] = {}
+
+    @field_validator("rules")
+    @classmethod
+    def _rules_name_an_axis(cls, value: dict[str, str]) -> dict[str, str]:
+        for key in value.keys() - {"batch", "embed"}:
+            raise ValueError(f"rules: no axis {key!r}; there are batch and embed")
+        return value
 
 
 def _as_list(value: Any) -> Any:

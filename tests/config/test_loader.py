@@ -100,6 +100,9 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(files: Files
         ("optimizer: {learning_rate: .inf}", "1:28: optimizer.learning_rate: expected a finite number, got inf"),
         ("optimizer: {learning_rate: 1e999}", "1:28: optimizer.learning_rate: expected a finite number, got inf"),
         ("trainer: {crash_on_nan: yes}", None),
+        ("trainer: {seed: true}", "1:17: trainer.seed: expected a number, got true"),
+        ("model: {num_layers: true}", "1:21: model.num_layers: expected a number, got true"),
+        ("optimizer: {warmup: false}", "1:21: optimizer.warmup: expected a number, got false"),
         ("data: {validation_urls: x}", "1:25: data.validation_urls: expected a list, got 'x'"),
         ("data: {validation_urls: [x, 3]}", "1:29: data.validation_urls.1: expected text, got 3; quote it to make"),
         ("data: {tokenizer: [a]}", "1:19: data.tokenizer: expected text or a block with type: 'trained' or 'named'"),
@@ -168,6 +171,14 @@ def test_a_validator_speaks_at_the_key_that_it_names(files: Files) -> None:
     assert files.problems("trainer:\n  checkpointer:\n    keep: [{every: 1}, {every: 2}]\n") == [
         "3:11: trainer.checkpointer.keep: only the last entry may lack `until`"
     ]
+    # What the file does not have at all comes from the override that made it.
+    assert files.problems("trainer: {seed: 1}", "trainer.checkpointer.keep=[{every: 1}, {every: 2}]") == [
+        "override `trainer.checkpointer.keep=[{every: 1}, {every: 2}]`: trainer.checkpointer.keep: "
+        "only the last entry may lack `until`"
+    ]
+    rules = "trainer.rules: no axis 'bach'; there are batch and embed"
+    assert files.problems("trainer:\n  rules:\n    embed: data\n    bach: data\n") == [f"4:11: {rules}"]
+    assert files.problems("trainer: {seed: 1}", "trainer.rules.bach=x") == [f"override `trainer.rules.bach=x`: {rules}"]
 
 
 def test_refused_keys_say_why_for_overrides_as_well(files: Files) -> None:
@@ -201,8 +212,10 @@ class TestSecrets:
             "--trainer.tracker.secret",
             "CANARY",
             "trainer.jax_config={auth_token: CANARY}",
+            "trainer.my_token",
+            "CANARY",
         )
-        assert len(found) == 5
+        assert len(found) == 6
         for problem in found:
             assert "looks like a secret, and a configuration is saved with the run" in problem
             assert "set it in the environment" in problem

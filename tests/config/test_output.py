@@ -60,6 +60,7 @@ def test_yaml_is_laid_out_for_people() -> None:
         "  '010': 'null'\n"
         "  on: null\n"
         "  x: true\n"
+        "rules: {}\n"
     )
 
 
