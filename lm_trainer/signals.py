@@ -44,5 +44,7 @@ class StopRequest:
             sys.stderr.flush()
             os._exit(128 + number)
         self.requested = name
-        if not self._armed:
+        if self._armed:
+            os.write(2, f"\n{name}: stopping after this step; once more stops at once\n".encode())
+        else:
             raise Preempted(f"stopped by {name} before the first step; there was nothing to save")

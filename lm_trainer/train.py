@@ -19,7 +19,7 @@ from lm_trainer.data.pipeline import Data
 from lm_trainer.generate.engine import generate
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.meter import Meter
-from lm_trainer.profile.peaks import peak_flops
+from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.program import Program, build_program, describe_mesh, promise
 from lm_trainer.recorder import Recorder
 from lm_trainer.resume import choose_vocab_size, save_state, start_state
@@ -215,29 +215,6 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
 
 
-def dry_run(config: RunConfig, *, name: str) -> list[str]:
-    """What `train` would do, as lines of text; writes nothing, reads no data, allocates nothing on the devices.
-
-    Raises:
-        UserError: when the devices or the sharding rules do not fit.
-    """
-    trainer = config.trainer
-    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir)
-    vocab_size = getattr(config.data.tokenizer_config, "vocab_size", None) or 50_257
-    program = build_program(config, vocab_size)
-    flops = flops_per_token(program.spec, config.model.seq_len)
-    tokens = trainer.train_batch_size * config.model.seq_len
-    plan = program.step.plan
-    return [
-        f"run {run_id(config, name)} on {describe_mesh(program.placement.mesh)}",
-        f"{parameter_count(program.spec):,} parameters with a vocabulary of {vocab_size:,}, "
-        f"{flops.training:,} FLOPs per token",
-        f"{trainer.num_train_steps:,} steps of {tokens:,} tokens in {plan.count} microbatches, "
-        f"{trainer.num_train_steps * tokens:,} tokens in all",
-        "nothing was written",
-    ]
-
-
 def open_training_data(config: RunConfig, progress: Progress) -> Data:
     """The data of the run, tokenised first where they are not cached yet."""
 
@@ -249,10 +226,10 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
 
 def _meter(config: RunConfig, program: Program, step: int) -> Meter:
     devices = program.placement.mesh.devices
-    peak = peak_flops(devices.flat[0].device_kind, config.trainer.mp.compute)
+    peak = datasheet_peak(devices.flat[0].device_kind, config.trainer.mp.compute)
     return Meter(
         flops_per_token=flops_per_token(program.spec, config.model.seq_len).training,
-        peak_flops=None if peak is None else peak * devices.size,
+        peak_flops=None if peak is None else peak.flops * devices.size,
         total_tokens=step * config.trainer.train_batch_size * config.model.seq_len,
     )
 

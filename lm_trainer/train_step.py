@@ -116,7 +116,7 @@ class TrainStep:
             out_shardings=(replicated, replicated, shardings.params),
         )
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=replicated)
-        self._update = jax.jit(_update(tx), out_shardings=(*shardings, replicated), donate_argnums=(0, 1))
+        self._update = jax.jit(make_update(tx), out_shardings=(*shardings, replicated), donate_argnums=(0, 1))
 
     def compile(self, batch: Batch) -> None:
         """Compiles the lane for rows like those of `batch` (any number of rows)."""
@@ -205,7 +205,13 @@ def _sum_scalars(x: jax.Array, mesh: Mesh) -> jax.Array:
     return tree_sum(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())))
 
 
-def _update(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[Params, Any, dict[str, jax.Array]]]:
+def make_update(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[Params, Any, dict[str, jax.Array]]]:
+    """The last piece of a step, as a function to be compiled: from summed gradients to new parameters.
+
+    Its arguments are parameters, optimizer state, summed gradients, and the float32 scalars loss sum, weight sum, sum
+    of squares of the gradients, and learning rate.
+    """
+
     def update(
         params: Params, opt_state: Any, grads: Params, *scalars: jax.Array
     ) -> tuple[Params, Any, dict[str, jax.Array]]:

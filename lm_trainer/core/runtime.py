@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_trainer.core.errors import UserError
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
 
@@ -47,7 +49,7 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None) -> None:
     """Applies JAX settings by name and turns the persistent compilation cache on.
 
     Raises:
-        ValueError: for a setting that this version of JAX does not have, or a value that it refuses.
+        UserError: for a setting that this version of JAX does not have, or a value that it refuses.
     """
     import jax
 
@@ -55,13 +57,13 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None) -> None:
     values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
     for name, value in {**values, **settings}.items():
         if name not in jax.config.values:
-            raise ValueError(f"trainer.jax_config: this version of JAX ({jax.__version__}) has no setting {name!r}")
+            raise UserError(f"trainer.jax_config: this version of JAX ({jax.__version__}) has no setting {name!r}")
         if jax.config.values[name] == value:
             continue
         try:
             jax.config.update(name, value)
         except (ValueError, TypeError, RuntimeError) as error:
-            raise ValueError(f"trainer.jax_config: {name}: {error}") from error
+            raise UserError(f"trainer.jax_config: {name}: {error}") from error
 
 
 def default_compilation_cache() -> Path:

@@ -196,10 +196,14 @@ def test_a_full_disk_harms_nothing_that_was_saved(small_disk: Path) -> None:
     directory = small_disk / "checkpoints"
     store = saved(directory, 1)
     (small_disk / "filler").write_bytes(b"x" * 300_000)
-    with pytest.raises(MachineError, match=r"could not be written.*steps \[1\] are untouched"):
+
+    def save_until_full() -> None:
         for step in range(2, 12):
             store.save(step, {**arrays(step, sharded(8)), "params.big": jax.numpy.ones(60_000)}, {})
         store.wait()
+
+    with pytest.raises(MachineError, match=r"could not be written.*steps \[1\] are untouched"):
+        save_until_full()
     restored = CheckpointStore(directory, NEVER).restore(like(sharded(8)))
     assert restored is not None
     assert restored.step == 1

@@ -16,7 +16,7 @@ def test_the_data_axis_takes_the_devices_that_remain() -> None:
 
 
 def test_devices_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(UserError, match="6 devices cannot be divided.*model_axis_size=4.*multiple of 4"):
+    with pytest.raises(UserError, match=r"6 devices cannot be divided.*model_axis_size=4.*multiple of 4"):
         build_mesh(MeshShape(model=4), jax.devices()[:6])
 
 

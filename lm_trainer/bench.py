@@ -1,0 +1,109 @@
+"""A configuration's training step on made-up tokens: what `lmt bench` times and `--dry-run` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.program import Program, build_program, describe_mesh
+from lm_trainer.run_dir import run_id
+from lm_trainer.train_state import TrainState
+
+_USUAL_VOCABULARY = 50_257
+"""That of GPT-2: assumed where only reading the tokenizer would tell."""
+
+
+@dataclass
+class BenchSession:
+    """One training step after another, and what one does."""
+
+    tokens_per_step: int
+    flops_per_token: float
+    """Of a training step, forward and backward."""
+    device_kind: str
+    device_count: int
+    dtype: str
+    """Of the matrix products."""
+    num_params: int
+    _program: Program
+    _state: TrainState
+    _batch: list[list[Batch]]
+
+    def run_step(self) -> None:
+        """One whole training step; returns when its result is there."""
+        self._state, metrics = self._program.step(self._state, self._batch, self._program.schedule(self._state.step))
+        jax.block_until_ready((self._state.params, metrics))
+
+
+@contextmanager
+def bench_session(config: RunConfig) -> Iterator[BenchSession]:
+    """Compiles the step of `lmt train` for `config` and gives it a batch of random tokens; writes nothing.
+
+    Raises:
+        UserError: when the devices or the sharding rules do not fit.
+    """
+    program, vocab_size = _plan(config)
+    trainer, seq_len = config.trainer, config.model.seq_len
+    rows = program.step.local_rows
+    batch = random_batch(len(rows), seq_len, vocab_size)
+    program.step.compile(batch)
+    devices = program.placement.mesh.devices
+    yield BenchSession(
+        tokens_per_step=trainer.train_batch_size * seq_len,
+        flops_per_token=flops_per_token(program.spec, seq_len).training,
+        device_kind=devices.flat[0].device_kind,
+        device_count=devices.size,
+        dtype=trainer.mp.compute,
+        num_params=parameter_count(program.spec),
+        _program=program,
+        _state=program.init(),
+        _batch=program.step.put(batch),
+    )
+
+
+def random_batch(rows: int, seq_len: int, vocab_size: int) -> Batch:
+    """Rows of one document each, of random tokens."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, seq_len + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (rows, seq_len))
+    return Batch(
+        np.ascontiguousarray(tokens[:, :-1]),
+        np.ascontiguousarray(tokens[:, 1:]),
+        np.ones((rows, seq_len), np.float32),
+        np.ascontiguousarray(positions),
+        np.zeros((rows, seq_len), np.int32),
+    )
+
+
+def dry_run(config: RunConfig, *, name: str) -> list[str]:
+    """What `train` would do, as lines of text; writes nothing, reads no data, allocates nothing on the devices.
+
+    Raises:
+        UserError: when the devices or the sharding rules do not fit.
+    """
+    program, vocab_size = _plan(config)
+    trainer = config.trainer
+    flops = flops_per_token(program.spec, config.model.seq_len)
+    tokens = trainer.train_batch_size * config.model.seq_len
+    plan = program.step.plan
+    return [
+        f"run {run_id(config, name)} on {describe_mesh(program.placement.mesh)}",
+        f"{parameter_count(program.spec):,} parameters with a vocabulary of {vocab_size:,}, "
+        f"{flops.training:,} FLOPs per token",
+        f"{trainer.num_train_steps:,} steps of {tokens:,} tokens in {plan.count} microbatches, "
+        f"{trainer.num_train_steps * tokens:,} tokens in all",
+        "nothing was written",
+    ]
+
+
+def _plan(config: RunConfig) -> tuple[Program, int]:
+    configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
+    vocab_size = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
+    return build_program(config, vocab_size), vocab_size
