@@ -132,4 +132,4 @@ def _default(field: Schema, schema: Schema, key: str) -> str:
 
 def _bounds(schema: Schema) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return "".join(f" {sign} {schema[key]}" for key, sign in signs.items() if key in schema)
+    return "".join(f"&nbsp;{sign}&nbsp;{schema[key]}" for key, sign in signs.items() if key in schema)
