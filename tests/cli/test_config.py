@@ -177,3 +177,53 @@ def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path)
     # A cache that cannot be read, and no JAX: no keys, but no noise in the terminal either.
     saved.write_text("{", encoding="utf-8")
     assert not any(complete("bash", "trainer.se", **without_jax))
+
+
+def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
+    Path("data.yaml").write_text(
+        "train_urls:\n"
+        '  - "gs://my_bucket/openwebtext-sharded/openwebtext_train.{1..128}-of-128.jsonl.gz"\n'
+        "validation_urls:\n"
+        '  -  "gs://my_bucket/openwebtext-sharded/openwebtext_val.{1..8}-of-8.jsonl.gz"\n'
+        'cache_dir: "gs://my_bucket/tokenized/openwebtext_2/"\n',
+        encoding="utf-8",
+    )
+    Path("run.yaml").write_text(
+        "data: !include data.yaml\n"
+        "model:\n"
+        "  type: gpt2\n"
+        "  hidden_dim: 768\n"
+        "  num_heads: 12\n"
+        "  num_layers: 12\n"
+        "  seq_len: 1024\n"
+        "  gradient_checkpointing: true\n"
+        "  scale_attn_by_inverse_layer_idx: true\n"
+        "trainer:\n"
+        "  tracker:\n"
+        "    type: wandb\n"
+        '    project: "my-project"\n'
+        '    tags: [ "openwebtext", "gpt2"]\n'
+        "  mp: p=f32,c=bfloat16\n"
+        "  model_axis_size: 1\n"
+        "  per_device_parallelism: 4\n"
+        "  train_batch_size: 512\n"
+        "  checkpointer:\n"
+        "    keep:\n"
+        "      - every: 1000  # steps\n"
+        "        until: 10000 # step\n"
+        "      - every: 5000  # steps\n"
+        "        until: 40000 # step\n"
+        "      - every: 10000\n"
+        "optimizer:\n"
+        "  learning_rate: 6E-4\n"
+        "  weight_decay: 0.1\n"
+        "  min_lr_ratio: 0.1\n",
+        encoding="utf-8",
+    )
+    run = load(Path("run.yaml"), ["--trainer.num_train_steps", "1000000"], RunConfig).config
+    assert run.optimizer.learning_rate == 6e-4
+    assert (run.trainer.mp.param, run.trainer.mp.compute) == ("float32", "bfloat16")
+    assert [entry.until for entry in run.trainer.checkpointer.keep] == [10000, 40000, None]
+    assert [tracker.type for tracker in run.trainer.trackers] == ["wandb"]
+    assert run.data.train_urls[0].startswith("gs://my_bucket/")
+    assert run.trainer.num_train_steps == 1_000_000
