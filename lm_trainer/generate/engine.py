@@ -119,9 +119,7 @@ def _check_prompts(prompts: Sequence[Sequence[int]], *, context: int, vocab_size
         if not prompt:
             raise UserError(f"prompt {index} is empty; give it a token to start from, such as the one that ends texts")
         if len(prompt) > context:
-            raise UserError(
-                f"prompt {index} has {len(prompt)} tokens, but the model's context is {context}; shorten it"
-            )
+            raise UserError(f"prompt {index} has {len(prompt)} tokens, but the model reads at most {context}")
         if unknown := [token for token in prompt if not 0 <= token < vocab_size]:
             raise UserError(f"prompt {index} has the token {unknown[0]}, but the model knows 0 to {vocab_size - 1}")
 

@@ -1,0 +1,105 @@
+"""Against a twin that runs the full forward pass for every token and knows no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.generate.engine import generate
+from lm_trainer.generate.sampling import draw, filter_logits
+from lm_trainer.models import Gpt2Config
+from lm_trainer.nn.decoder import Decoder
+
+VOCAB, SEQ = 29, 24
+CONFIG = Gpt2Config(seq_len=SEQ, hidden_dim=16, num_layers=2, num_heads=2, initializer_range=1.5)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    build = lambda: CONFIG.build(VOCAB, rngs=nnx.Rngs(0))  # noqa: E731
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)))()
+    params["embed"]["tokens"] *= 0.1  # with large ones a tied model repeats its last token
+    return nnx.merge(nnx.split(nnx.eval_shape(build), nnx.Param)[0], params)
+
+
+@pytest.fixture(scope="module")
+def forward(model):
+    """Logits after the last token of a text, without a cache; rows are padded to one shape."""
+    run = jax.jit(lambda tokens: model(tokens, jnp.arange(SEQ)[None], jnp.zeros((1, SEQ), jnp.int32)))
+
+    def last(text: Sequence[int]) -> np.ndarray:
+        tokens = np.zeros((1, SEQ), np.int32)
+        tokens[0, : len(text)] = text
+        return np.asarray(run(tokens))[0, len(text) - 1]
+
+    return last
+
+
+def twin(forward, prompt: Sequence[int], count: int, choose, eos_id: int | None = None) -> list[int]:
+    new: list[int] = []
+    while len(new) < count and len(prompt) + len(new) < SEQ:
+        new.append(int(choose(forward([*prompt, *new]), len(new))))
+        if new[-1] == eos_id:
+            break
+    return new
+
+
+def test_greedy(model, forward):
+    found = generate(model, PROMPTS, max_new_tokens=8, temperature=0)
+    assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax()) for prompt in PROMPTS]
+    assert len({token for row in found for token in row}) > 4
+
+
+def test_sampling(model, forward):
+    def choose(row: int):
+        def draw_one(logits: np.ndarray, step: int) -> int:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), row), step)
+            filtered = filter_logits(jnp.asarray(logits)[None], temperature=1.3, top_k=12, top_p=0.9)
+            return int(draw(key[None], filtered)[0])
+
+        return draw_one
+
+    settings = {"max_new_tokens": 8, "temperature": 1.3, "top_k": 12, "top_p": 0.9}
+    found = generate(model, PROMPTS, seed=7, **settings)
+    assert found == [twin(forward, prompt, 8, choose(row)) for row, prompt in enumerate(PROMPTS)]
+    assert generate(model, PROMPTS, seed=7, **settings) == found
+    assert generate(model, PROMPTS, seed=8, **settings) != found
+
+
+def test_rows_do_not_influence_one_another(model):
+    together = generate(model, PROMPTS, max_new_tokens=6, temperature=1.0, seed=3)
+    assert generate(model, PROMPTS[:1], max_new_tokens=6, temperature=1.0, seed=3) == together[:1]
+
+
+def test_a_text_ends_with_its_end_token(model, forward):
+    free = generate(model, PROMPTS, max_new_tokens=8, temperature=0)
+    eos = free[0][2]
+    found = generate(model, PROMPTS, max_new_tokens=8, temperature=0, eos_id=eos)
+    assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax(), eos) for prompt in PROMPTS]
+    assert found[0] == free[0][: free[0].index(eos) + 1]
+    assert eos not in [token for row in found for token in row[:-1]]
+
+
+def test_a_text_ends_where_the_context_is_full(model, forward):
+    found = generate(model, PROMPTS, max_new_tokens=1000, temperature=0)
+    assert [len(row) for row in found] == [SEQ - len(prompt) for prompt in PROMPTS]
+    assert found[2] == twin(forward, PROMPTS[2], 1000, lambda logits, _: logits.argmax())
+    assert generate(model, [[1] * SEQ, [2]], max_new_tokens=2, temperature=0)[0] == []
+    assert generate(model, PROMPTS, max_new_tokens=0) == [[], [], []]
+    assert generate(model, [], max_new_tokens=3) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([1] * (SEQ + 1), "has 25 tokens, but the model reads at most 24"), ([], "is empty"), ([VOCAB], "knows 0 to 28")],
+)
+def test_prompts_that_cannot_be_continued(model, prompt, message):
+    with pytest.raises(UserError, match=f"prompt 1 .*{message}"):
+        generate(model, [[1], prompt], max_new_tokens=1)

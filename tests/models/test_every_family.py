@@ -1,0 +1,190 @@
+"""What must hold for every family: a new one is tested by its line in `tests/models/common.py`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.models import MODEL_CONFIGS, AnyModel
+from lm_trainer.nn.decoder import Decoder, Embedding
+from lm_trainer.nn.loss import token_loss
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.profile.flops import flops_per_token, parameter_count
+from tests.models.common import SEQ, TINY, VOCAB, change, graphdef, params, positions, tokens
+
+pytestmark = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+
+
+def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array:
+    return model(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(segments))
+
+
+def logits(config: AnyModel, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    forward = _forward(config.spec(VOCAB))
+    return np.asarray(forward(params(config), tokens, positions, segments))
+
+
+@functools.cache
+def _forward(spec: DecoderSpec) -> Any:
+    graph = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
+    return jax.jit(lambda p, *args: run(nnx.merge(graph, p), *args))
+
+
+def loss_and_grads(config: AnyModel, *, key: jax.Array | None = None, block: int | None = None) -> Any:
+    rows = tokens(2, SEQ + 1)
+    weights = np.ones((2, SEQ), np.float32)
+    batch = Batch(rows[:, :-1], rows[:, 1:], weights, positions(), np.zeros((2, SEQ), np.int32))
+    graph = graphdef(config)
+
+    def loss(p: Any) -> jax.Array:
+        return token_loss(nnx.merge(graph, p), batch, key=key, block_size=block)[0] / weights.sum()
+
+    return jax.jit(jax.value_and_grad(loss))(params(config))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """Loss and gradients of every family, unrolled and without rematerialisation, computed once."""
+    return {name: loss_and_grads(config) for name, config in TINY.items()}
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    want = named_leaves(expected[1])
+    for name, leaf in named_leaves(found[1]).items():
+        np.testing.assert_allclose(leaf, want[name], rtol=1e-4, atol=2e-6, err_msg=name)
+
+
+def test_every_family_is_tested(config):
+    assert {type(tiny) for tiny in TINY.values()} == set(MODEL_CONFIGS)
+    assert TINY[config.type] is config
+
+
+def test_causal_and_inside_segments(config):
+    """The gradient of a logit with respect to what it must not see is zero, exactly."""
+    graph, weights, row = graphdef(config), params(config), tokens(1)
+    segments = np.array([[0] * 7 + [1] * (SEQ - 7)], np.int32)
+    embed, width = Embedding.__call__, config.spec(VOCAB).hidden_dim
+
+    def chosen(extra_BSD: jax.Array, at: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, weights)
+        with mock.patch.object(Embedding, "__call__", lambda self, t, p: embed(self, t, p) + extra_BSD):
+            return jnp.sum(jnp.sin(run(model, row, positions(1), segments)[0, at]))
+
+    seen_SD = jax.jit(jax.vmap(jax.grad(chosen), (None, 0)))(jnp.zeros((1, SEQ, width)), jnp.arange(SEQ))
+    influence = np.abs(np.asarray(seen_SD)[:, 0]).max(axis=-1)
+    allowed = np.tril(np.ones((SEQ, SEQ), bool)) & (segments == segments.T)
+    assert (influence[~allowed] == 0).all()
+    assert (influence[allowed] > 0).all()
+
+
+def test_packed_equals_unpacked(config):
+    first, second = tokens(1, 6, seed=1), tokens(1, 9, seed=2)
+    packed = np.concatenate([first, second, tokens(1, 1)], axis=1)
+    where = np.concatenate([positions(1, 6), positions(1, 9), positions(1, 1)], axis=1)
+    segments = np.array([[4] * 6 + [9] * 9 + [-1]], np.int32)
+    both = logits(config, packed, where, segments)
+    for document, found in ((first, both[:, :6]), (second, both[:, 6:15])):
+        length = document.shape[1]
+        alone = np.pad(document, ((0, 0), (0, SEQ - length)))
+        expected = logits(config, alone, positions(1), np.zeros((1, SEQ), np.int32))[:, :length]
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scan_layers": True},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": "dots", "scan_layers": True},
+        {"gradient_checkpointing": "dots_no_batch"},
+    ],
+    ids=str,
+)
+def test_execution_changes_no_number(config, fields, plain):
+    other = change(config, **fields)
+    jax.tree.map(np.testing.assert_array_equal, params(other), params(config))
+    assert_close(loss_and_grads(other), plain[config.type])
+
+
+def test_blockwise_loss_equals_whole(config, plain):
+    assert_close(loss_and_grads(config, block=5), plain[config.type])
+
+
+def test_gradient_checkpointing_keeps_less(config):
+    def kept(policy: Any) -> int:
+        wide = change(config, gradient_checkpointing=policy, num_layers=6, scan_layers=False)
+        graph, rows = graphdef(wide), tokens()
+
+        def loss(p: Any) -> jax.Array:
+            return jnp.sum(run(nnx.merge(graph, p), rows, positions(), np.zeros_like(rows)))
+
+        _, backward = jax.eval_shape(lambda p: jax.vjp(loss, p), params(wide))
+        return sum(leaf.size for leaf in jax.tree.leaves(backward))
+
+    assert kept("full") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
+
+
+def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
+    rows = tokens(3)
+    expected = logits(config, rows, positions(3), np.zeros((3, SEQ), np.int32))
+    for scan in (False, True):
+        graph = graphdef(change(config, scan_layers=scan))
+        decode = jax.jit(lambda p, cache, t, at, graph=graph: nnx.merge(graph, p).decode(t, at, cache))
+        cache = nnx.merge(graph, params(config)).init_cache(3, SEQ + 4)
+        # Rows of length 5, 7 and 2 are read together, so that the shorter ones leave rubbish behind their end.
+        lengths = np.array([5, 7, 2])
+        found, cache = decode(params(config), cache, rows[:, :7], positions(3, 7))
+        for row, length in enumerate(lengths):
+            np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-5)
+        for step in range(SEQ - lengths.max()):
+            at = lengths + step
+            found, cache = decode(params(config), cache, rows[np.arange(3), at][:, None], at[:, None].astype(np.int32))
+            np.testing.assert_allclose(found[:, 0], expected[np.arange(3), at], atol=1e-5)
+
+
+def test_dropout(config):
+    small = change(config, num_layers=1)
+    rows, fields = tokens(2, SEQ + 1), [name for name in type(config).model_fields if name.endswith("_pdrop")]
+    batch = Batch(rows[:, :-1], rows[:, 1:], np.ones((2, SEQ), np.float32), positions(), np.zeros((2, SEQ), np.int32))
+
+    def losses(rates: dict[str, float], keys: list[jax.Array] | None) -> list[float]:
+        graph = graphdef(change(small, **rates))
+        loss = jax.jit(lambda p, key: token_loss(nnx.merge(graph, p), batch, key=key)[0] / batch.weights.size)
+        return [float(loss(params(small), key)) for key in keys or [None]]
+
+    keys = [jax.random.key(seed) for seed in (0, 0, *range(1, 40))]
+    (exact,) = losses({}, None)
+    assert losses({}, keys[:1]) == [exact]
+    assert losses(dict.fromkeys(fields, 0.3), None) == [exact]
+    for name in fields:
+        one, again, *others = losses({name: 0.1}, keys)
+        assert one == again, name
+        assert len({one, *others}) > 35, name
+        # The mean of what is dropped stays, so the loss moves by what is of second order in it.
+        assert abs(np.mean(others) - exact) < 0.1 * exact, name
+
+
+def test_parameter_count(config):
+    counted = sum(leaf.size for leaf in jax.tree.leaves(params(config)))
+    assert parameter_count(config.spec(VOCAB)) == counted
+
+
+def test_flops_are_those_of_the_compiled_program(config):
+    wide = change(config, num_layers=2, hidden_dim=128, seq_len=64, scan_layers=False)
+    graph, rows = graphdef(wide), tokens(2, 64)
+    shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(wide.build(VOCAB, rngs=nnx.Rngs(0)), nnx.Param)))
+    forward = jax.jit(lambda p: run(nnx.merge(graph, p), rows, positions(2, 64), np.zeros_like(rows)))
+    cost = forward.lower(shapes).compile().cost_analysis()
+    assert cost is not None
+    measured = cost["flops"]
+    assert flops_per_token(wide.spec(VOCAB), 64).forward * rows.size == pytest.approx(measured, rel=0.03)
