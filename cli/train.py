@@ -28,8 +28,8 @@ def train(
 
     tuned = prepare_process()  # before anything imports jax
     run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench import dry_run as plan
     from lm_trainer.trackers import Progress
-    from lm_trainer.train import dry_run as plan
     from lm_trainer.train import train as run_training
 
     if dry_run:

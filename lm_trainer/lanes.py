@@ -75,7 +75,7 @@ class Lanes:
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
                 for name, x in params.items()
             }
-            rows = Batch(*(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in batch))
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
             return self._jitted.lower(placed, rows, scalar, scalar).compile()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import optax
@@ -43,7 +44,7 @@ class Program:
         return init_state(self.model.init, self.tx, self.placement.shardings)
 
 
-def build_program(config: RunConfig, vocab_size: int, devices: Sequence[jax.Device] | None = None) -> Program:
+def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
     """Plans the run on `devices`, by default all; nothing is compiled or allocated yet.
 
     Raises:

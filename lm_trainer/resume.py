@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lm_trainer.checkpoint.model import PARAMS, load_model, locate
+from lm_trainer.checkpoint.model import PARAMS, load_model, locate, read_vocabulary
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
@@ -28,13 +28,13 @@ def choose_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     source = config.trainer.initialize_from
     if source is None:
         return tokenizer.vocab_size
-    loaded = load_model(source)
-    if loaded.tokenizer.fingerprint() != tokenizer.fingerprint():
+    vocab_size, made_for = read_vocabulary(source)
+    if made_for.fingerprint() != tokenizer.fingerprint():
         raise UserError(
             f"trainer.initialize_from: {source} was made for another tokenizer than data.tokenizer; its own is in "
             f"{locate(source)[0] / 'tokenizer'}"
         )
-    return loaded.vocab_size
+    return vocab_size
 
 
 def start_state(config: RunConfig, program: Program, store: CheckpointStore, data_fingerprint: str) -> TrainState:

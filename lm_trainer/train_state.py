@@ -64,7 +64,7 @@ class ModelDef:
         """The nested dict that `nnx.merge` takes."""
         return from_named_leaves(self.abstract, dict(params))
 
-    def merge(self, params: Mapping[str, jax.Array]) -> Any:
+    def merge(self, params: Mapping[str, Any]) -> Any:
         """The module with these parameters."""
         return nnx.merge(self.graphdef, self.nested(params))
 

@@ -99,7 +99,7 @@ class TrainStep:
     ):
         mesh, layouts, shardings = placement.mesh, placement.layouts, placement.shardings
         self.plan = plan
-        self.lanes = Lanes(_lane(model, loss, np.asarray(jax.random.key_data(key))), local_groups(mesh))
+        self.lanes = Lanes(_lane(model, loss, jax.random.key_data(key)), local_groups(mesh))
         self._mesh, self.layouts = mesh, layouts
         self._per_shard = plan.per_shard(mesh)
         self._shapes = model.shapes
@@ -187,7 +187,7 @@ class TrainStep:
         return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def _lane(model: ModelDef, loss: LossFn, key_data: np.ndarray) -> Callable[..., Sums]:
+def _lane(model: ModelDef, loss: LossFn, key_data: jax.Array) -> Callable[..., Sums]:
     def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer, load_tokenizer
@@ -72,6 +73,20 @@ def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
         except CheckpointError as error:
             problems.append(f"step {candidate}: {error}")
     raise UserError(f"{directory}: no checkpoint can be used:\n  " + "\n  ".join(problems))
+
+
+def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
+    """Rows of the embedding and the tokenizer of the model that `load_model` would read, without reading its weights.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    directory, step = locate(run)
+    for candidate in [step] if step is not None else reversed(committed_steps(directory)):
+        with contextlib.suppress(CheckpointError):
+            record = read_record(directory, candidate)
+            return record["vocab_size"], load_tokenizer(directory / "tokenizer")
+    raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
 def _load_step(directory: Path, step: int, config: RunConfig) -> LoadedModel:
@@ -168,5 +183,7 @@ def write_model(
         if out.is_dir():
             out.rmdir()
         draft.rename(out)
+    except OSError as error:
+        raise MachineError(f"{out}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)

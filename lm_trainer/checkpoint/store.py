@@ -166,7 +166,7 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
         CheckpointError: when it is not there.
     """
     try:
-        meta = ocp.checkpointables_metadata(directory.absolute() / str(step)).custom_metadata
+        meta = ocp.checkpointables_metadata(str(directory.absolute() / str(step))).custom_metadata
     except Exception as error:
         raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
     if not isinstance(meta, dict) or "digests" not in meta:
@@ -174,9 +174,7 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
     return meta
 
 
-def read_step(
-    directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = ""
-) -> Restored:
+def read_step(directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored:
     """Reads and verifies one step.
 
     Args:
@@ -194,7 +192,7 @@ def read_step(
     _check_same_arrays(directory / str(step), saved, describe(like))
     wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
     try:
-        loaded = ocp.load_checkpointables(directory.absolute() / str(step), {"state": wanted})["state"]
+        loaded = ocp.load_checkpointables(str(directory.absolute() / str(step)), {"state": wanted})["state"]
     except Exception as error:
         raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
     arrays = {name: loaded[name] for name in like}
@@ -239,9 +237,9 @@ def _open(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
     context.array.saving.use_compression = False
     return ocp.training.Checkpointer(
-        directory,
+        str(directory),
         context=context,
-        preservation_policy=ocp.training.preservation_policies.PreserveAll(),
+        preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # pyright: ignore[reportArgumentType]
         cleanup_tmp_directories=cleanup,
     )
 

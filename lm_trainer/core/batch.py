@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+Array = np.ndarray | jax.Array
+
 
 class Batch(NamedTuple):
     """Rows of tokens with everything a causal language model needs to train on them.
@@ -17,13 +19,13 @@ class Batch(NamedTuple):
     Packed, padded and plain rows and decoding share this shape, and so one code path.
     """
 
-    tokens: np.ndarray | jax.Array
+    tokens: Array
     """int32 [B, S]: the inputs."""
-    targets: np.ndarray | jax.Array
+    targets: Array
     """int32 [B, S]: the token that follows each input."""
-    weights: np.ndarray | jax.Array
+    weights: Array
     """float32 [B, S]: 1 where the target counts in the loss, 0 for padding and across document ends."""
-    positions: np.ndarray | jax.Array
+    positions: Array
     """int32 [B, S]: position inside the document, from 0."""
-    segments: np.ndarray | jax.Array
+    segments: Array
     """int32 [B, S]: which document of the row; attention never crosses segments. -1 is padding."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -34,7 +33,7 @@ class MeshShape(NamedTuple):
     model: int = 1
 
 
-def build_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """A mesh with the axes `MESH_AXES` over all `devices`, in their order.
 
     Raises:

@@ -103,17 +103,18 @@ def _rests_on_data(layout: LeafLayout) -> bool:
 
 
 def _summed_spec(layout: LeafLayout, mesh: Mesh) -> PartitionSpec:
-    if not (_can_slice(layout, mesh) and _rests_on_data(layout)):
+    dim = layout.sum_dim
+    if dim is None or not (_can_slice(layout, mesh) and _rests_on_data(layout)):
         return layout.compute
     entries = list(layout.compute)
-    entries[layout.sum_dim] = "data"
+    entries[dim] = "data"
     return PartitionSpec(*entries)
 
 
 def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
-    if not _can_slice(layout, mesh):
-        return tree_sum(lax.all_gather(x, BATCH_AXES))
     dim = layout.sum_dim
+    if dim is None or not _can_slice(layout, mesh):
+        return tree_sum(lax.all_gather(x, BATCH_AXES))
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
@@ -164,7 +165,7 @@ def _chunk_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """x * x, from products that are exact in float32.
+    """The squares, from products that are exact in float32.
 
     Where a product feeds an addition, a compiler may contract both to a fused multiply-add, which rounds once instead
     of twice, in one program and not in another. An exact product makes no difference to either.

@@ -27,9 +27,9 @@ class AdamConfig(OptimizerConfig):
     }
 
     type: Literal["adam"] = "adam"
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the average of squared gradients."""
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""

@@ -32,7 +32,7 @@ class OptimizerConfig(Config):
     """The peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate; biases, norms and embedding tables do not decay."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The learning rate at the end of the decay, as a part of the peak."""
     warmup: NonNegativeInt | NonNegativeFloat = 0.01
     """Linear warm-up from 0: a fraction of the run (a float up to 1.0) or a number of steps."""
@@ -77,22 +77,26 @@ def decays_by_default(name: str, axes: Sequence[str | None]) -> bool:
 
 def clip_by_given_norm(max_norm: float | None) -> optax.GradientTransformationExtraArgs:
     """Scales the gradient down to the global norm `max_norm`; the norm itself is the argument `grad_norm`."""
+    if max_norm is None:
+        return optax.with_extra_args_support(optax.identity())
 
-    def update(updates: Any, state: Any, params: Any = None, *, grad_norm: jax.Array, **_: Any) -> tuple[Any, Any]:
-        del params
+    def update(
+        updates: Any, state: Any, params: Any = None, /, *, grad_norm: jax.Array, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del params, extra_args
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
-    if max_norm is None:
-        return optax.with_extra_args_support(optax.identity())
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
     """Multiplies the updates by minus the argument `learning_rate`."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, learning_rate: jax.Array, **_: Any) -> tuple[Any, Any]:
-        del params
+    def update(
+        updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del params, extra_args
         return jax.tree.map(lambda u: u * -learning_rate.astype(u.dtype), updates), state
 
-    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

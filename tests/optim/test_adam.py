@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,13 +26,13 @@ def norm(grads: dict[str, np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values())))
 
 
-def rate(step: int) -> float:
+def rate(step: Any) -> Any:
     return 0.01 * (1 + step)
 
 
 def run(config: AdamConfig) -> dict[str, np.ndarray]:
     tx = config.build(DECAYS)
-    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    params: Any = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     state = tx.init(params)
     for step in range(STEPS):
         grads = gradients(step)
@@ -77,7 +79,7 @@ def test_equals_the_numpy_twin(config: AdamConfig) -> None:
 def test_equals_optax_adamw() -> None:
     config = AdamConfig(max_grad_norm=1.0)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=DECAYS))
-    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+    params: Any = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     state = tx.init(params)
     for step in range(STEPS):
         updates, state = tx.update(gradients(step), state, params)

@@ -60,9 +60,10 @@ def start(config: Path, run: Path, devices: int) -> tuple[subprocess.Popen[bytes
     run.mkdir(exist_ok=True)
     output = run / f"output-{time.monotonic_ns()}.txt"
     environment = lmt_environment(devices=devices)
-    process = subprocess.Popen(
-        lmt_command("train", config), cwd=run, env=environment, stdout=output.open("wb"), stderr=subprocess.STDOUT
-    )
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            lmt_command("train", config), cwd=run, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
     return process, output
 
 
