@@ -90,6 +90,8 @@ def train(config: RunConfig, *, name: str, progress: Progress) -> Summary:
         progress.note(_describe(config, program, data))
         if instead := promise(program.placement.mesh):
             progress.note(instead)
+        if not data.validation():
+            progress.note("no validation set (data.validation_urls), so there is no evaluation")
         store = stack.enter_context(closing(CheckpointStore(run.checkpoints, trainer.checkpointer)))
         data.tokenizer.save(run.checkpoints / "tokenizer")
         state = start_state(config, program, store, data.fingerprint())

@@ -18,7 +18,7 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Urls = Annotated[list[str], BeforeValidator(_as_list)]
+Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 _LATER = "not available yet"
 
