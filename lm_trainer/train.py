@@ -209,8 +209,8 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
         program.model.merge(to_host(state.params)),
         [prompt],
         max_new_tokens=config.trainer.sample_tokens,
-        temperature=0.8,
-        top_p=0.95,
+        temperature=0.6,
+        top_p=0.9,
         eos_id=data.tokenizer.eos_id,
         seed=config.trainer.seed,
     )[0]

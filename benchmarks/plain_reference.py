@@ -1,0 +1,114 @@
+"""Trains the model of a GPT-2 configuration plainly, with transformers on torch, and compares the losses with a run.
+
+The plain loop gets what `lmt train` has at step 0: the same initial weights, batches in the same order, the same
+schedule. Everything after that is torch's own: model, autograd, clipping, AdamW. Losses agree until rounding has grown
+through the steps; the validation losses at the end say whether anything but rounding differs.
+
+    lmt train configs/gpt2_nano.yaml trainer.id=nano
+    python benchmarks/plain_reference.py configs/gpt2_nano.yaml logs/nano
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from lm_trainer.config.loader import load
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.data import open_data
+from lm_trainer.models import hf
+from lm_trainer.optim import decays_by_default
+from lm_trainer.program import build_program
+from lm_trainer.train_state import to_host
+
+
+def attention_mask(segments: np.ndarray) -> torch.Tensor:
+    """[B, 1, S, S] for transformers: 0 where a position may look, the least number elsewhere."""
+    at = np.arange(segments.shape[1])
+    allowed = (at[:, None] >= at[None, :]) & (segments[:, :, None] == segments[:, None, :])
+    return torch.where(torch.tensor(allowed), 0.0, torch.finfo(torch.float32).min)[:, None]
+
+
+def losses(model: Any, batch: Batch) -> tuple[torch.Tensor, float]:
+    """The sum of the weighted losses and the sum of the weights."""
+    tokens, targets = (torch.tensor(np.asarray(x), dtype=torch.long) for x in (batch.tokens, batch.targets))
+    positions = torch.tensor(np.asarray(batch.positions), dtype=torch.long)
+    mask = attention_mask(np.asarray(batch.segments))
+    logits = model(input_ids=tokens, position_ids=positions, attention_mask=mask).logits
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    weights = torch.tensor(np.asarray(batch.weights)).flatten()
+    return (nll * weights).sum(), float(weights.sum())
+
+
+def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torch.optim.Optimizer]:
+    """The same initial weights in transformers, and AdamW over the same two groups."""
+    params = to_host(program.init().params)
+    tensors = hf.params_to_hf(config.model, program.model.nested(params))
+    settings = hf.config_to_hf(config.model, vocab_size=program.spec.vocab_size, eos_id=eos_id, bos_id=None)
+    hf_config = transformers.GPT2Config(**{k: v for k, v in settings.items() if k != "architectures"})
+    hf_config._attn_implementation = "eager"
+    model = transformers.GPT2LMHeadModel(hf_config)
+    missing = model.load_state_dict({k: torch.tensor(v) for k, v in tensors.items()}, strict=False).missing_keys
+    assert missing == ["lm_head.weight"], missing
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n]
+    decaying = sum(np.prod(params[n].shape) for n, axes in program.model.axes.items() if decays_by_default(n, axes))
+    assert sum(p.numel() for p in matrices) == decaying
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    o = config.optimizer
+    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=0.0, betas=(o.beta1, o.beta2), eps=o.epsilon)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("run", type=Path, help="the run directory of `lmt train` with the same configuration")
+    args = parser.parse_args()
+    config = load(args.config, [], RunConfig).config
+    trainer = config.trainer
+    data = open_data(config.data, seq_len=config.model.seq_len, seed=trainer.seed)
+    program = build_program(config, data.tokenizer.vocab_size)
+    model, optimizer = torch_model(config, program, data.tokenizer.eos_id)
+    rows = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
+    ours = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
+
+    worst, started = 0.0, time.perf_counter()
+    batches = data.train(
+        trainer.train_batch_size, rows=range(trainer.train_batch_size), num_steps=trainer.num_train_steps
+    )
+    for step, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = program.schedule(step)
+        total, weight = losses(model, batch)
+        optimizer.zero_grad()
+        (total / weight).backward()
+        if config.optimizer.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        optimizer.step()
+        plain = float(total.detach()) / weight
+        worst = max(worst, abs(plain - ours[step + 1]))
+        if (step + 1) in (1, 2, 5, 10, 20, 50) or (step + 1) % 100 == 0 or step + 1 == trainer.num_train_steps:
+            print(
+                f"step {step + 1}: plain {plain:.6f}, lmt {ours[step + 1]:.6f}, largest difference so far {worst:.2e}"
+            )
+    seconds = time.perf_counter() - started
+
+    sums = [0.0, 0.0]
+    with torch.no_grad():
+        for batch in data.validation()["validation"].batches(32, rows=range(32)):
+            total, weight = losses(model, batch)
+            sums = [sums[0] + float(total), sums[1] + weight]
+    held_out = [r["eval/loss"] for r in rows if "eval/loss" in r][-1]
+    print(f"validation loss: plain {sums[0] / sums[1]:.4f}, lmt {held_out:.4f}; plain took {seconds:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
