@@ -52,10 +52,7 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | N
     """
     trainer = config.trainer
     mesh = build_mesh(trainer.mesh_shape(), devices or jax.devices())
-    if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
-        raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
     plan = trainer.microbatches()
-    plan.per_shard(mesh)
     key = jax.random.key(trainer.seed)
     model = trace_model(config, vocab_size, jax.random.fold_in(key, _INIT))
     layouts = plan_layout(
@@ -85,6 +82,19 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | N
         step=step,
         evaluate=Evaluator(model, loss, step, trainer.eval_rows),
     )
+
+
+def check_devices(config: RunConfig) -> None:
+    """Finds early, before any data is read, that the devices do not fit the configuration.
+
+    Raises:
+        UserError: as `build_program`.
+    """
+    trainer = config.trainer
+    mesh = build_mesh(trainer.mesh_shape(), jax.devices())
+    if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
+        raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
+    trainer.microbatches().per_shard(mesh)
 
 
 def trace_model(config: RunConfig, vocab_size: int, key: jax.Array) -> ModelDef:

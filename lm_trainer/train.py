@@ -20,7 +20,7 @@ from lm_trainer.generate.engine import generate
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
-from lm_trainer.program import Program, build_program, describe_mesh, promise
+from lm_trainer.program import Program, build_program, check_devices, describe_mesh, promise
 from lm_trainer.recorder import Recorder
 from lm_trainer.resume import choose_vocab_size, save_state, start_state
 from lm_trainer.run_dir import RunDirectory, run_id
@@ -83,6 +83,7 @@ def train(config: RunConfig, *, name: str, progress: Progress) -> Summary:
     trainer, started = config.trainer, time.monotonic()
     with StopRequest() as stop, ExitStack() as stack:
         configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir)
+        check_devices(config)
         run = stack.enter_context(RunDirectory(config, run_id(config, name)))
         progress.note(f"run {run.name}, in {run.path}")
         data = stack.enter_context(closing(open_training_data(config, progress)))

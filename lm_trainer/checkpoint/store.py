@@ -214,7 +214,7 @@ def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[st
     lines = [
         f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, the configuration asks for "
         f"{wanted.get(name, 'nothing')}"
-        for name in sorted({*saved, *wanted})
+        for name in sorted({*saved, *wanted}, key=lambda name: (not name.startswith("params."), name))
         if saved.get(name) != wanted.get(name)
     ]
     more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""

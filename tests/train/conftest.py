@@ -35,7 +35,7 @@ BASE: Plain = {
         "sample_tokens": 0,
         "checkpointer": {"save_interval": "1h", "keep": [{"every": 20}]},
     },
-    "optimizer": {"learning_rate": 3e-3, "warmup": 5},
+    "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
 }
 
 
@@ -62,15 +62,18 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 MakeConfig = Callable[..., Path]
 
 
+def write_config(path: Path, text_files: tuple[Path, Path], changes: Plain) -> Path:
+    """Writes the tiny run with these changes to `path`."""
+    data = {"data": {"train_urls": [str(text_files[0])], "validation_urls": [str(text_files[1])]}}
+    path.write_text(yaml.safe_dump(merged(merged(BASE, data), changes)))
+    return path
+
+
 @pytest.fixture
 def make_config(tmp_path: Path, text_files: tuple[Path, Path]) -> MakeConfig:
     """`make_config(trainer={...}, ...)`: writes the tiny run with these changes to tmp_path/run.yaml."""
-    train, validation = text_files
 
-    def make(name: str = "run.yaml", **changes: Plain) -> Path:
-        data = {"data": {"train_urls": [str(train)], "validation_urls": [str(validation)]}}
-        path = tmp_path / name
-        path.write_text(yaml.safe_dump(merged(merged(BASE, data), changes)))
-        return path
+    def make(**changes: Plain) -> Path:
+        return write_config(tmp_path / "run.yaml", text_files, changes)
 
     return make

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.main import app
-from tests.train.conftest import MakeConfig
+from tests.conftest import RunLmt, lmt_command, lmt_environment
+from tests.train.conftest import MakeConfig, write_config
 
 SHORT = {"num_train_steps": 4, "steps_per_eval": 4, "max_eval_batches": 1}
+SMALL = {"num_layers": 2, "hidden_dim": 16, "seq_len": 16}
 Train = Callable[..., Result]
 
 
@@ -32,13 +36,22 @@ def refused(result: Result, *parts: str, code: int = 2) -> None:
         assert part in result.output, result.output
 
 
+@pytest.fixture(scope="module")
+def complete_run(tmp_path_factory: pytest.TempPathFactory, text_files: tuple[Path, Path]) -> Path:
+    """A working directory with a configuration and its complete run."""
+    directory = tmp_path_factory.mktemp("complete")
+    write_config(directory / "run.yaml", text_files, {"trainer": SHORT, "model": SMALL})
+    command = lmt_command("train", "run.yaml")
+    done = subprocess.run(command, cwd=directory, env=lmt_environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
 @pytest.fixture
-def finished(make_config: MakeConfig, train: Train) -> Path:
-    """A configuration whose run is there, complete."""
-    config = make_config(trainer=SHORT)
-    result = train(config)
-    assert result.exit_code == 0, result.output
-    return config
+def finished(complete_run: Path, in_tmp_path: Path) -> Path:
+    """A configuration whose run is here, complete; a copy for each test to spoil."""
+    shutil.copytree(complete_run, in_tmp_path, dirs_exist_ok=True)
+    return in_tmp_path / "run.yaml"
 
 
 def test_a_run_directory_that_holds_another_configuration(finished: Path, train: Train, in_tmp_path: Path) -> None:
@@ -67,7 +80,7 @@ def test_a_checkpoint_of_another_model(finished: Path, train: Train, in_tmp_path
     refused(
         result,
         "checkpoints/run/4 is a checkpoint of another model",
-        "the checkpoint has float32[32], the configuration asks for float32[48]",
+        "params.blocks.0.attention.k.bias: the checkpoint has float32[2,2,8], the configuration asks for float32[2,2,24",
     )
     assert (in_tmp_path / "checkpoints/run/4").is_dir()
 
@@ -110,7 +123,7 @@ def test_a_directory_that_cannot_be_written(make_config: MakeConfig, train: Trai
         ({"model_axis_size": 3}, ("8 devices cannot be divided", "model_axis_size=3")),
         (
             {"axis_resources": {"embed": "data", "mlp": "data"}},
-            ("'embed' and 'mlp' are both mapped onto the mesh axis 'data'",),
+            ("'mlp' and 'embed' are both mapped onto the mesh axis 'data'",),
         ),
         ({"fsdp_axis": "embd"}, ("trainer", "unknown logical axis 'embd'", "did you mean 'embed'")),
         ({"jax_config": {"jax_no_such_setting": 1}}, ("has no setting 'jax_no_such_setting'",)),
@@ -134,27 +147,35 @@ def test_missing_data(make_config: MakeConfig, train: Train) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_harms_anything(
-    make_config: MakeConfig, train: Train, in_tmp_path: Path
+    make_config: MakeConfig, run_lmt: RunLmt, tmp_path: Path
 ) -> None:
-    config = make_config(trainer={**SHORT, "num_train_steps": 40}, optimizer={"learning_rate": 1e30, "warmup": 0})
-    result = train(config)
-    refused(result, "the step was not applied", "Lower optimizer.learning_rate", code=3)
-    rows = [json.loads(line) for line in (in_tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
+    config = make_config(
+        trainer={**SHORT, "num_train_steps": 40}, model=SMALL, optimizer={"learning_rate": 1e30, "warmup": 0}
+    )
+    done = run_lmt("train", config)
+    assert done.returncode == 3
+    assert "the step was not applied" in done.stderr
+    assert "Lower optimizer.learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
     assert rows[0]["train/loss"] > 0
 
 
-def test_steps_that_are_not_finite_can_be_skipped(make_config: MakeConfig, train: Train) -> None:
+def test_steps_that_are_not_finite_can_be_skipped(make_config: MakeConfig, run_lmt: RunLmt) -> None:
     config = make_config(
         trainer={**SHORT, "crash_on_nan": False, "crash_on_inf": False},
+        model=SMALL,
         optimizer={"learning_rate": 1e30, "warmup": 0},
     )
-    result = train(config)
-    assert result.exit_code == 0, result.output
+    done = run_lmt("train", config)
+    assert done.returncode == 0, done.stderr
 
 
-def test_continuing_from_the_weights_of_another_run(finished: Path, train: Train, in_tmp_path: Path) -> None:
-    result = train(finished, "trainer.id=second", "trainer.initialize_from=checkpoints/run")
-    assert result.exit_code == 0, result.output
+def test_continuing_from_the_weights_of_another_run(
+    finished: Path, train: Train, run_lmt: RunLmt, in_tmp_path: Path
+) -> None:
+    done = run_lmt("train", finished, "trainer.id=second", "trainer.initialize_from=checkpoints/run")
+    assert done.returncode == 0, done.stderr
 
     def first_loss(run: str) -> float:
         return json.loads((in_tmp_path / "logs" / run / "metrics.jsonl").read_text().splitlines()[0])["train/loss"]
