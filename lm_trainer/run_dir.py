@@ -13,9 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from lm_trainer.config.run import RunConfig, config_hash, numeric_differences, numeric_identity, to_yaml
+from lm_trainer.config.render import to_yaml
+from lm_trainer.config.run import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import write_atomically
+from lm_trainer.core.files import make_writable, write_atomically
 
 _PACKAGES = ("lm_trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
@@ -51,7 +52,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         try:
             for directory in {self.path.absolute(), self.checkpoints}:
-                _make(directory)
+                make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(_lock(directory))
             self._check_and_write()
         except BaseException:
@@ -129,19 +130,6 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return commit.stdout.strip()
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".write-test-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"{directory}: cannot be written ({error.strerror}); choose another place with trainer.log_dir and "
-            f"trainer.checkpointer.base_path"
-        ) from error
 
 
 @contextlib.contextmanager

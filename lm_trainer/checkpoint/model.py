@@ -167,7 +167,8 @@ def write_model(
         UserError: when `out` exists and is not empty, or cannot be written.
         MachineError: when the disk is full.
     """
-    from lm_trainer.config.run import RunConfig, to_yaml
+    from lm_trainer.config.render import to_yaml
+    from lm_trainer.config.run import RunConfig
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")

@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import make_writable
 
 logger = logging.getLogger(__name__)
 _TRASH = ".trash-"
@@ -50,7 +51,7 @@ class CheckpointStore:
         self.directory = directory.absolute()
         self._config = config
         self._saved_at = time.monotonic()
-        _make_directory(self.directory)
+        make_writable(self.directory, "trainer.checkpointer.base_path")
         for trash in self.directory.glob(f"{_TRASH}*"):
             shutil.rmtree(trash, ignore_errors=True)
         self._orbax = _open(self.directory, cleanup=True)
@@ -242,13 +243,3 @@ def _open(directory: Path, *, cleanup: bool) -> Any:
         preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # pyright: ignore[reportArgumentType]
         cleanup_tmp_directories=cleanup,
     )
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".write-test"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written ({error.strerror}); choose another directory") from error

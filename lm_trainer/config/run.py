@@ -6,7 +6,6 @@ import hashlib
 import json
 from typing import Any
 
-import yaml
 from pydantic import model_validator
 
 from lm_trainer.config.trainer import TrainerConfig
@@ -64,11 +63,6 @@ class RunConfig(Config):
         except ValueError as error:
             raise ValueError(f"optimizer: {error}") from None
         return self
-
-
-def to_yaml(config: RunConfig) -> str:
-    """The configuration with every default written out; it loads back to an equal value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def numeric_identity(config: RunConfig) -> dict[str, Any]:

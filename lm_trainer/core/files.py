@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from lm_trainer.core.errors import UserError
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file by a rename, after the new content is on disk."""
@@ -14,3 +16,24 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def make_writable(directory: Path, setting: str) -> None:
+    """Creates a directory and finds at once whether files can be written there.
+
+    Args:
+        directory: what to create.
+        setting: what the user may set to choose another place.
+
+    Raises:
+        UserError: when it cannot be created or written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{directory}: cannot be written ({error.strerror}); choose another place with {setting}"
+        ) from error
