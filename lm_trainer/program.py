@@ -19,7 +19,7 @@ from lm_trainer.core.mesh import BATCH_AXES, build_mesh
 from lm_trainer.evaluate import Evaluator
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.optim import decays_by_default
+from lm_trainer.optim import Param
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.train_state import ModelDef, Placement, TrainState, init_state, place_state
 from lm_trainer.train_step import LossFn, TrainStep
@@ -62,7 +62,7 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | N
         compute_rules=trainer.compute_rules(),
         max_shards=plan.count,
     )
-    tx = config.optimizer.build({name: decays_by_default(name, axes) for name, axes in model.axes.items()})
+    tx = config.optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items()})
     placement = place_state(model.shapes, tx, layouts, mesh)
     loss = loss_function(config)
     step = TrainStep(

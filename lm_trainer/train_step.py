@@ -220,7 +220,7 @@ def make_update(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tupl
         mean_loss = loss / weight
         mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
         updates, new_opt_state = tx.update(
-            mean_grads, opt_state, params, learning_rate=learning_rate, grad_norm=grad_norm
+            mean_grads, opt_state, params, learning_rate=learning_rate, grad_norm=grad_norm, loss=mean_loss
         )
         finite = jnp.isfinite(mean_loss) & jnp.isfinite(grad_norm)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731

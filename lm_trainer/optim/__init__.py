@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lm_trainer.optim.adam import AdamConfig
 from lm_trainer.optim.base import OptimizerConfig, decays_by_default
+from lm_trainer.optim.params import Param, Params
 
 AnyOptimizer = AdamConfig
 
-__all__ = ["AdamConfig", "AnyOptimizer", "OptimizerConfig", "decays_by_default"]
+__all__ = ["AdamConfig", "AnyOptimizer", "OptimizerConfig", "Param", "Params", "decays_by_default"]

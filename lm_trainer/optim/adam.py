@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import optax
 from pydantic import Field, PositiveFloat
@@ -13,6 +13,7 @@ from lm_trainer.optim.base import (
     clip_by_given_norm,
     scale_by_given_learning_rate,
 )
+from lm_trainer.optim.params import Params
 
 
 class AdamConfig(OptimizerConfig):
@@ -36,11 +37,15 @@ class AdamConfig(OptimizerConfig):
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient is scaled down to this global norm; null: no clipping."""
 
-    def build(self, decays: Any) -> optax.GradientTransformationExtraArgs:
+    @property
+    def elementwise(self) -> bool:
+        return True
+
+    def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
         """Clip, Adam's direction, plus weight decay, times minus the learning rate."""
         return optax.chain(
             clip_by_given_norm(self.max_grad_norm),
             optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon),
-            optax.add_decayed_weights(self.weight_decay, mask=decays),
+            optax.add_decayed_weights(self.weight_decay, mask=self.decay_mask(params)),
             scale_by_given_learning_rate(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +11,7 @@ import optax
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from lm_trainer.core.config import Config
+from lm_trainer.optim.params import Param, Params
 from lm_trainer.optim.schedule import Schedule, ScheduleName, build_schedule, plan_phases
 
 _LATER = "not available yet"
@@ -50,29 +51,32 @@ class OptimizerConfig(Config):
         phases = plan_phases(self.warmup, self.decay, num_train_steps)
         return build_schedule(self.lr_schedule, phases, peak=self.learning_rate, min_ratio=self.min_lr_ratio)
 
-    def build(self, decays: Any) -> optax.GradientTransformationExtraArgs:
-        """The update rule.
+    @property
+    def elementwise(self) -> bool:
+        """Whether the update of a number depends on nothing but its own gradient and state and given scalars.
 
-        Its `update` takes the keyword arguments `learning_rate` and `grad_norm` (float32 scalars): both are computed
-        once, outside, so that no device computes them differently.
+        Only then can every device update its part of the state alone. Otherwise each computes the whole update, in one
+        program that is the same on every mesh, because a sum over a part that the mesh decides would change its bits.
+        """
+        return False
 
-        Args:
-            decays: a tree of bools with the structure of the parameters: which of them decay.
+    def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
+        """The update rule for these parameters, on flat dicts of arrays by the same names.
+
+        Its `update` takes keyword arguments, all of them float32 scalars that were computed once, outside, so that no
+        device computes them differently: `learning_rate`, `grad_norm` (the global norm of the gradient) and `loss`. It
+        must take and ignore others.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say how to build its update rule")
 
+    def decay_mask(self, params: Params) -> dict[str, bool]:
+        """Which parameters decay."""
+        return {name: decays_by_default(param) for name, param in params.items()}
 
-def decays_by_default(name: str, axes: Sequence[str | None]) -> bool:
-    """Whether a parameter decays: matrices do; biases, norms, embedding and position tables do not.
 
-    Args:
-        name: dotted name of the parameter.
-        axes: logical axes of its dimensions.
-    """
-    dims = [a for a in axes if a != "layers"]
-    if name.rsplit(".", 1)[-1] == "bias" or len(dims) < 2:
-        return False
-    return not ("position" in dims or ("vocab" in dims and "head" not in name))
+def decays_by_default(param: Param) -> bool:
+    """Whether a parameter decays: matrices and heads do; biases, norms, embedding and position tables do not."""
+    return param.role in ("matrix", "head")
 
 
 def clip_by_given_norm(max_norm: float | None) -> optax.GradientTransformationExtraArgs:

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from lm_trainer.optim import AdamConfig, decays_by_default
+from lm_trainer.optim import AdamConfig, Param, decays_by_default
 
 SHAPES = {"w": (5, 7), "norm.scale": (7,), "bias": (7,)}
+AXES = {"w": ("embed", "mlp"), "norm.scale": ("embed",), "bias": ("mlp",)}
+PARAMS = {name: Param(name, shape, AXES[name]) for name, shape in SHAPES.items()}
 DECAYS = {"w": True, "norm.scale": False, "bias": False}
 STEPS = 25
 
@@ -31,7 +33,7 @@ def rate(step: Any) -> Any:
 
 
 def run(config: AdamConfig) -> dict[str, np.ndarray]:
-    tx = config.build(DECAYS)
+    tx = config.build(PARAMS)
     params: Any = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
     state = tx.init(params)
     for step in range(STEPS):
@@ -114,4 +116,4 @@ def test_every_setting_matters() -> None:
     ],
 )
 def test_what_decays(name: str, axes: tuple[str, ...], decays: bool) -> None:
-    assert decays_by_default(name, axes) is decays
+    assert decays_by_default(Param(name, (2,) * len(axes), axes)) is decays

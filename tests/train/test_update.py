@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import MeshShape, build_mesh
-from lm_trainer.optim import AdamConfig
+from lm_trainer.optim import AdamConfig, Param
 from lm_trainer.train_state import place_state
 from lm_trainer.train_step import make_update
 
@@ -24,7 +24,7 @@ def updated(config: AdamConfig, devices: int, fsdp: bool) -> str:
     rules = {"embed": ("data",)} if fsdp else {}
     layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in SHAPES.items()}
-    tx = config.build(dict.fromkeys(SHAPES, True))
+    tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in SHAPES.items()})
     placement = place_state(abstract, tx, layouts, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     update = jax.jit(make_update(tx), out_shardings=(*placement.shardings, replicated))
