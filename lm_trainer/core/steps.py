@@ -6,7 +6,12 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from lm_trainer.core.config import Config
 
 T = TypeVar("T")
 
@@ -35,6 +40,48 @@ class Steps(Generic[T]):
     def at(self, step: int) -> T:
         """The value at `step`."""
         return self.values[bisect.bisect_right(self.starts, step) - 1]
+
+
+class IntPhase(Config):
+    """One entry of a whole number that changes over the run."""
+
+    start: NonNegativeInt
+    """The first step, counted from 0, with this value; it holds until the next entry."""
+    value: PositiveInt
+    """The value from there on."""
+
+
+def _check_phases(phases: tuple[IntPhase, ...]) -> tuple[IntPhase, ...]:
+    if not phases:
+        raise ValueError("expected a whole number or a list of {start, value}, got an empty list")
+    found = {}
+    if phases[0].start != 0:
+        found[0] = f"the first entry must start at step 0, got {phases[0].start}"
+    for index, (earlier, later) in enumerate(itertools.pairwise(phases), 1):
+        if later.start <= earlier.start:
+            found[index] = f"must be later than the entry before, which starts at {earlier.start}, got {later.start}"
+    if found:
+        # Each at its own place, which the message of a plain ValueError could not say.
+        details = [
+            InitErrorDetails(
+                type=PydanticCustomError("value_error", "{text}", {"text": text}),
+                loc=(index, "start"),
+                input=phases[index].start,
+            )
+            for index, text in found.items()
+        ]
+        raise ValidationError.from_exception_data("IntSchedule", details)
+    return phases
+
+
+IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_check_phases)]
+"""A positive whole number, or how it changes: `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
+
+
+def int_steps(value: IntSchedule) -> Steps[int]:
+    """What a configuration says as values over steps."""
+    phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
+    return Steps.make([(phase.start, phase.value) for phase in phases])
 
 
 @dataclass(frozen=True)
