@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import optax
 from pydantic import Field, PositiveFloat
 
-from lm_trainer.optim.base import (
-    OptimizerConfig,
-    clip_by_given_norm,
-    scale_by_given_learning_rate,
-)
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.clip import clip_update_rms
+from lm_trainer.optim.decay import decay_weights
 from lm_trainer.optim.params import Params
 
 
 class AdamConfig(OptimizerConfig):
-    """AdamW with clipping of the gradient's global norm."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        **OptimizerConfig.refused_keys,
-        **dict.fromkeys(
-            ("nesterov", "update_rms_clipping", "clip_update_norm", "skip_bad_steps", "adamc_weight_decay"),
-            "not available yet",
-        ),
-    }
+    elementwise_direction: ClassVar[bool] = True
 
     type: Literal["adam"] = "adam"
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -34,18 +25,28 @@ class AdamConfig(OptimizerConfig):
     """Decay of the average of squared gradients."""
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    max_grad_norm: PositiveFloat | None = 1.0
-    """The gradient is scaled down to this global norm; null: no clipping."""
+    nesterov: bool = False
+    """Looks one step ahead with the first moment (Dozat 2016)."""
+    update_rms_clipping: PositiveFloat | None = None
+    """Scales the direction of each weight, before its decay, down to this root mean square, as in StableAdamW
+    (Wortsman et al. 2023, arXiv 2304.13013), but of m / sqrt(v), not of g / sqrt(v). 1.0 suits most models; null: no
+    clipping."""
+    adamc_weight_decay: bool = False
+    """Multiplies the weight decay by learning rate / peak learning rate, so that normalised layers keep a steady ratio
+    of gradient to weight as the learning rate falls (Defazio 2025, arXiv 2506.02285)."""
 
     @property
     def elementwise(self) -> bool:
-        return True
+        return super().elementwise and self.update_rms_clipping is None
 
-    def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Clip, Adam's direction, plus weight decay, times minus the learning rate."""
-        return optax.chain(
-            clip_by_given_norm(self.max_grad_norm),
-            optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon),
-            optax.add_decayed_weights(self.weight_decay, mask=self.decay_mask(params)),
-            scale_by_given_learning_rate(),
-        )
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The first moment over the root of the second, both corrected for their start at 0."""
+        adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, nesterov=self.nesterov)
+        if self.update_rms_clipping is None:
+            return adam
+        return optax.chain(adam, clip_update_rms(self.update_rms_clipping, params))
+
+    def decay_rule(self, params: Params) -> optax.GradientTransformation:
+        """Adds the weight decay, with or without AdamC's correction."""
+        peak = self.learning_rate if self.adamc_weight_decay else None
+        return decay_weights(self.weight_decay, self.decay_mask(params), peak=peak)

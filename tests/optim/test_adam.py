@@ -1,4 +1,4 @@
-"""AdamW against a plain NumPy twin and against optax.adamw."""
+"""AdamW with all its fields against a plain NumPy twin and against optax."""
 
 from __future__ import annotations
 
@@ -11,109 +11,115 @@ import optax
 import pytest
 
 from lm_trainer.optim import AdamConfig, Param, decays_by_default
-
-SHAPES = {"w": (5, 7), "norm.scale": (7,), "bias": (7,)}
-AXES = {"w": ("embed", "mlp"), "norm.scale": ("embed",), "bias": ("mlp",)}
-PARAMS = {name: Param(name, shape, AXES[name]) for name, shape in SHAPES.items()}
-DECAYS = {"w": True, "norm.scale": False, "bias": False}
-STEPS = 25
-
-
-def gradients(step: int) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(step)
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def norm(grads: dict[str, np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values())))
+from tests.optim.common import (
+    PARAMS,
+    STEPS,
+    Run,
+    assert_close,
+    changes_the_result,
+    gradients,
+    initial,
+    norm,
+    rate,
+    run,
+    run_twin,
+)
 
 
-def rate(step: Any) -> Any:
-    return 0.01 * (1 + step)
+def twin(config: AdamConfig) -> Any:
+    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+        b1, b2 = config.beta1, config.beta2
+        slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * g
+        slot["v"] = v = b2 * slot.get("v", 0.0) + (1 - b2) * g * g
+        if config.nesterov:
+            m_hat = b1 * m / (1 - b1 ** (step + 1)) + (1 - b1) * g / (1 - b1**step)
+        else:
+            m_hat = m / (1 - b1**step)
+        u = m_hat / (np.sqrt(v / (1 - b2**step)) + config.epsilon)
+        if config.update_rms_clipping is not None:
+            layers = u if param.axes[0] == "layers" else u[None]
+            layers = np.stack([x / max(1.0, np.sqrt(np.mean(x * x)) / config.update_rms_clipping) for x in layers])
+            u = layers.reshape(u.shape)
+        return u
 
-
-def run(config: AdamConfig) -> dict[str, np.ndarray]:
-    tx = config.build(PARAMS)
-    params: Any = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    state = tx.init(params)
-    for step in range(STEPS):
-        grads = gradients(step)
-        updates, state = jax.jit(tx.update)(
-            grads, state, params, learning_rate=jnp.float32(rate(step)), grad_norm=jnp.float32(norm(grads))
-        )
-        params = optax.apply_updates(params, updates)
-    return {name: np.asarray(x) for name, x in params.items()}
-
-
-def numpy_adamw(config: AdamConfig) -> dict[str, np.ndarray]:
-    params = {name: np.ones(shape) for name, shape in SHAPES.items()}
-    m = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    v = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(STEPS):
-        grads = gradients(step)
-        clip = min(1.0, config.max_grad_norm / norm(grads)) if config.max_grad_norm else 1.0
-        for name, p in params.items():
-            g = grads[name].astype(np.float64) * clip
-            m[name] = config.beta1 * m[name] + (1 - config.beta1) * g
-            v[name] = config.beta2 * v[name] + (1 - config.beta2) * g * g
-            direction = (m[name] / (1 - config.beta1 ** (step + 1))) / (
-                np.sqrt(v[name] / (1 - config.beta2 ** (step + 1))) + config.epsilon
-            )
-            decay = config.weight_decay * p if DECAYS[name] else 0.0
-            params[name] = p - rate(step) * (direction + decay)
-    return params
-
-
-CONFIGS = [
-    AdamConfig(),
-    AdamConfig(max_grad_norm=None, weight_decay=0.0),
-    AdamConfig(max_grad_norm=0.5, beta1=0.8, beta2=0.99, epsilon=1e-3, weight_decay=0.3),
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_equals_the_numpy_twin(config: AdamConfig) -> None:
-    ours, reference = run(config), numpy_adamw(config)
-    for name in SHAPES:
-        np.testing.assert_allclose(ours[name], reference[name], rtol=2e-5, atol=2e-6)
-
-
-def test_equals_optax_adamw() -> None:
-    config = AdamConfig(max_grad_norm=1.0)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=DECAYS))
-    params: Any = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    state = tx.init(params)
-    for step in range(STEPS):
-        updates, state = tx.update(gradients(step), state, params)
-        params = optax.apply_updates(params, updates)
-    ours = run(config)
-    for name in SHAPES:
-        np.testing.assert_allclose(ours[name], np.asarray(params[name]), rtol=2e-5, atol=2e-6)
-
-
-def test_every_setting_matters() -> None:
-    base = run(AdamConfig())
-    for change in ({"beta1": 0.8}, {"beta2": 0.9}, {"epsilon": 1e-2}, {"max_grad_norm": 0.1}, {"weight_decay": 0.3}):
-        changed = run(AdamConfig().model_copy(update=change))
-        if "max_grad_norm" in change:
-            # Adam is invariant to the scale of all gradients together, not of some: clipping shows through epsilon.
-            changed = run(AdamConfig(epsilon=0.1, max_grad_norm=0.1))
-            assert not np.allclose(changed["w"], run(AdamConfig(epsilon=0.1))["w"], atol=1e-6), change
-            continue
-        assert not np.allclose(base["w"], changed["w"], atol=1e-6), change
+    return direction
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "decays"),
+    "config",
     [
-        ("stack.blocks.0.mlp.up.weight", ("layers", "embed", "mlp"), True),
-        ("stack.blocks.0.attention.q.bias", ("layers", "heads", "head_size"), False),
-        ("final_norm.scale", ("embed",), False),
-        ("stack.blocks.0.norm.scale", ("layers", "embed"), False),
-        ("embed.tokens", ("vocab", "embed"), False),
-        ("embed.positions", ("position", "embed"), False),
-        ("head.weight", ("vocab", "embed"), True),
+        AdamConfig(),
+        AdamConfig(max_grad_norm=None, weight_decay=0.0, nesterov=True),
+        AdamConfig(max_grad_norm=0.5, beta1=0.8, beta2=0.99, epsilon=1e-3, weight_decay=0.3, update_rms_clipping=0.7),
     ],
+    ids=["default", "nesterov", "rms clipping"],
 )
-def test_what_decays(name: str, axes: tuple[str, ...], decays: bool) -> None:
-    assert decays_by_default(Param(name, (2,) * len(axes), axes)) is decays
+def test_equals_the_numpy_twin(config: AdamConfig) -> None:
+    assert_close(run(config), run_twin(config, twin(config)))
+
+
+def test_equals_optax_adamw() -> None:
+    mask = {name: decays_by_default(param) for name, param in PARAMS.items()}
+    reference = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask),  # pyright: ignore[reportArgumentType]
+    )
+    params: Any = {name: jnp.asarray(x) for name, x in initial().items()}
+    state, update = reference.init(params), jax.jit(reference.update)
+    for step in range(STEPS):
+        updates, state = update(gradients(step), state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(run(AdamConfig()), params)
+
+
+def test_adamc_decays_with_the_square_of_the_learning_rate() -> None:
+    config = AdamConfig(learning_rate=0.04, adamc_weight_decay=True, weight_decay=0.5)
+    reference = run_twin(AdamConfig(weight_decay=0.0), twin(config))
+    plain = {name: x.astype(np.float64) for name, x in initial().items()}
+    # Adam's direction does not depend on the weights: the decayed weights follow from the undecayed steps.
+    training, decayed = Run(AdamConfig(weight_decay=0.0)), dict(plain)
+    for step in range(STEPS):
+        before = training.weights()
+        after = training.step(gradients(step), lr=rate(step))
+        for name, param in PARAMS.items():
+            shrink = rate(step) * (rate(step) / 0.04) * 0.5 if decays_by_default(param) else 0.0
+            decayed[name] = decayed[name] * (1 - shrink) + (after[name].astype(np.float64) - before[name])
+    ours = run(config)
+    assert_close(ours, decayed, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(ours["stack.blocks.0.mlp.up.weight"], reference["stack.blocks.0.mlp.up.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"beta1": 0.8},
+        {"beta2": 0.9},
+        {"epsilon": 1e-2},
+        {"max_grad_norm": 0.1},
+        {"weight_decay": 0.3},
+        {"nesterov": True},
+        {"update_rms_clipping": 0.05},
+        {"adamc_weight_decay": True},
+        {"weight_decay_modules": ".*norm"},
+        {"default_weight_decay_mask": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_setting_matters(change: dict[str, Any]) -> None:
+    assert changes_the_result(AdamConfig(epsilon=0.1), **change)
+
+
+def test_what_is_elementwise() -> None:
+    assert AdamConfig().elementwise
+    assert AdamConfig.model_validate({"skip_bad_steps": True}).elementwise
+    assert not AdamConfig(update_rms_clipping=1.0).elementwise
+    assert not AdamConfig.model_validate({"clip_update_norm": {}}).elementwise
+
+
+def test_a_large_gradient_is_clipped_to_its_given_norm() -> None:
+    training = Run(AdamConfig(epsilon=1.0, beta1=0.0, beta2=0.0, weight_decay=0.0))
+    before = training.weights()
+    grads = gradients(0)
+    after = training.step(grads, lr=1.0, grad_norm=4 * norm(grads))
+    g = {name: x / (4 * norm(grads)) for name, x in grads.items()}
+    assert_close(after, {name: before[name] - g[name] / (np.abs(g[name]) + 1.0) for name in g})

@@ -1,0 +1,91 @@
+"""Clipping: of the gradient to a given norm, and of the update by the norms of the updates before."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.reduction import tree_sum
+from lm_trainer.optim.history import History
+from lm_trainer.optim.params import Params
+
+
+class ClipUpdateNormConfig(Config):
+    """The update (weight decay included, the learning rate not) is scaled down to the global norm mean +
+    `sigma_factor` * standard deviation of the last `rolling_interval_length` updates, as they were before clipping.
+
+    With fewer than half of these steps in the history nothing is clipped.
+    """
+
+    rolling_interval_length: int = Field(default=128, ge=2)
+    """How many steps the history holds."""
+    sigma_factor: PositiveFloat = 3.0
+    """How many standard deviations above the mean the norm of an update may be."""
+
+
+class ClipUpdateState(NamedTuple):
+    """What clipping of updates remembers."""
+
+    norms: History
+    update_norm: jax.Array
+    """float32, the norm of the last update before it was clipped."""
+
+
+def clip_update_norm(config: ClipUpdateNormConfig) -> optax.GradientTransformationExtraArgs:
+    """Clips updates by the history of their norms; an update that is not finite becomes 0 and leaves no trace."""
+
+    def init(params: Any) -> ClipUpdateState:
+        del params
+        return ClipUpdateState(History.empty(config.rolling_interval_length), jnp.zeros((), jnp.float32))
+
+    def update(
+        updates: Any, state: ClipUpdateState, params: Any = None, /, **extra_args: Any
+    ) -> tuple[Any, ClipUpdateState]:
+        del params, extra_args
+        norm = global_norm(updates)
+        finite = jnp.isfinite(norm)
+        scale = jnp.minimum(1.0, state.norms.limit(config.sigma_factor) / jnp.maximum(norm, 1e-12))
+        clipped = jax.tree.map(lambda u: jnp.where(finite, u * scale.astype(u.dtype), jnp.zeros_like(u)), updates)
+        return clipped, ClipUpdateState(state.norms.push(norm, finite), jnp.where(finite, norm, state.update_norm))
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransformation:
+    """Scales each weight's update down to this root mean square; each layer of a stack is a weight of its own."""
+
+    def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+        def clipped(name: str, u: jax.Array) -> jax.Array:
+            axes = tuple(range(params[name].lead, u.ndim))
+            rms = jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)), axis=axes, keepdims=True))
+            return u / jnp.maximum(1.0, rms / threshold).astype(u.dtype)
+
+        return {name: clipped(name, u) for name, u in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """The float32 norm of all leaves together; only for arrays that are whole on every device."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(tree_sum(jnp.stack(squares)))
+
+
+def clip_by_given_norm(max_norm: float | None) -> optax.GradientTransformationExtraArgs:
+    """Scales the gradient down to the global norm `max_norm`; the norm itself is the argument `grad_norm`."""
+    if max_norm is None:
+        return optax.with_extra_args_support(optax.identity())
+
+    def update(
+        updates: Any, state: Any, params: Any = None, /, *, grad_norm: jax.Array, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del params, extra_args
+        scale = jnp.minimum(1.0, max_norm / jnp.maximum(grad_norm, 1e-12))
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

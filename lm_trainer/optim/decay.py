@@ -1,0 +1,84 @@
+"""Weight decay: which parameters decay, and the decay itself."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.optim.params import Param, Params
+
+ALIASES: Mapping[str, str] = {
+    "attention": "attn",
+    "embed.tokens": "token_embeddings",
+    "embed.positions": "position_embeddings",
+    "head": "lm_head",
+}
+"""Parts of parameter names -> how other frameworks' configurations write them; patterns may use either."""
+
+
+def decays_by_default(param: Param) -> bool:
+    """Whether a parameter decays: matrices and heads do; biases, norms, embedding and position tables do not."""
+    return param.role in ("matrix", "head")
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The names under which patterns find a parameter: its own, and that with every part replaced by its alias."""
+    alias = name
+    for ours, theirs in ALIASES.items():
+        alias = re.sub(rf"(?<![^.]){re.escape(ours)}(?![^.])", theirs, alias)
+    return (name,) if alias == name else (name, alias)
+
+
+def matched_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
+    """The parameters that a regular expression matches from the start of a name, or that contain one of a list.
+
+    Raises:
+        UserError: when a pattern matches no parameter.
+    """
+    if isinstance(patterns, str):
+        regex = re.compile(patterns)
+        return _found(patterns, [n for n in params if any(regex.match(s) for s in spellings(n))], params)
+    found = [_found(part, [n for n in params if any(part in s for s in spellings(n))], params) for part in patterns]
+    return frozenset().union(*found)
+
+
+def _found(pattern: str, names: list[str], params: Params) -> frozenset[str]:
+    if names:
+        return frozenset(names)
+    words = re.findall(r"\w{3,}", pattern)
+    parts = {part: name for name in reversed(list(params)) for s in spellings(name) for part in (s, *s.split("."))}
+    near = [parts[part] for word in words for part in difflib.get_close_matches(word, parts, n=1, cutoff=0.6)]
+    named = "near it are" if near else "some are"
+    raise UserError(
+        f"optimizer.weight_decay_modules: {pattern!r} matches no parameter; {named} "
+        f"{', '.join(list(dict.fromkeys(near or params))[:6])}"
+    )
+
+
+def decay_weights(
+    strength: float, mask: Mapping[str, bool], *, peak: float | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Adds `strength` times the parameter to the updates of those that `mask` names, before the learning rate.
+
+    With `peak`, the strength is multiplied by the argument `learning_rate` over it (Defazio 2025, arXiv 2506.02285,
+    algorithm 1).
+    """
+
+    def update(
+        updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del extra_args
+        factor = strength if peak is None else strength * (learning_rate / peak)
+
+        def decayed(name: str, u: jax.Array) -> jax.Array:
+            return u + params[name] * jax.numpy.asarray(factor, u.dtype) if mask[name] else u
+
+        return {name: decayed(name, u) for name, u in updates.items()}, state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,85 @@
+"""Skipping of bad steps: those whose loss or gradient norm is far above that of the steps before."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.core.config import Config
+from lm_trainer.optim.history import History
+
+
+class SkipStepConfig(Config):
+    """A step is skipped when its loss or gradient norm exceeds mean + `sigma_factor` * standard deviation of those of
+    the last `rolling_interval_length` steps, or is not finite.
+
+    With fewer than half of these steps in the history, every finite step is taken. A skipped step changes neither
+    parameters nor moments; what was finite in it enters the history, so that a lasting change is accepted in time.
+    """
+
+    rolling_interval_length: int = Field(default=128, ge=2)
+    """How many steps the history holds."""
+    sigma_factor: PositiveFloat = 6.0
+    """How many standard deviations above the mean a step may be."""
+
+    @classmethod
+    def parse(cls, value: bool | int | SkipStepConfig) -> SkipStepConfig:
+        """`True` stands for the defaults, a number for the length of the history."""
+        if isinstance(value, SkipStepConfig):
+            return value
+        return cls() if value is True else cls(rolling_interval_length=int(value))
+
+
+class SkipState(NamedTuple):
+    """The state of an optimizer that skips."""
+
+    losses: History
+    grad_norms: History
+    skipped_steps: jax.Array
+    """int32."""
+    inner: Any
+
+
+def skip_bad_steps(
+    inner: optax.GradientTransformationExtraArgs, config: SkipStepConfig
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a whole update rule; reads the arguments `loss` and `grad_norm` of `update`."""
+    window = config.rolling_interval_length
+
+    def init(params: Any) -> SkipState:
+        return SkipState(History.empty(window), History.empty(window), jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(
+        updates: Any,
+        state: SkipState,
+        params: Any = None,
+        /,
+        *,
+        loss: jax.Array,
+        grad_norm: jax.Array,
+        **extra_args: Any,
+    ) -> tuple[Any, SkipState]:
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        usual = (loss <= state.losses.limit(config.sigma_factor)) & (
+            grad_norm <= state.grad_norms.limit(config.sigma_factor)
+        )
+        take = finite & usual
+        new_updates, new_inner = inner.update(
+            updates, state.inner, params, loss=loss, grad_norm=grad_norm, **extra_args
+        )
+        # Selected, not multiplied by 0: a NaN times 0 is a NaN.
+        return (
+            jax.tree.map(lambda u: jnp.where(take, u, jnp.zeros_like(u)), new_updates),
+            SkipState(
+                losses=state.losses.push(loss, finite),
+                grad_norms=state.grad_norms.push(grad_norm, finite),
+                skipped_steps=state.skipped_steps + jnp.where(take, 0, 1).astype(jnp.int32),
+                inner=jax.tree.map(lambda new, old: jnp.where(take, new, old), new_inner, state.inner),
+            ),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

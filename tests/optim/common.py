@@ -1,0 +1,139 @@
+"""What tests of optimizers share: a small set of parameters, a run, and a plain NumPy twin in float64.
+
+A twin is a function that gives one parameter's direction from its gradient: what is left is the same everywhere, and
+`run_twin` adds it: clipping to the global norm before, weight decay and minus the learning rate after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lm_trainer.optim import OptimizerConfig, Param, decays_by_default
+
+Arrays = dict[str, np.ndarray]
+
+AXES = {
+    "embed.tokens": ("vocab", "embed"),
+    "embed.positions": ("position", "embed"),
+    "stack.blocks.0.attention.q.weight": ("layers", "embed", "heads", "head_size"),
+    "stack.blocks.0.attention.q.bias": ("layers", "heads", "head_size"),
+    "stack.blocks.0.attention.out.weight": ("layers", "heads", "head_size", "embed"),
+    "stack.blocks.0.mlp.up.weight": ("layers", "embed", "mlp"),
+    "stack.blocks.0.norm.scale": ("layers", "embed"),
+    "final_norm.scale": ("embed",),
+    "head.weight": ("embed", "vocab"),
+}
+SIZES = {"vocab": 11, "position": 5, "embed": 6, "layers": 2, "heads": 2, "head_size": 4, "mlp": 7}
+PARAMS = {name: Param(name, tuple(SIZES[axis] for axis in axes), axes) for name, axes in AXES.items()}
+STEPS = 25
+
+
+class Twin(Protocol):
+    """One parameter's direction in float64; `slot` is its own dict, empty at step 1, for what it remembers."""
+
+    def __call__(self, param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray: ...
+
+
+def initial(params: Mapping[str, Param] = PARAMS) -> Arrays:
+    """Weights to start from, float32."""
+    rng = np.random.default_rng(99)
+    return {name: rng.standard_normal(param.shape).astype(np.float32) for name, param in params.items()}
+
+
+def gradients(step: int, params: Mapping[str, Param] = PARAMS) -> Arrays:
+    """The gradients of a step, counted from 0; they are larger for later parameters, float32."""
+    rng = np.random.default_rng(step)
+    return {
+        name: (0.2 * (1 + i) * rng.standard_normal(param.shape)).astype(np.float32)
+        for i, (name, param) in enumerate(params.items())
+    }
+
+
+def norm(arrays: Mapping[str, np.ndarray]) -> float:
+    """The global norm."""
+    return float(np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in arrays.values())))
+
+
+def rate(step: int) -> float:
+    """A learning rate that changes with every step, from 0."""
+    return 0.01 * (1 + step % 7)
+
+
+class Run:
+    """An optimizer at work on `params`: compiled once, stepped with any gradients."""
+
+    def __init__(self, config: OptimizerConfig, params: Mapping[str, Param] = PARAMS):
+        self.config = config
+        self.tx = config.build(params)
+        self.params: Any = {name: jnp.asarray(x) for name, x in initial(params).items()}
+        self.state: Any = jax.jit(self.tx.init)(self.params)
+        self._update = jax.jit(self._one_step)
+
+    def _one_step(self, grads: Any, state: Any, params: Any, scalars: dict[str, jax.Array]) -> tuple[Any, Any]:
+        updates, state = self.tx.update(grads, state, params, **scalars)
+        return optax.apply_updates(params, updates), state
+
+    def step(self, grads: Arrays, *, lr: float = 0.01, loss: float = 1.0, grad_norm: float | None = None) -> Arrays:
+        """Takes one step; `grad_norm` is that of `grads` unless it is given. Returns the new weights."""
+        given = {"learning_rate": lr, "loss": loss, "grad_norm": norm(grads) if grad_norm is None else grad_norm}
+        scalars = {name: jnp.float32(x) for name, x in given.items()}
+        self.params, self.state = self._update(grads, self.state, self.params, scalars)
+        return self.weights()
+
+    def weights(self) -> Arrays:
+        return {name: np.asarray(x) for name, x in self.params.items()}
+
+    def metrics(self) -> dict[str, float]:
+        return {name: float(x) for name, x in self.config.metrics(self.state).items()}
+
+
+def run(config: OptimizerConfig, params: Mapping[str, Param] = PARAMS, *, steps: int = STEPS) -> Arrays:
+    """The weights after `steps` steps with `gradients` and `rate`."""
+    training = Run(config, params)
+    for step in range(steps):
+        training.step(gradients(step, params), lr=rate(step))
+    return training.weights()
+
+
+def run_twin(
+    config: OptimizerConfig,
+    twin: Twin,
+    params: Mapping[str, Param] = PARAMS,
+    *,
+    steps: int = STEPS,
+    decays: Callable[[Param], bool] = decays_by_default,
+) -> Arrays:
+    """What `run` should give, in float64."""
+    weights = {name: x.astype(np.float64) for name, x in initial(params).items()}
+    slots: dict[str, dict[str, Any]] = {name: {} for name in params}
+    for step in range(steps):
+        grads = gradients(step, params)
+        clip = min(1.0, config.max_grad_norm / norm(grads)) if config.max_grad_norm else 1.0
+        for name, param in params.items():
+            p = weights[name]
+            direction = twin(param, p, grads[name].astype(np.float64) * clip, slots[name], step + 1)
+            decay = config.weight_decay * p if decays(param) else 0.0
+            weights[name] = p - rate(step) * (direction + decay)
+    return weights
+
+
+def assert_close(ours: Mapping[str, np.ndarray], reference: Mapping[str, Any], *, rtol=2e-5, atol=2e-6) -> None:
+    assert set(ours) == set(reference)
+    for name, x in ours.items():
+        np.testing.assert_allclose(x, np.asarray(reference[name]), rtol=rtol, atol=atol, err_msg=name)
+
+
+def differs(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], *, atol: float = 1e-5) -> bool:
+    """Whether any weight differs."""
+    return any(not np.allclose(a[name], b[name], rtol=0, atol=atol) for name in a)
+
+
+def changes_the_result(base: OptimizerConfig, **change: Any) -> bool:
+    """Whether six steps end elsewhere when these fields of `base` are changed."""
+    return differs(run(base, steps=6), run(base.model_validate({**base.model_dump(), **change}), steps=6))
