@@ -5,9 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from datetime import timedelta
+from decimal import Decimal
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainSerializer,
+)
 
 
 class Config(BaseModel):
@@ -73,7 +83,8 @@ Duration = Annotated[
 def fraction_or_steps(value: float, total: int) -> int:
     """Turns a setting that is a fraction of `total` steps (<= 1.0 as a float) or a number of steps into steps.
 
-    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, rounded down.
+    An `int` is always a number of steps; a `float` up to 1.0 is a fraction, as it is written in decimal, rounded down:
+    0.29 of 100 steps are 29, though in binary the product is a little less.
 
     Raises:
         ValueError: for a negative value or a fractional number of steps above 1.
@@ -83,7 +94,16 @@ def fraction_or_steps(value: float, total: int) -> int:
     if isinstance(value, int):
         return value
     if value <= 1.0:
-        return int(value * total)
+        return int(Decimal(repr(float(value))) * total)
     if value != int(value):
         raise ValueError(f"{value} is neither a fraction (at most 1.0) nor a whole number of steps")
     return int(value)
+
+
+def _is_fraction_or_steps(value: float) -> float:
+    fraction_or_steps(value, 1)
+    return value
+
+
+FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_is_fraction_or_steps)]
+"""Part of a length as people write it: `0.1` is a tenth, `100` so many steps."""

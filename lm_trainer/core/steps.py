@@ -107,3 +107,15 @@ class BatchSchedule:
             max(0, end - start) * size
             for start, end, size in zip(self.sizes.starts, ends, self.sizes.values, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class TokenSchedule:
+    """How many tokens a run has seen at each step: all of its rows have the same length."""
+
+    batch: BatchSchedule
+    seq_len: int
+
+    def before(self, step: int) -> int:
+        """Tokens in all batches before that of `step`."""
+        return self.batch.rows_before(step) * self.seq_len

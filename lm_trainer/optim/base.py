@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import optax
 from pydantic import (
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     StrictBool,
@@ -19,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
 from lm_trainer.core.steps import TokenSchedule
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
@@ -65,12 +64,12 @@ class OptimizerConfig(Config):
     defaults; a number: with a history of that many steps."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The learning rate at the end of the decay, as a part of the peak."""
-    warmup: NonNegativeInt | NonNegativeFloat = 0.01
+    warmup: FractionOrSteps = 0.01
     """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
-    rewarmup: NonNegativeInt | NonNegativeFloat = 0.0
+    rewarmup: FractionOrSteps = 0.0
     """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
     learning rate jumps back to the peak."""
-    decay: NonNegativeInt | NonNegativeFloat | None = None
+    decay: FractionOrSteps | None = None
     """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps; null: everything after the
     warm-up. What is left between the two is at the peak."""
     cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
@@ -96,6 +95,13 @@ class OptimizerConfig(Config):
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
         cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
         return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens)
+
+    @field_validator("cycle_length")
+    @classmethod
+    def _is_a_length(cls, value: Any) -> Any:
+        if isinstance(value, float):
+            fraction_or_steps(value, 1)
+        return value
 
     @model_validator(mode="after")
     def _cycles_are_said_once(self) -> Self:

@@ -1,89 +1,86 @@
 """Learning-rate schedules: closed-form functions of the step number, evaluated on the host.
 
-A schedule is warm-up, then a stable phase at the peak, then a decay to `min_lr_ratio` times the peak.
+A schedule is one or more cycles of warm-up, a stable phase at the peak, and a decay to `min_lr_ratio` times the peak.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
-from lm_trainer.core.config import fraction_or_steps
+from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.optim.cycles import Cycle
 
-Schedule = Callable[[int], float]
-ScheduleName = Literal["constant", "linear", "cosine", "inv_sqrt", "inv"]
+ScheduleName = Literal["constant", "linear", "cosine", "inv_sqrt", "inv", "power"]
 
-
-class Phases(NamedTuple):
-    """Lengths of the phases, in steps."""
-
-    warmup: int
-    stable: int
-    decay: int
+POWER_SCALE, POWER_EXPONENT = 4.6, -0.51
+"""The constants a and b of the power schedule, as fitted in its paper for GPT models under maximal update scaling."""
 
 
-def plan_phases(warmup: float, decay: float | None, total: int) -> Phases:
-    """Splits `total` steps; `warmup` and `decay` are fractions (floats up to 1.0) or numbers of steps.
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate at each step, counted from 0; after the last step the final value is held.
 
-    Without a `decay` everything after the warm-up decays.
+    The first warm-up is linear from 0 at its first step, later ones from the final value of the cycle before; each
+    ends at the value with which the decay begins, which the stable phase holds. Without a re-warm-up the learning rate
+    jumps back. With t the steps since the decay began, D its length and m `min_ratio`, the decay is the peak times
 
-    Raises:
-        ValueError: when the phases do not fit into `total` steps.
-    """
-    warmup_steps = fraction_or_steps(warmup, total)
-    decay_steps = max(0, total - warmup_steps) if decay is None else fraction_or_steps(decay, total)
-    stable = total - warmup_steps - decay_steps
-    if stable < 0:
-        raise ValueError(
-            f"warmup ({warmup_steps} steps) and decay ({decay_steps} steps) do not fit into {total} training steps"
-        )
-    return Phases(warmup_steps, stable, decay_steps)
-
-
-def build_schedule(name: ScheduleName, phases: Phases, *, peak: float, min_ratio: float) -> Schedule:
-    """The learning rate at each step, counted from 0.
-
-    Warm-up is linear from 0 at step 0 to the peak at step `phases.warmup`. With t the steps since the decay began and
-    D its length, the decay is, m being `min_ratio`:
-
-    - `constant`: the peak;
-    - `linear`: peak * (1 - (1 - m) * t / D);
-    - `cosine`: peak * (m + (1 - m) * (1 + cos(pi * t / D)) / 2), Loshchilov and Hutter 2017, equation 5;
-    - `inv_sqrt`: peak * max(m, sqrt(w / (w + t))) with w the warm-up steps (at least 1), as in Vaswani et al. 2017;
-    - `inv`: peak / (1 + (1 / m - 1) * t / D), which reaches m at the end; m = 0 is an error.
-
-    After the last step the final value is held.
+    - `constant`: 1;
+    - `linear`: 1 - (1 - m) * t / D;
+    - `cosine`: m + (1 - m) * (1 + cos(pi * t / D)) / 2, Loshchilov and Hutter 2017, equation 5;
+    - `inv_sqrt`: max(m, sqrt(w / (w + t))) with w the steps of the first warm-up, at least 1, as in Vaswani et al.
+      2017, equation 3;
+    - `inv`: 1 / (1 + (1 / m - 1) * t / D), linear in 1 / rate, as in Wen et al. 2024, arXiv 2410.05192;
+    - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the cycle began, B the rows of the
+      batch, a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.
 
     Raises:
-        ValueError: for `inv` with `min_ratio` 0.
+        ValueError: for `inv` with `min_ratio` 0, and for `power` without `tokens`.
     """
-    if name == "inv" and min_ratio == 0:
-        raise ValueError("lr_schedule 'inv' cannot decay to 0: set min_lr_ratio above 0")
-    slope = 1 - min_ratio
-    steepness = 1 / min_ratio - 1 if min_ratio else 0.0
 
-    def decayed(since: int) -> float:
-        done = since / phases.decay
-        match name:
+    shape: ScheduleName
+    cycles: tuple[Cycle, ...]
+    peak: float
+    min_ratio: float
+    tokens: TokenSchedule | None = None
+
+    def __post_init__(self) -> None:
+        if self.shape == "inv" and self.min_ratio == 0:
+            raise ValueError("lr_schedule 'inv' cannot decay to 0: set min_lr_ratio above 0")
+        if self.shape == "power" and self.tokens is None:
+            raise ValueError("lr_schedule 'power' depends on the number of tokens in each step, which must be given")
+
+    def __call__(self, step: int) -> float:
+        number = bisect.bisect_right(self.cycles, step, key=lambda cycle: cycle.start) - 1
+        cycle = self.cycles[number]
+        step = min(step, cycle.end)
+        since = step - cycle.start
+        if since >= cycle.warmup:
+            return self.peak * self._decayed(cycle, max(0, step - cycle.decay_start))
+        low = self._decayed(self.cycles[number - 1], self.cycles[number - 1].decay) if number else 0.0
+        return self.peak * (low + (self._decayed(cycle, 0) - low) * since / cycle.warmup)
+
+    def _decayed(self, cycle: Cycle, since: int) -> float:
+        """The decay, as a part of the peak, `since` steps after it began."""
+        done, slope = since / max(1, cycle.decay), 1 - self.min_ratio
+        match self.shape:
             case "constant":
                 return 1.0
             case "linear":
                 return 1 - slope * done
             case "cosine":
-                return min_ratio + slope * (1 + math.cos(math.pi * done)) / 2
+                return self.min_ratio + slope * (1 + math.cos(math.pi * done)) / 2
             case "inv_sqrt":
-                width = max(1, phases.warmup)
-                return max(min_ratio, math.sqrt(width / (width + since)))
+                width = max(1, self.cycles[0].warmup)
+                return max(self.min_ratio, math.sqrt(width / (width + since)))
             case "inv":
-                return 1 / (1 + steepness * done)
+                return 1 / (1 + (1 / self.min_ratio - 1) * done)
+            case "power":
+                return min(1.0, max(self.min_ratio, self._power(cycle, cycle.decay_start + since) / self.peak))
 
-    def learning_rate(step: int) -> float:
-        if step < phases.warmup:
-            return peak * step / phases.warmup
-        since = step - phases.warmup - phases.stable
-        if since < 0 or phases.decay == 0:
-            return peak
-        return peak * decayed(min(since, phases.decay))
-
-    return learning_rate
+    def _power(self, cycle: Cycle, step: int) -> float:
+        assert self.tokens is not None
+        count = self.tokens.before(step) - self.tokens.before(cycle.start)
+        return self.tokens.batch.at(step) * POWER_SCALE * count**POWER_EXPONENT if count else math.inf

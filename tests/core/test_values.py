@@ -31,10 +31,26 @@ def test_a_bare_number_has_no_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "steps"), [(0.01, 10), (1.0, 1000), (1, 1), (250, 250), (250.0, 250), (0, 0), (0.0, 0)]
+    ("value", "steps"),
+    [
+        (0.01, 10),
+        (0.29, 290),
+        (0.057, 57),
+        (0.0019, 1),
+        (1.0, 1000),
+        (1, 1),
+        (250, 250),
+        (250.0, 250),
+        (0, 0),
+        (0.0, 0),
+    ],
 )
 def test_fractions_and_steps(value: float, steps: int) -> None:
     assert fraction_or_steps(value, 1000) == steps
+
+
+def test_fractions_are_decimal() -> None:
+    assert 0.29 * 100 < 29 == fraction_or_steps(0.29, 100)
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, 2.5])
