@@ -1,0 +1,71 @@
+"""Muon: momentum, orthogonalised, for the matrices of hidden layers; AdamW for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.matrices import (
+    orthogonalised_momentum,
+    other_rate,
+    rms_factors,
+    scale_each,
+    split_by_role,
+    width_factors,
+)
+from lm_trainer.optim.params import Params
+
+
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with the momentum of optax.contrib.muon.
+
+    Every layer's matrix is orthogonalised by itself, and the heads of one attention matrix together.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
+
+    type: Literal["muon"] = "muon"
+    learning_rate: PositiveFloat = 0.02
+    """The peak learning rate of matrices. With use_kimi_scaling it is that of AdamW, such as 6e-4."""
+    adam_lr: PositiveFloat = 6e-4
+    """The peak learning rate of embeddings, heads, biases and scales of norms; it follows the same schedule."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, multiplied by the learning rate of each parameter."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of gradients of matrices."""
+    nesterov: bool = True
+    """Looks one step ahead with the momentum of matrices."""
+    backend_steps: PositiveInt = 5
+    """Newton-Schulz iterations."""
+    muon_epsilon: PositiveFloat = 1e-8
+    """Added to the norm of a matrix before the iterations."""
+    use_kimi_scaling: bool = False
+    """Multiplies the orthogonal update by 0.2 sqrt(max(inputs, outputs)), which gives it the size of an update of AdamW
+    (Liu et al. 2025, arXiv 2502.16982), instead of by sqrt(max(1, outputs / inputs))."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay of the average of gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW: decay of the average of squared gradients."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW: added to the root of the second moment."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The orthogonalised momentum, scaled by the shape of the matrix; Adam's direction for what is no matrix."""
+        momentum = orthogonalised_momentum(
+            params,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            steps=self.backend_steps,
+            epsilon=self.muon_epsilon,
+        )
+        adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
+        factors = rms_factors(params, 0.2) if self.use_kimi_scaling else width_factors(params)
+        return optax.chain(split_by_role(params, momentum, adam), scale_each(factors))
+
+    def decay_rule(self, params: Params) -> optax.GradientTransformation:
+        """Adds the weight decay, then turns the learning rate into `adam_lr` for what is no matrix."""
+        return optax.chain(super().decay_rule(params), other_rate(params, self.adam_lr / self.learning_rate))

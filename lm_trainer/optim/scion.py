@@ -1,0 +1,49 @@
+"""Scion: the steepest step inside a ball of a norm that suits each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.matrices import orthogonalised_momentum, other_rate, scale_each, split_by_role, width_factors
+from lm_trainer.optim.params import Params
+
+
+class ScionConfig(OptimizerConfig):
+    """Unconstrained Scion (Pethick et al. 2025, arXiv 2502.07529, algorithm 1): the spectral norm for matrices of
+    hidden layers, the largest absolute value for all else, whose update is then a sign.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
+
+    type: Literal["scion"] = "scion"
+    learning_rate: PositiveFloat = 0.02
+    """The peak learning rate of matrices."""
+    scion_to_signum_lr: PositiveFloat = 0.25
+    """The learning rate of embeddings, heads, biases and scales of norms, as a part of that of matrices."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, multiplied by the learning rate of each parameter."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of gradients of matrices."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the average of gradients of all else."""
+    backend_steps: PositiveInt = 10
+    """Newton-Schulz iterations."""
+    scion_epsilon: PositiveFloat = 1e-8
+    """Added to the norm of a matrix before the iterations."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The orthogonalised average of gradients times sqrt(max(1, outputs / inputs)); the sign of that of others."""
+        spectral = orthogonalised_momentum(
+            params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
+        )
+        sign = optax.chain(optax.ema(self.beta1, debias=False), optax.scale_by_sign())
+        return optax.chain(split_by_role(params, spectral, sign), scale_each(width_factors(params)))
+
+    def decay_rule(self, params: Params) -> optax.GradientTransformation:
+        """Adds the weight decay, then takes `scion_to_signum_lr` of the learning rate for what is no matrix."""
+        return optax.chain(super().decay_rule(params), other_rate(params, self.scion_to_signum_lr))

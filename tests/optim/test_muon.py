@@ -1,0 +1,168 @@
+"""Muon and Scion against plain NumPy twins and, for a plain matrix, against optax."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from lm_trainer.optim import Param
+from lm_trainer.optim.muon import MuonConfig
+from lm_trainer.optim.scion import ScionConfig
+from tests.optim.common import PARAMS, Run, assert_close, changes_the_result, gradients, rate, run, run_twin
+
+Slot = dict[str, Any]
+
+
+def newton_schulz(x: np.ndarray, steps: int, epsilon: float) -> np.ndarray:
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = x.T if x.shape[0] > x.shape[1] else x
+    wide = wide / (np.linalg.norm(wide) + epsilon)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide.T if x.shape[0] > x.shape[1] else wide
+
+
+def orthogonalised(param: Param, m: np.ndarray, steps: int, epsilon: float, scale: str = "width") -> np.ndarray:
+    _, inputs, outputs = param.matrix_shape
+    factor = math.sqrt(max(1, outputs / inputs)) if scale == "width" else 0.2 * math.sqrt(max(inputs, outputs))
+    matrices = m.reshape(param.matrix_shape)
+    return factor * np.stack([newton_schulz(x, steps, epsilon) for x in matrices]).reshape(param.shape)
+
+
+def muon_twin(config: MuonConfig) -> Any:
+    def twin(param: Param, p: np.ndarray, g: np.ndarray, slot: Slot, step: int) -> np.ndarray:
+        if param.role == "matrix":
+            beta = config.momentum
+            m = slot["m"] = beta * slot.get("m", 0) + (1 - beta) * g
+            m = m / (1 - beta ** (step + 1)) if config.nesterov else m / (1 - beta**step)
+            if config.nesterov:
+                m = beta * m + (1 - beta) * g / (1 - beta**step)
+            scale = "rms" if config.use_kimi_scaling else "width"
+            return orthogonalised(param, m, config.backend_steps, config.muon_epsilon, scale)
+        m = slot["m"] = config.beta1 * slot.get("m", 0) + (1 - config.beta1) * g
+        v = slot["v"] = config.beta2 * slot.get("v", 0) + (1 - config.beta2) * g * g
+        direction = (m / (1 - config.beta1**step)) / (np.sqrt(v / (1 - config.beta2**step)) + config.epsilon)
+        return other_rate(config, param, p, direction, config.adam_lr / config.learning_rate)
+
+    return twin
+
+
+def other_rate(config: Any, param: Param, p: np.ndarray, direction: np.ndarray, ratio: float) -> np.ndarray:
+    """`run_twin` adds the decay afterwards; this makes up for its other learning rate."""
+    decay = config.weight_decay * p if param.role == "head" else 0.0
+    return ratio * direction + (ratio - 1) * decay
+
+
+def scion_twin(config: ScionConfig) -> Any:
+    def twin(param: Param, p: np.ndarray, g: np.ndarray, slot: Slot, step: int) -> np.ndarray:
+        beta = config.momentum if param.role == "matrix" else config.beta1
+        m = slot["m"] = beta * slot.get("m", 0) + (1 - beta) * g
+        if param.role == "matrix":
+            return orthogonalised(param, m, config.backend_steps, config.scion_epsilon)
+        return other_rate(config, param, p, np.sign(m), config.scion_to_signum_lr)
+
+    return twin
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MuonConfig(weight_decay=0.1),
+        MuonConfig(nesterov=False, use_kimi_scaling=True, momentum=0.8, backend_steps=3, max_grad_norm=None),
+    ],
+)
+def test_muon_equals_the_numpy_twin(config: MuonConfig) -> None:
+    assert_close(run(config), run_twin(config, muon_twin(config)), rtol=2e-4, atol=2e-5)
+
+
+def test_scion_equals_the_numpy_twin() -> None:
+    config = ScionConfig(weight_decay=0.1)
+    assert_close(run(config), run_twin(config, scion_twin(config)), rtol=2e-4, atol=2e-5)
+
+
+def test_muon_equals_optax_on_a_matrix() -> None:
+    param = Param("mlp.up.weight", (6, 9), ("embed", "mlp"))
+    training = Run(MuonConfig(max_grad_norm=None), {param.name: param})
+    reference: Any = {param.name: training.params[param.name]}
+    tx = optax.contrib.muon(1.0)
+    state = tx.init(reference)
+    for step in range(20):
+        grads = gradients(step, {param.name: param})
+        training.step(grads, lr=rate(step))
+        updates, state = jax.jit(tx.update)(grads, state, reference)
+        reference = optax.apply_updates(reference, optax.tree.scale(rate(step), updates))
+    assert_close(training.weights(), reference)
+
+
+def test_stacked_layers_are_matrices_of_their_own() -> None:
+    stacked = Param("w", (3, 4, 5), ("layers", "embed", "mlp"))
+    grads: Any = gradients(0, {"w": stacked})["w"]
+    for layer in range(3):
+        alone = MuonConfig().direction({"w": Param("w", (4, 5), ("embed", "mlp"))})
+        one: Any = alone.update({"w": grads[layer]}, alone.init({"w": grads[layer]}))[0]
+        all_layers = MuonConfig().direction({"w": stacked})
+        whole: Any = all_layers.update({"w": grads}, all_layers.init({"w": grads}))[0]
+        np.testing.assert_allclose(whole["w"][layer], one["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_singular_values_become_one() -> None:
+    grads: Any = gradients(0)
+    tx = ScionConfig().direction(PARAMS)
+    updates: Any = tx.update(grads, tx.init(grads))[0]
+    for name in ("stack.blocks.0.attention.q.weight", "stack.blocks.0.attention.out.weight"):
+        matrices = np.asarray(updates[name]).reshape(PARAMS[name].matrix_shape)
+        width = math.sqrt(max(1, matrices.shape[2] / matrices.shape[1]))
+        singular = np.linalg.svd(matrices / width, compute_uv=False)
+        assert np.all((singular > 0.6) & (singular < 1.3)), (name, singular)
+
+
+def test_each_parameter_has_the_learning_rate_of_its_kind() -> None:
+    weights = run(MuonConfig(adam_lr=1e-3), steps=1)
+    start = run(MuonConfig(adam_lr=1e-3), steps=0)
+    moved = {name: float(np.max(np.abs(weights[name] - start[name]))) for name in weights}
+    for name, param in PARAMS.items():
+        if param.role != "matrix":  # Adam's first update is the learning rate itself
+            assert moved[name] == pytest.approx(rate(0) * 1e-3 / 0.02, rel=1e-2), name
+        else:
+            assert moved[name] > 5 * rate(0) * 1e-3 / 0.02, name
+
+
+MUON_CHANGES = {
+    "adam_lr": 1e-2,
+    "weight_decay": 0.3,
+    "momentum": 0.5,
+    "nesterov": False,
+    "backend_steps": 2,
+    "muon_epsilon": 1.0,
+    "use_kimi_scaling": True,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "epsilon": 1e-1,
+    "max_grad_norm": 0.01,
+}
+SCION_CHANGES = {
+    "scion_to_signum_lr": 1.0,
+    "weight_decay": 0.3,
+    "momentum": 0.5,
+    "beta1": 0.3,
+    "backend_steps": 3,
+    "scion_epsilon": 1.0,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), MUON_CHANGES.items())
+def test_every_field_of_muon_matters(field: str, value: Any) -> None:
+    # Clipping changes nothing where every step is rescaled anyway, but for epsilon.
+    base = MuonConfig(epsilon=1e-2, max_grad_norm=None) if field == "max_grad_norm" else MuonConfig()
+    assert changes_the_result(base, **{field: value})
+
+
+@pytest.mark.parametrize(("field", "value"), SCION_CHANGES.items())
+def test_every_field_of_scion_matters(field: str, value: Any) -> None:
+    assert changes_the_result(ScionConfig(), **{field: value})
