@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import itertools
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from lm_trainer.core.config import Config
+from lm_trainer.data.mixture import shares
 from lm_trainer.data.shuffle import AnyShuffle, FullShuffle, NoShuffle, ShuffleConfig
-from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, shards_of_urls
+from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
 
 
@@ -20,6 +25,9 @@ def _as_list(value: Any) -> Any:
 
 Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
+SINGLE_SET = "train"
+"""What the only set of a configuration without `configs` is called."""
+
 _LATER = "not available yet"
 
 
@@ -27,25 +35,32 @@ class SetConfig(Config):
     """One set of documents: where they come from, and how they are read."""
 
     train_urls: Urls = []
-    """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2` and `.xz` are
-    unpacked. `.jsonl` files hold one document per line under `text_key`, `.txt`, `.md`, `.py` and the like hold one."""
+    """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz` and
+    `.zst` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row under `text_key`, `.txt`,
+    `.md`, `.py` and the like hold one."""
     validation_urls: Urls = []
     """Files to evaluate on, like `train_urls`. If absent, nothing is held out from `train_urls` and evaluation is left
     out."""
+    id: str | None = None
+    """A data set of the Hugging Face hub, such as `org/dataset`, in place of `train_urls`."""
+    name: str | None = None
+    """Which configuration (subset) of the data set `id`; its default one, if absent."""
+    revision: str | None = None
+    """Branch, tag or commit of the data set `id`; `main`, if absent."""
+    stream: bool = True
+    """Whether to read the data set `id` over the network while tokenising; `false` first keeps a copy of its files."""
+    splits: list[str] = Field(default=["train", "validation"], min_length=1, max_length=2)
+    """The splits of the data set `id`: that to train on and, if any, that to evaluate on."""
     source: AnySource | None = None
     """How to read documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
     text_key: str = "text"
-    """The field of a JSON line that holds the document."""
+    """The field of a record (a JSON line, a Parquet row) that holds the document."""
     cache_dir: str | None = None
     """Where tokenised text is kept: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
-        "id": f"Hugging Face datasets are {_LATER}; name their files with train_urls",
-        "name": f"Hugging Face datasets are {_LATER}; name their files with train_urls",
-        "stream": f"Hugging Face datasets are {_LATER}; name their files with train_urls",
-        "splits": f"Hugging Face datasets are {_LATER}; use train_urls and validation_urls",
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "format": f"chat and prompt formats are {_LATER}; plain text is read by text_key",
         "chat_template": f"chat formats are {_LATER}",
@@ -54,19 +69,29 @@ class SetConfig(Config):
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
+        if self.source is None and self.validation_urls and not self.train_urls:
+            return self  # only evaluated
+        if self.id is not None and (self.source or self.train_urls or self.validation_urls):
+            raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
+        if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.model_fields_set):
+            raise ValueError(f"{', '.join(sorted(unused))} can only be set with id, a data set of the hub")
         takes_urls = bool(self.train_urls) if self.source is None else self.source.takes_urls
         if takes_urls and not self.train_urls:
             raise ValueError("this source needs train_urls")
         if not takes_urls and (self.train_urls or self.validation_urls):
             key = "train_urls" if self.train_urls else "validation_urls"
             hint = "remove one of the two" if self.source else "name your own train_urls too"
-            raise ValueError(f"the embedded source brings its own text, so {key} does not fit; {hint}")
+            kind = self.source.type if self.source else "embedded"
+            raise ValueError(f"the {kind} source brings its own text, so {key} does not fit; {hint}")
         return self
 
     @property
     def source_config(self) -> SourceConfig | None:
         """The source in use; None = each file by its name."""
-        return self.source or (None if self.train_urls else Embedded())
+        if self.id is not None:
+            keys = {"id", "name", "revision", "stream", "splits"} & self.model_fields_set
+            return HuggingFace(**{key: getattr(self, key) for key in keys})
+        return self.source or (None if self.train_urls or self.validation_urls else Embedded())
 
     def shards(self, split: Split) -> list[Shard]:
         """The shards of one split; [] where there is none.
@@ -80,7 +105,12 @@ class SetConfig(Config):
             return shards_of_urls(split, urls, self.text_key)
         if source.takes_urls and not urls:
             return []
-        return source.shards(split, urls, self.text_key)
+        return checked_shards(source, split, urls, self.text_key, ())
+
+
+Weight = Annotated[float, Field(ge=0)]
+Stage = tuple[NonNegativeInt, dict[str, Weight]]
+PerSet = PositiveInt | dict[str, PositiveInt]
 
 
 class DataConfig(SetConfig):
@@ -99,14 +129,29 @@ class DataConfig(SetConfig):
     num_workers: int | None = Field(default=None, ge=0)
     """Processes that tokenise; 0 is none but this one. If absent, by the size of the source and the number of cores."""
 
+    configs: dict[str, SetConfig] = {}
+    """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
+    block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
+    train_weights: dict[str, Weight] | list[Stage] | None = None
+    """How much of training each set of `configs` makes up, in rows: `{wiki: 0.7, code: 0.3}`; weights need not sum
+    to 1, and a set of weight 0 is only evaluated. Or weights that change at given steps, counted from 0:
+    `[[0, {wiki: 0.7, code: 0.3}], [10000, {wiki: 1}]]`. Proportions are exact to one row at any time between changes,
+    as far as parts of 1/65536 can express them."""
+    stop_strategy: Literal["restart", "first_exhausted", "all_exhausted"] = "restart"
+    """What the end of a set means: `restart` begins it anew, in another order, for as long as training goes on. With
+    `first_exhausted` the data end when a set would begin anew, with `all_exhausted` when every set has come to its end
+    once; a run of more steps is refused, and told how many there are."""
+    epochs: PerSet | None = None
+    """Passes after which a set counts as exhausted by `stop_strategy`; for all sets, or by name. 1, if absent."""
+    max_train_batches: PerSet | None = None
+    """Trains on the first rows of a set alone: as many as make so many batches of the first step's size; for all sets,
+    or by name."""
+    num_validation_sequences: PerSet | None = None
+    """Holds the last rows of the training text out, so many, as validation text; for all sets, or by name."""
+
     refused_keys: ClassVar[Mapping[str, str]] = {
         **SetConfig.refused_keys,
-        "configs": f"mixtures are {_LATER}",
-        "train_weights": f"mixtures are {_LATER}",
-        "stop_strategy": f"mixtures are {_LATER}",
-        "mixture_block_size": f"mixtures are {_LATER}, and will need no block size",
-        "max_train_batches": f"limits for each set are {_LATER}",
-        "num_validation_sequences": f"holding out training text is {_LATER}; use validation_urls",
+        "mixture_block_size": "proportions hold in every prefix, so there are no blocks; remove the key",
         "experiment_budget": f"simulated epoching is {_LATER}",
         "target_budget": f"simulated epoching is {_LATER}",
         "permutation_type": "the permutation is always a Feistel network; remove the key",
@@ -117,6 +162,54 @@ class DataConfig(SetConfig):
         "vocab_size": "the tokenizer decides; for one trained here set tokenizer.vocab_size",
     }
 
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if not self.configs:
+            if self.train_weights is not None:
+                raise ValueError("train_weights needs configs: the sets that it weighs, by name")
+            if self.source is None and self.validation_urls and not self.train_urls:
+                raise ValueError(
+                    "the embedded source brings its own text, so validation_urls does not fit; "
+                    "name your own train_urls too"
+                )
+        else:
+            self._check_sets()
+        if self.epochs is not None and self.stop_strategy == "restart":
+            raise ValueError("epochs only means something with stop_strategy: first_exhausted or all_exhausted")
+        for key in ("epochs", "max_train_batches", "num_validation_sequences"):
+            value = getattr(self, key)
+            self._check_names(key, value if isinstance(value, dict) else {})
+        return self
+
+    def _check_sets(self) -> None:
+        if here := sorted((self.model_fields_set & SetConfig.model_fields.keys()) - {"cache_dir"}):
+            raise ValueError(f"{here[0]} belongs to a single set; with configs, write it below configs.NAME")
+        if bad := [name for name in self.configs if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".")]:
+            raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-` and `.`")
+        if self.train_weights is None:
+            raise ValueError("configs needs train_weights: how much of training each set makes up")
+        steps = [step for step, _ in self._weights()]
+        if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+            raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
+        for step, weights in self._weights():
+            self._check_names("train_weights", weights)
+            try:
+                shares(list(weights.values()))
+            except ValueError as error:
+                raise ValueError(f"train_weights from step {step} on: {error}") from None
+        named = {name for _, weights in self._weights() for name in weights}
+        for name, found in self.configs.items():
+            if name not in named and (found.train_urls or found.source):
+                raise ValueError(f"train_weights says nothing about {name}; give it 0 to evaluate on it only")
+            if name in self.trained and found.source is None and found.validation_urls and not found.train_urls:
+                raise ValueError(f"train_weights trains on {name}, which has no train_urls; give it the weight 0")
+
+    def _check_names(self, key: str, value: Mapping[str, Any]) -> None:
+        if unknown := [name for name in value if name not in self.sets]:
+            near = difflib.get_close_matches(unknown[0], self.sets, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.sets)}"
+            raise ValueError(f"{key}: there is no set {unknown[0]}; {hint}")
+
     @property
     def tokenizer_config(self) -> TokenizerConfig:
         return tokenizer_config(self.tokenizer)
@@ -126,3 +219,28 @@ class DataConfig(SetConfig):
         if isinstance(self.shuffle, bool):
             return FullShuffle() if self.shuffle else NoShuffle()
         return self.shuffle
+
+    @property
+    def sets(self) -> dict[str, SetConfig]:
+        """The sets of the mixture; without one, this block itself as `train`."""
+        return dict(self.configs) or {SINGLE_SET: self}
+
+    @property
+    def stages(self) -> list[tuple[int, tuple[int, ...]]]:
+        """(first step, shares of the sets that are trained on) for each change of the weights."""
+        return [(step, shares([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()]
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the sets that have a weight at some step."""
+        weighted = {name for _, weights in self._weights() for name, weight in weights.items() if weight}
+        return [name for name in self.sets if name in weighted]
+
+    def _weights(self) -> list[Stage]:
+        if not self.configs or self.train_weights is None:
+            return [(0, {SINGLE_SET: 1.0})]
+        return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
+
+    def of_set(self, value: PerSet | None, name: str) -> int | None:
+        """What a setting that may differ by set says about one."""
+        return value.get(name) if isinstance(value, dict) else value

@@ -32,6 +32,10 @@ def texts(rows: list[Row | BadRow]) -> list[str]:
     return [row.text for row in rows if isinstance(row, Row)]
 
 
+def zstd(content: bytes) -> bytes:
+    return pytest.importorskip("zstandard").compress(content)
+
+
 def test_braces_expand_as_in_a_shell() -> None:
     assert expand_braces("x.{1..3}-of-3.gz") == ["x.1-of-3.gz", "x.2-of-3.gz", "x.3-of-3.gz"]
     assert expand_braces("{08..10}") == ["08", "09", "10"]
@@ -46,7 +50,8 @@ def test_small_files_share_a_shard_and_large_ones_have_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+    ("suffix", "compress"),
+    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd)],
 )
 def test_lines_of_json(tmp_path: Path, suffix: str, compress) -> None:
     lines = [json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": "ünï", "x": [1]})]
@@ -81,7 +86,7 @@ def test_another_text_key(tmp_path: Path) -> None:
         (b'{"text": null}', "is null, not a string"),
         (b'{"text": 3}', "is a number, not a string"),
         (b'{"text": ["a"]}', "is a list, not a string"),
-        (b'["a"]', "expected a JSON object"),
+        (b'["a"]', "expected an object with the field 'text', found a list"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )
@@ -266,7 +271,10 @@ class TestConfig:
             ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "train_urls does not fit; remove one"),
             ({"validation_urls": ["a.jsonl"]}, "validation_urls does not fit; name your own"),
             ({"source": {"type": "jsonl"}}, "needs train_urls"),
-            ({"source": {"type": "parquet"}}, "'embedded', 'jsonl', 'text'"),
+            ({"source": {"type": "csv"}}, "'embedded', 'huggingface', 'memory', 'jsonl', 'parquet', 'text'"),
+            ({"source": {"type": "memory", "train": ["a"]}, "train_urls": ["a.txt"]}, "the memory source brings"),
+            ({"id": "org/set", "train_urls": ["a.txt"]}, "remove it, or source, train_urls"),
+            ({"name": "en", "train_urls": ["a.txt"]}, "name can only be set with id"),
         ],
     )
     def test_contradictions_are_refused(self, section: dict, message: str) -> None:
@@ -275,7 +283,7 @@ class TestConfig:
 
     def test_every_later_key_is_refused_with_a_reason(self) -> None:
         assert not DataConfig.refused_keys.keys() & DataConfig.model_fields.keys()
-        assert {"id", "stream", "train_weights", "configs"} <= DataConfig.refused_keys.keys()
+        assert {"plaintext", "permutation_type", "enforce_eos"} <= DataConfig.refused_keys.keys()
 
 
 def test_processes_that_only_tokenise_import_no_jax() -> None:

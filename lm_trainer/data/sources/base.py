@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
@@ -19,6 +19,8 @@ class Row(NamedTuple):
     """`file` or `file:line`, for error messages."""
     text: str
     ends_document: bool = True
+    record: Mapping[str, Any] | None = None
+    """The fields that were asked for, where the format reads more than text; `text` is empty then."""
 
 
 class BadRow(NamedTuple):
@@ -61,13 +63,53 @@ class SourceConfig(Config):
 
     takes_urls: ClassVar[bool] = True
     """Whether the source reads `data.train_urls` and `data.validation_urls`."""
+    has_fields: ClassVar[bool] = True
+    """Whether its rows are records, of which a format can ask for several fields."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Names of files, without a compression suffix, that are read by this source when none is named."""
 
-    def shards(self, split: Split, urls: Sequence[str], text_key: str) -> list[Shard]:
+    def shards(
+        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
         """Lists the shards of one split in their fixed order; [] where the source has no such split.
+
+        Args:
+            split: which split.
+            urls: the files, for sources that take them.
+            text_key: the field of a record that is the document.
+            fields: if any, rows carry these fields of each record, and no text.
 
         Raises:
             UserError: if files are missing or the source has nothing to give.
         """
         raise NotImplementedError
+
+
+def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
+    """The row, without its place, that a record makes; see `SourceConfig.shards` for the arguments."""
+    if not isinstance(value, Mapping):
+        names = " and ".join(repr(name) for name in fields or (text_key,))
+        return bad(f"expected an object with the field {names}, found {kind_of(value)}")
+    for name in fields or (text_key,):
+        if name not in value:
+            known = ", ".join(sorted(map(str, value))[:8]) or "none"
+            key = "data.format" if fields else "data.text_key"
+            return bad(f"no field {name!r} (fields: {known}); {key} names the field to read")
+    if fields:
+        return Row(0, "", "", record={name: value[name] for name in fields})
+    text = value[text_key]
+    return (
+        Row(0, "", text) if isinstance(text, str) else bad(f"the field {text_key!r} is {kind_of(text)}, not a string")
+    )
+
+
+def bad(reason: str) -> BadRow:
+    """A bad row whose place is still to be filled in."""
+    return BadRow(0, "", reason)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in the words of JSON."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    names |= {bytes: "bytes", int: "a number", float: "a number"}
+    return names.get(type(value), f"a {type(value).__name__}")

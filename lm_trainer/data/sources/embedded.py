@@ -46,9 +46,12 @@ class Embedded(SourceConfig):
     """The share of the documents that is held out for validation."""
 
     takes_urls: ClassVar[bool] = False
+    has_fields: ClassVar[bool] = False
 
-    def shards(self, split: Split, urls: Sequence[str] = (), text_key: str = "text") -> list[Shard]:
-        del urls, text_key
+    def shards(
+        self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        del urls, text_key, fields
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
         for document in sorted(library(), key=lambda document: _hash(f"sample/{document.name}")):

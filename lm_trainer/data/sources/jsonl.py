@@ -1,4 +1,4 @@
-"""JSON lines: one object per line, its text under one key."""
+"""JSON: one object per line, or files that are one array of objects."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
-from lm_trainer.data.sources.urls import File, group, list_files, numbered, open_binary, total_text_size
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, read_record
+from lm_trainer.data.sources.urls import File, group, list_files, numbered, open_binary, suffix, total_text_size
 
 
 class JsonLines(SourceConfig):
-    """Files with one JSON object per line; the document stands under `data.text_key`."""
+    """Files with one JSON object per line; the document stands under `data.text_key`.
+
+    A file whose name ends in `.json` may also be one array of such objects; it is then read at once.
+    """
 
     type: Literal["jsonl"] = "jsonl"
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson")
 
-    def shards(self, split: Split, urls: Sequence[str], text_key: str) -> list[Shard]:
-        return [JsonShard(files, text_key) for files in group(list_files(urls, f"data.{split}_urls"))]
+    def shards(
+        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        files = list_files(urls, f"data.{split}_urls")
+        return [JsonShard(run, text_key, fields) for run in group(files)]
 
 
 @dataclass(frozen=True)
 class JsonShard:
-    """Some files, in order; a row is a line."""
+    """Some files, in order; a row is a line, or an item of an array."""
 
     files: tuple[File, ...]
     text_key: str
+    fields: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -38,48 +46,46 @@ class JsonShard:
         return total_text_size(self.files)
 
     def identity(self) -> dict[str, Any]:
-        return {"type": "jsonl", "text_key": self.text_key, "files": [file.identity() for file in self.files]}
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {"type": "jsonl", **what, "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (where, line) in numbered((_lines(file) for file in self.files), start):
-            text = self._text(line)
-            if isinstance(text, BadRow):
-                yield text._replace(number=number, where=where)
-            else:
-                yield Row(number, where, text)
+        for number, (where, item) in numbered((_items(file) for file in self.files), start):
+            row = self._row(item)
+            yield row._replace(number=number, where=where)
 
-    def _text(self, line: bytes) -> str | BadRow:
-        if not line.strip():
-            return ""
+    def _row(self, item: Any) -> Row | BadRow:
+        if not isinstance(item, bytes):
+            return read_record(item, self.text_key, self.fields)
+        if not item.strip():
+            return Row(0, "", "")
         try:
-            value = json.loads(line.decode("utf-8-sig"))
+            value = json.loads(item.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            return _bad(
-                f"invalid UTF-8 at byte {error.start} of the line, near {line[max(0, error.start - 8) :][:16]!r}"
+            return bad(
+                f"invalid UTF-8 at byte {error.start} of the line, near {item[max(0, error.start - 8) :][:16]!r}"
             )
         except json.JSONDecodeError as error:
-            return _bad(f"not JSON ({error.msg} at column {error.colno}): {line[:60].decode('utf-8', 'replace')!r}")
+            return bad(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
         except RecursionError:
-            return _bad("JSON nested too deeply")
-        if not isinstance(value, dict):
-            return _bad(f"expected a JSON object with the field {self.text_key!r}, found {_kind(value)}")
-        if self.text_key not in value:
-            known = ", ".join(sorted(value)[:8]) or "none"
-            return _bad(f"no field {self.text_key!r} (fields: {known}); data.text_key names the field to read")
-        text = value[self.text_key]
-        return text if isinstance(text, str) else _bad(f"the field {self.text_key!r} is {_kind(text)}, not a string")
+            return bad("JSON nested too deeply")
+        return read_record(value, self.text_key, self.fields)
 
 
-def _lines(file: File) -> Iterator[tuple[str, bytes]]:
+def _items(file: File) -> Iterator[tuple[str, Any]]:
+    """Lines as bytes, or what a file's array holds."""
     with open_binary(file) as stream:
         for number, line in enumerate(stream, start=1):
+            if number == 1 and suffix(file.url) == ".json" and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
+                yield from _array(file, line + stream.read())
+                return
             yield f"{file.url}:{number}", line
 
 
-def _bad(reason: str) -> BadRow:
-    return BadRow(0, "", reason)
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def _array(file: File, content: bytes) -> Iterator[tuple[str, Any]]:
+    try:
+        items = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.url} begins like an array of JSON objects, but is none: {error}") from None
+    for number, item in enumerate(items):
+        yield f"{file.url}[{number}]", item

@@ -23,10 +23,13 @@ class TextFiles(SourceConfig):
 
     type: Literal["text"] = "text"
 
+    has_fields: ClassVar[bool] = False
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".html", ".c", ".h", ".js")
 
-    def shards(self, split: Split, urls: Sequence[str], text_key: str) -> list[Shard]:
-        del text_key
+    def shards(
+        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        del text_key, fields
         return [TextShard(files) for files in group(list_files(urls, f"data.{split}_urls"))]
 
 

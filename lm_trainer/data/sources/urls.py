@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 import fsspec
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.zstd import open_zstd
 
 SHARD_BYTES = 64 << 20
 """Small files are read together until this many stored bytes; a larger file is a shard of its own."""
@@ -24,7 +25,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_VERSION_KEYS = ("etag", "ETag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
+_VERSION_KEYS = ("blob_id", "etag", "ETag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
 
 
 class File(NamedTuple):
@@ -33,6 +34,8 @@ class File(NamedTuple):
     url: str
     size: int
     version: str
+    download: bool = False
+    """Whether a file of the Hugging Face hub is copied into the hub's cache before it is read."""
 
     @property
     def compressed(self) -> bool:
@@ -155,9 +158,11 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     Raises:
         UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
     """
+    packed = file.url.lower().endswith(".zst")
     try:
-        with fsspec.open(file.url, "rb", compression="infer") as stream:
-            yield stream  # pyright: ignore[reportReturnType]
+        url = _local_copy(file.url) if file.download else file.url
+        with fsspec.open(url, "rb", compression=None if packed else "infer") as stream:
+            yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise UserError(
             f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
@@ -171,6 +176,15 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         if "compression" not in str(error).lower():
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
+
+
+def _local_copy(url: str) -> str:
+    """Where the hub's cache holds the file `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it does not."""
+    from huggingface_hub import hf_hub_download
+
+    name, _, rest = url.removeprefix("hf://datasets/").partition("@")
+    commit, _, path = rest.partition("/")
+    return hf_hub_download(name, path, repo_type="dataset", revision=commit)
 
 
 def total_text_size(files: Sequence[File]) -> int | None:

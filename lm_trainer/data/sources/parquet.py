@@ -1,0 +1,121 @@
+"""Parquet files, read row group by row group and only in the columns that are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, read_record
+from lm_trainer.data.sources.urls import File, group, list_files, open_binary
+
+_BATCH_ROWS = 1024
+
+
+class Parquet(SourceConfig):
+    """Parquet files; the document stands in the column `data.text_key`. Needs the package `pyarrow`."""
+
+    type: Literal["parquet"] = "parquet"
+
+    suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
+
+    def shards(
+        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        files = list_files(urls, f"data.{split}_urls")
+        return [ParquetShard(run, text_key, fields) for run in group(files)]
+
+
+@dataclass(frozen=True)
+class ParquetShard:
+    """Some files, in order; a row is a row."""
+
+    files: tuple[File, ...]
+    text_key: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {"type": "parquet", **what, "files": [file.identity() for file in self.files]}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        before = 0
+        for file in self.files:
+            with open_binary(file) as stream:
+                table = _open(file, stream, self.fields or (self.text_key,))
+                count = table.metadata.num_rows
+                if before + count > start:
+                    yield from self._rows_of(file, table, before, start)
+                before += count
+
+    def _rows_of(self, file: File, table: Any, before: int, start: int) -> Iterator[Row | BadRow]:
+        """The rows of one file from number `start` on; `before` is the number of its first."""
+        number, groups = before, []
+        for index in range(table.num_row_groups):
+            rows = table.metadata.row_group(index).num_rows
+            if not groups and number + rows <= start:
+                number += rows
+            else:
+                groups.append(index)
+        columns = list(self.fields or (self.text_key,))
+        for batch in _batches(file, table, groups, columns):
+            for record in _records(batch):
+                if number >= start:
+                    row = record if isinstance(record, BadRow) else read_record(record, self.text_key, self.fields)
+                    yield row._replace(number=number, where=f"{file.url}:{number - before + 1}")
+                number += 1
+
+
+def _records(batch: Any) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
+
+
+def _record(row: Any) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return bad(f"invalid UTF-8 at byte {error.start} of the text")
+
+
+def _open(file: File, stream: Any, columns: tuple[str, ...]) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"cannot read {file.url}: Parquet needs a package; run: pip install pyarrow") from None
+    try:
+        table = pyarrow.parquet.ParquetFile(stream)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{file.url} is truncated or damaged, or no Parquet file: {error}") from None
+    names = table.schema_arrow.names
+    for column in columns:
+        if column not in names:
+            raise UserError(
+                f"{file.url} has no column {column!r} (columns: {', '.join(names)}); "
+                "data.text_key or data.format names the column to read"
+            )
+    return table
+
+
+def _batches(file: File, table: Any, groups: list[int], columns: list[str]) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from table.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(
+            f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
+            "what was read from other files is kept"
+        ) from None
