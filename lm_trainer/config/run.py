@@ -10,9 +10,11 @@ from pydantic import model_validator
 
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config
+from lm_trainer.core.steps import BatchSchedule, TokenSchedule, int_steps
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.optim import AdamConfig, AnyOptimizer
+from lm_trainer.optim.schedule import Schedule
 
 _OPERATIONAL = {
     "trainer": frozenset(
@@ -38,6 +40,9 @@ _OPERATIONAL = {
             "replica_dcn_axis_size",
             "jax_compilation_cache_dir",
             "require_accelerator",
+            "allow_partial_checkpoint",
+            "distributed",
+            "shutdown_at_exit",
         }
     ),
     "data": frozenset({"cache_dir", "num_workers"}),
@@ -56,16 +61,21 @@ class RunConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     optimizer: AnyOptimizer = AdamConfig()
 
+    def learning_rate(self) -> Schedule:
+        """The learning rate as a function of the step, from 0."""
+        batch = BatchSchedule(int_steps(self.trainer.train_batch_size))
+        return self.optimizer.schedule(self.trainer.num_train_steps, TokenSchedule(batch, self.model.seq_len))
+
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
         try:
-            self.optimizer.schedule(self.trainer.num_train_steps)
+            self.learning_rate()
         except ValueError as error:
             raise ValueError(f"optimizer: {error}") from None
         return self
 
 
-def numeric_identity(config: RunConfig) -> dict[str, Any]:
+def numeric_identity(config: Config) -> dict[str, Any]:
     """The part of a configuration that decides the run's numbers, as plain data."""
     plain = config.model_dump(mode="json")
     jax_config = plain["trainer"]["jax_config"]
