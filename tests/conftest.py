@@ -40,6 +40,8 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
+        "WANDB_DATA_DIR": f"{_CACHE.name}/wandb",
+        "TRACKIO_DIR": f"{_CACHE.name}/trackio",
     }
 )
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):

@@ -11,24 +11,29 @@ from pydantic import Field
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import Composite, TrackedRun, Tracker, TrackerConfig, report
 from lm_trainer.trackers.console import Progress
-from lm_trainer.trackers.jsonl import JsonlTracker, read_metrics
+from lm_trainer.trackers.jsonl import JsonlConfig, JsonlTracker, read_metrics
+from lm_trainer.trackers.noop import NoopConfig, NoopTracker
 from lm_trainer.trackers.tensorboard import TensorboardConfig
+from lm_trainer.trackers.trackio import TrackioConfig
 from lm_trainer.trackers.wandb import WandbConfig
 
 AnyTracker = Annotated[
-    TensorboardConfig | WandbConfig,
+    WandbConfig | TensorboardConfig | TrackioConfig | JsonlConfig | NoopConfig,
     Field(discriminator="type"),
 ]
 
 __all__ = [
     "AnyTracker",
     "Composite",
+    "JsonlConfig",
     "JsonlTracker",
+    "NoopConfig",
     "Progress",
     "TensorboardConfig",
     "TrackedRun",
     "Tracker",
     "TrackerConfig",
+    "TrackioConfig",
     "WandbConfig",
     "open_trackers",
     "read_metrics",
@@ -36,7 +41,12 @@ __all__ = [
 
 
 def open_trackers(
-    configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str, resume_step: int = 0
+    configs: Sequence[AnyTracker],
+    *,
+    run_dir: str | Path,
+    run_id: str,
+    resume_step: int = 0,
+    process_index: int = 0,
 ) -> Composite:
     """Opens metrics.jsonl and all that is configured; close what is returned.
 
@@ -46,12 +56,15 @@ def open_trackers(
         run_id: the name of the run.
         resume_step: how many steps are done and restored; records of later steps are dropped, because they come
             again. 0 drops everything that is there.
+        process_index: of several processes that train one run, only the first, 0, writes anything.
 
     Raises:
         MachineError: when metrics.jsonl cannot be written.
         UserError: when a tracker needs something from the user, such as a package. One that fails for another
             reason, such as a service that does not answer, is reported and left out.
     """
+    if process_index:
+        return Composite(NoopTracker(), ())
     run = TrackedRun(Path(run_dir), run_id, resume_step)
     always, others = JsonlTracker(run), []
     try:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,20 @@ class Tracker(Protocol):
 
     def log_text(self, name: str, text: str, *, step: int) -> None: ...
 
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        """`counts` (int64 [bins]) of values between neighbours of `edges` (float64 [bins + 1], finite, ascending)."""
+        ...
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        """A file or directory that belongs to the run and is complete; the same name again is a newer version.
+
+        Args:
+            name: such as `config`.
+            path: it exists, and may change or go once this returns.
+            type: what it is, such as `config`, `environment`, `program` or `profile`.
+        """
+        ...
+
     def close(self) -> None:
         """Writes out everything that is still buffered."""
         ...
@@ -63,6 +80,19 @@ class TrackerConfig(Config):
             UserError: when the user has to change something first: a missing package, an unwritable directory.
         """
         raise NotImplementedError
+
+
+def require_package(package: str, extra: str) -> None:
+    """For the validator of a tracker's configuration.
+
+    Raises:
+        ValueError: when the package cannot be imported, naming the extra that installs it.
+    """
+    if find_spec(package) is None:
+        raise ValueError(
+            f"the package {package} is not installed; run `pip install 'lm_trainer[{extra}]'`, or choose another "
+            f"tracker, for example `type: tensorboard`"
+        )
 
 
 class Composite:
@@ -87,17 +117,29 @@ class Composite:
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Records the resolved configuration; passwords inside URLs are blanked."""
-        clean = without_credentials(config)
+        clean = without_credentials(as_plain(config))
         self._each(lambda tracker: tracker.log_config(clean))
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Records facts about the run as a whole; scalars of NumPy and JAX are accepted."""
-        clean = {name: as_plain(value) for name, value in summary.items()}
+        clean = without_credentials(as_plain(summary))
         self._each(lambda tracker: tracker.log_summary(clean))
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         """Records a text, such as a sample of the model."""
         self._each(lambda tracker: tracker.log_text(name, text, step=step))
+
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        """Records a histogram; arguments as for `Tracker`.
+
+        Raises:
+            MachineError: when the run's own file cannot be written.
+        """
+        self._each(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        """Hands a file or directory of the run to the trackers that keep such; arguments as for `Tracker`."""
+        self._each(lambda tracker: tracker.log_artifact(name, path, type=type))
 
     def close(self) -> None:
         """Closes every tracker, even where one of them fails; safe to call twice."""
@@ -161,17 +203,3 @@ def as_plain(value: Any) -> Any:
         return as_number("", value)
     except TypeError:
         return str(value)
-
-
-_URL_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
-
-
-def without_credentials(value: Any) -> Any:
-    """A plain copy in which `https://user:password@host` is `https://***@host`."""
-    if isinstance(value, str):
-        return _URL_CREDENTIALS.sub("***@", value)
-    if isinstance(value, Mapping):
-        return {str(k): without_credentials(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_credentials(v) for v in value]
-    return as_plain(value)

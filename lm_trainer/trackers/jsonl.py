@@ -1,4 +1,4 @@
-"""The record that every run keeps in its directory: metrics.jsonl, texts.jsonl and summary.json."""
+"""The record that every run keeps in its directory: metrics.jsonl, summary.json, and lines of texts and histograms."""
 
 from __future__ import annotations
 
@@ -9,17 +9,33 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.files import write_atomically
-from lm_trainer.trackers.base import TrackedRun
+from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 
 logger = logging.getLogger(__name__)
 
-METRICS, TEXTS, SUMMARY = "metrics.jsonl", "texts.jsonl", "summary.json"
+METRICS, TEXTS, HISTOGRAMS, SUMMARY = "metrics.jsonl", "texts.jsonl", "histograms.jsonl", "summary.json"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonlConfig(TrackerConfig):
+    """Writes a second copy of the record that the run directory always holds, for example on a shared disk."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+    """The directory; metrics.jsonl and its companions go to `path`/run id."""
+
+    def open(self, run: TrackedRun) -> JsonlTracker:
+        directory = Path(self.path).expanduser() / run.id
+        make_writable(directory, "trainer.tracker.path")
+        return JsonlTracker(replace(run, dir=directory))
 
 
 class JsonlTracker:
@@ -27,7 +43,8 @@ class JsonlTracker:
 
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
     since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
-    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). Texts have `name` and `text` instead of metrics.
+    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). Texts have `name` and `text` instead of metrics,
+    histograms `name`, `counts` and `edges`.
 
     Raises:
         MachineError: here and in every method, when a file cannot be written. What was written before stays whole.
@@ -35,14 +52,16 @@ class JsonlTracker:
 
     def __init__(self, run: TrackedRun):
         self._run = run
-        self._metrics = _JsonLines(run.dir / METRICS, run.resume_step)
-        self._texts = _JsonLines(run.dir / TEXTS, run.resume_step) if (run.dir / TEXTS).exists() else None
+        self._files = {METRICS: _JsonLines(run.dir / METRICS, run.resume_step)}
+        for name in (TEXTS, HISTOGRAMS):
+            if (run.dir / name).exists():
+                self._lines(name)
         self._summary: dict[str, Any] = {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if reserved := metrics.keys() & {"step", "time"}:
             raise ValueError(f"a metric cannot be called {sorted(reserved)[0]!r}")
-        self._metrics.write(_record(step) | {name: _encode(value) for name, value in metrics.items()})
+        self._lines(METRICS).write(_record(step) | {name: _encode(value) for name, value in metrics.items()})
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Nothing: the run directory has its config.yaml."""
@@ -56,14 +75,24 @@ class JsonlTracker:
             raise _machine_error(path, error) from error
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
-        if self._texts is None:
-            self._texts = _JsonLines(self._run.dir / TEXTS, self._run.resume_step)
-        self._texts.write({**_record(step), "name": name, "text": text})
+        self._lines(TEXTS).write({**_record(step), "name": name, "text": text})
+
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
+        self._lines(HISTOGRAMS).write({**_record(step), "name": name, **histogram})
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        """Nothing: artifacts are files of the run directory."""
 
     def close(self) -> None:
-        for lines in (self._metrics, self._texts):
-            if lines is not None:
-                lines.close()
+        for lines in self._files.values():
+            lines.close()
+
+    def _lines(self, name: str) -> _JsonLines:
+        """The file of this name; what a resumed run computes again has been dropped from it."""
+        if name not in self._files:
+            self._files[name] = _JsonLines(self._run.dir / name, self._run.resume_step)
+        return self._files[name]
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:

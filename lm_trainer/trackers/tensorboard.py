@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
@@ -41,7 +44,7 @@ class TensorboardTracker:
         from tensorboardX import event_file_writer, record_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._text_summary = summary.text
+        self._text_summary, self._hparams = summary.text, summary.hparams
         # The generated classes, whose names type checkers cannot see.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
@@ -66,12 +69,34 @@ class TensorboardTracker:
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
+        for summary in self._hparams(dict(_hyperparameters(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
+            self._write(0, summary=summary)
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         self.log_text("summary", _as_markdown(summary), step=0)
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         self._write(step, summary=self._text_summary(name, text))
+
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        # The bucket limits have to ascend; neighbours that are equal have nothing between them.
+        keep = np.append(edges[2:] > edges[1:-1], True)
+        middles = (edges[:-1] + edges[1:]) / 2
+        histogram = self._summaries.HistogramProto(
+            min=edges[0],
+            max=edges[-1],
+            num=counts.sum(),
+            sum=(counts * middles).sum(),
+            sum_squares=(counts * middles**2).sum(),
+            bucket_limit=edges[1:][keep].tolist(),
+            bucket=np.add.reduceat(counts, np.append(0, np.flatnonzero(keep)[:-1] + 1)).tolist(),
+        )
+        self._write(
+            step, summary=self._summaries.Summary(value=[self._summaries.Summary.Value(tag=name, histo=histogram)])
+        )
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        """Nothing: TensorBoard shows no files, and the run directory has them."""
 
     def close(self) -> None:
         self._file.close()
@@ -86,3 +111,14 @@ class TensorboardTracker:
 
 def _as_markdown(values: Mapping[str, Any]) -> str:
     return "```json\n" + json.dumps(values, indent=1) + "\n```"
+
+
+def _hyperparameters(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of a configuration by dotted key, as TensorBoard can compare them between runs."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _hyperparameters(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        yield key, json.dumps(value)
+    else:
+        yield key, value

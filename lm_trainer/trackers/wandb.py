@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from pydantic import model_validator
+
 from lm_trainer.core.errors import UserError
-from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
 
 STEP = "global_step"
 """The x axis of all metrics. W&B's own step cannot go back, so it would drop what a resumed run computes again."""
@@ -33,12 +37,21 @@ class WandbConfig(TrackerConfig):
     """Default: the id of the run, so that a resumed run goes on in the same place."""
     name: str | None = None
     """What W&B shows. Default: the id."""
+    resume: Literal["allow", "must", "never", "auto"] = "allow"
+    """What to do where W&B knows the id: `allow` goes on in that run, `never` refuses; `must` refuses where it does
+    not; `auto` goes on only after a crash on the same machine."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """`offline` writes to the run directory, for a later `wandb sync`. Default: WANDB_MODE, else online."""
     save_code: bool = True
-    """Upload the files of lm_trainer that git tracks, if it runs from a checkout."""
+    """Upload the files that git tracks in the repository of the main script, else of lm_trainer; hidden files, such
+    as `.env`, and those over 1 MB are left out."""
     save_xla_dumps: bool = False
     """Upload, at the end, what XLA dumped; needs `--xla_dump_to=DIRECTORY` in the environment's XLA_FLAGS."""
+
+    @model_validator(mode="after")
+    def _is_installed(self) -> WandbConfig:
+        require_package("wandb", "wandb")
+        return self
 
     def open(self, run: TrackedRun) -> WandbTracker:
         return WandbTracker(self, run)
@@ -48,14 +61,9 @@ class WandbTracker:
     """One W&B run, resumed if W&B knows its id."""
 
     def __init__(self, config: WandbConfig, run: TrackedRun):
-        try:
-            import wandb
-            from wandb.errors import UsageError
-        except ImportError:
-            raise UserError(
-                "trainer.tracker: the package wandb is not installed; run `pip install lm_trainer[wandb]`, or choose "
-                "another tracker, for example `type: tensorboard`"
-            ) from None
+        import wandb
+        from wandb.errors import UsageError
+
         self._wandb = wandb
         self._dump_dir = _xla_dump_directory() if config.save_xla_dumps else None
         identity = config.id or run.id
@@ -69,9 +77,10 @@ class WandbTracker:
                 tags=config.tags or None,
                 mode=config.mode,
                 dir=str(run.dir),
-                resume="allow",
-                # W&B would copy the main script and a diff of the whole checkout, whatever they contain.
-                settings=wandb.Settings(console="off", disable_code=True),
+                resume=config.resume,
+                # W&B would copy the main script, a diff of the whole checkout, the command line and the address of the
+                # repository, whatever secrets they contain.
+                settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
             )
         except UsageError as error:
             raise UserError(f"trainer.tracker: W&B refused to start: {error}; or set `mode: offline`") from error
@@ -85,7 +94,7 @@ class WandbTracker:
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
         if self._sources:
-            self._run.log_artifact(self._source_artifact())
+            self._upload("source", "source", self._sources)
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         self._run.summary.update(dict(summary))
@@ -94,37 +103,62 @@ class WandbTracker:
         table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
         self._run.log({STEP: step, name: table})
 
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        self._run.log({STEP: step, name: self._wandb.Histogram(np_histogram=(counts, edges))})
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        files = {path.name: path}
+        if path.is_dir():
+            files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
+        self._upload(name, type, files)
+
     def close(self) -> None:
         if self._dump_dir is not None and self._dump_dir.is_dir():
-            artifact = self._wandb.Artifact(f"xla-dumps-{self._run.id}", type="xla_dumps")
-            artifact.add_dir(str(self._dump_dir))
-            self._run.log_artifact(artifact)
+            self.log_artifact("xla-dumps", self._dump_dir, type="xla_dumps")
         self._run.finish()
 
-    def _source_artifact(self) -> Any:
-        artifact = self._wandb.Artifact(f"source-{self._run.id}", type="source")
-        for name, path in self._sources.items():
-            artifact.add_file(str(path), name=name)
-        return artifact
+    def _upload(self, name: str, type: str, files: Mapping[str, Path]) -> None:
+        artifact = self._wandb.Artifact(f"{name}-{self._run.id}", type=type)
+        for entry, path in files.items():
+            artifact.add_file(str(path), name=entry)
+        self._run.log_artifact(artifact)
 
 
 def tracked_sources() -> dict[str, Path]:
-    """Relative name -> path of the files beside the package that git tracks, but hidden and large ones.
+    """Relative name -> path of what git tracks in the repository of the main script, but hidden and large files.
 
-    Empty where lm_trainer does not run from a checkout.
+    Where git does not track the main script, as is so for `lmt`, it is the checkout that lm_trainer runs from; empty
+    where there is none.
     """
-    root = Path(__file__).resolve().parents[2]
-    try:
-        listed = subprocess.run(
-            ["git", "-C", str(root), "ls-files", "-z"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    root = (main and _repository(Path(main).resolve())) or _repository(Path(__file__).resolve())
+    if root is None:
         return {}
+    listed = _git(root, "ls-files", "-z") or ""
     names = [name for name in listed.split("\0") if name and not any(p.startswith(".") for p in name.split("/"))]
     files = {name: root / name for name in names}
     return {
         n: p for n, p in files.items() if p.is_file() and not p.is_symlink() and p.stat().st_size <= _MAX_SOURCE_BYTES
     }
+
+
+def _repository(file: Path) -> Path | None:
+    """The top of the checkout in which git tracks `file`."""
+    if not _git(file.parent, "ls-files", "--error-unmatch", file.name):
+        return None
+    top = _git(file.parent, "rev-parse", "--show-toplevel")
+    return Path(top.strip()) if top else None
+
+
+def _git(directory: Path, *command: str) -> str | None:
+    """What git prints; None where it fails or is not installed."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *command], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def _xla_dump_directory() -> Path:

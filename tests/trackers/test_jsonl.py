@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.core.errors import EXIT_CRASH, MachineError
-from lm_trainer.trackers import Composite, open_trackers, read_metrics
+from lm_trainer.core.errors import EXIT_CRASH, MachineError, UserError
+from lm_trainer.trackers import Composite, JsonlConfig, open_trackers, read_metrics
 
 
 def open_record(run_dir: Path, resume_step: int = 0) -> Composite:
@@ -189,3 +189,30 @@ def test_texts_and_summary_have_files_of_their_own(tmp_path):
         "path": str(tmp_path),
     }
     assert steps_in(tmp_path) == []
+
+
+def test_a_copy_holds_what_the_run_directory_holds(tmp_path):
+    config, run_dir = JsonlConfig(path=str(tmp_path / "copies")), tmp_path / "run"
+    run_dir.mkdir()
+    with contextlib.closing(open_trackers([config], run_dir=run_dir, run_id="a", resume_step=0)) as trackers:
+        for step in (1, 2, 3):
+            trackers.log({"train/loss": 1 / step}, step=step)
+            trackers.log_histogram("grads", np.array([step, 0]), np.array([-1.0, 0.0, 0.5]), step=step)
+    with contextlib.closing(open_trackers([config], run_dir=run_dir, run_id="a", resume_step=2)) as trackers:
+        trackers.log({"train/loss": 1 / 3}, step=3)
+    assert steps_in(run_dir) == [1, 2, 3]
+    files = {path.name: path.read_bytes() for path in run_dir.iterdir()}
+    assert sorted(files) == ["histograms.jsonl", "metrics.jsonl"]
+    without_time = [json.loads(line) | {"time": 0} for line in files["histograms.jsonl"].splitlines()]
+    assert without_time == [
+        {"step": step, "time": 0, "name": "grads", "counts": [step, 0], "edges": [-1.0, 0.0, 0.5]} for step in (1, 2)
+    ]
+    for name in files:
+        copy = [json.loads(line) | {"time": 0} for line in (tmp_path / "copies/a" / name).read_bytes().splitlines()]
+        assert copy == [json.loads(line) | {"time": 0} for line in files[name].splitlines()]
+
+
+def test_a_copy_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"trainer\.tracker\.path"):
+        open_trackers([JsonlConfig(path=str(tmp_path / "file"))], run_dir=tmp_path, run_id="r")

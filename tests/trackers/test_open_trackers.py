@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
+from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import (
     AnyTracker,
+    NoopConfig,
     TensorboardConfig,
     TrackedRun,
     TrackerConfig,
@@ -21,7 +25,9 @@ from lm_trainer.trackers import (
 )
 
 MEMBERS: tuple[type[TrackerConfig], ...] = get_args(get_args(AnyTracker)[0])
-CALLS = ("log", "log_config", "log_summary", "log_text")
+CALLS = ("log", "log_config", "log_summary", "log_text", "log_histogram", "log_artifact")
+REQUIRED = {"jsonl": {"path": "copies"}}
+PACKAGES = {"wandb", "trackio"}
 
 
 class Recording:
@@ -59,6 +65,8 @@ def call_all(trackers: Any, step: int) -> None:
     trackers.log_config({"a": 1})
     trackers.log_summary({"b": 2})
     trackers.log_text("c", "d", step=step)
+    trackers.log_histogram("e", np.array([1, 2]), np.array([0.0, 1.0, 2.0]), step=step)
+    trackers.log_artifact("f", Path(__file__), type="test")
 
 
 @pytest.mark.parametrize("fails_in", CALLS)
@@ -120,13 +128,61 @@ def test_trackers_get_plain_numbers_and_no_passwords(tmp_path):
     assert config == {"data": {"urls": ["https://***@host/x.jsonl", "s3://bucket/a@b"]}, "n": 1}
 
 
+def of_type(name: str, **fields: Any) -> Any:
+    if name in PACKAGES:
+        pytest.importorskip(name)
+    return TypeAdapter(AnyTracker).validate_python({"type": name} | REQUIRED.get(name, {}) | fields)
+
+
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
 def test_every_kind_is_chosen_by_its_type(member):
-    name = member.model_fields["type"].default
-    assert type(TypeAdapter(AnyTracker).validate_python({"type": name})) is member
+    assert type(of_type(member.model_fields["type"].default)) is member
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_every_kind_takes_every_call_twice(member, in_tmp_path, caplog):
+    config = of_type(member.model_fields["type"].default)
+    (in_tmp_path / "run").mkdir()
+    trackers = open_trackers([config], run_dir=in_tmp_path / "run", run_id="r")
+    with contextlib.closing(trackers):
+        call_all(trackers, 1)
+        call_all(trackers, 2)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_missing_package_is_found_with_the_configuration(name, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("lm_trainer.trackers.base.find_spec", lambda n: None if n == name else find(n))
+    with pytest.raises(
+        ValidationError, match=rf"package {name} is not installed; run `pip install 'lm_trainer\[{name}"
+    ):
+        TypeAdapter(AnyTracker).validate_python({"type": name})
+
+
+def test_only_the_first_process_writes(tmp_path):
+    configs: Any = [Fake(tracker := Recording())]
+    for index in (1, 0):
+        trackers = open_trackers(configs, run_dir=tmp_path, run_id="r", process_index=index)
+        with contextlib.closing(trackers):
+            call_all(trackers, 1)
+        assert bool(tracker.calls) == (tmp_path / "metrics.jsonl").exists() == (index == 0)
+
+
+def test_a_list_may_be_empty_or_hold_nothing_but_the_record(tmp_path):
+    for configs in ([], [NoopConfig()]):
+        with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+            call_all(trackers, 1)
+        assert {p.name for p in tmp_path.iterdir()} == {
+            "metrics.jsonl",
+            "texts.jsonl",
+            "histograms.jsonl",
+            "summary.json",
+        }
 
 
 def test_the_configurations_of_other_files_are_read():
+    pytest.importorskip("wandb")
     adapter = TypeAdapter(AnyTracker)
     wandb = adapter.validate_python({"type": "wandb", "project": "p", "entity": "e", "tags": ["a"], "save_code": False})
     assert isinstance(wandb, WandbConfig)

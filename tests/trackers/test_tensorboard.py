@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
@@ -83,9 +84,41 @@ def test_text_and_configuration_are_shown(tmp_path):
     with contextlib.closing(trackers):
         trackers.log_text("sample", "def f(): ...", step=3)
         trackers.log_config({"model": {"num_layers": 2}})
-    values = {v.tag: v.tensor.string_val[0].decode() for e in events(tmp_path / "tensorboard") for v in e.summary.value}
+    shown = [v for e in events(tmp_path / "tensorboard") for v in e.summary.value]
+    values = {v.tag: v.tensor.string_val[0].decode() for v in shown if v.HasField("tensor")}
     assert values["sample/text_summary"] == "def f(): ..."
     assert '"num_layers": 2' in values["config/text_summary"]
+
+
+def test_the_configuration_can_be_compared_between_runs(tmp_path):
+    from tensorboardX.proto import plugin_hparams_pb2
+
+    trackers = open_trackers([TensorboardConfig()], run_dir=tmp_path, run_id="r")
+    with contextlib.closing(trackers):
+        trackers.log_config({"model": {"num_layers": 2, "type": "gpt2"}, "data": {"urls": ["a", "b"], "cache": None}})
+    plugins = [
+        plugin_hparams_pb2.HParamsPluginData.FromString(v.metadata.plugin_data.content)  # pyright: ignore[reportAttributeAccessIssue]
+        for e in events(tmp_path / "tensorboard")
+        for v in e.summary.value
+        if v.metadata.plugin_data.plugin_name == "hparams"
+    ]
+    (start,) = [p.session_start_info.hparams for p in plugins if p.HasField("session_start_info")]
+    assert set(start) == {"model.num_layers", "model.type", "data.urls"}
+    assert (start["model.num_layers"].number_value, start["model.type"].string_value) == (2, "gpt2")
+    assert start["data.urls"].string_value == '["a", "b"]'
+
+
+def test_histograms_are_shown_as_such(tmp_path):
+    trackers = open_trackers([TensorboardConfig()], run_dir=tmp_path, run_id="r")
+    with contextlib.closing(trackers):
+        trackers.log_histogram("grads", np.array([3, 0, 5]), np.array([-1.0, 0.0, 1.0, 2.0]), step=7)
+        trackers.log_histogram("one value", np.array([1, 2, 4, 8]), np.array([0.0, 1.0, 1.0, 1.0, 2.0]), step=7)
+    shown = {v.tag: v.histo for e in events(tmp_path / "tensorboard") if e.step == 7 for v in e.summary.value}
+    grads = shown["grads"]
+    assert (grads.min, grads.max, grads.num, grads.sum) == (-1, 2, 8, 6)
+    assert list(zip(grads.bucket_limit, grads.bucket, strict=True)) == [(0, 3), (1, 0), (2, 5)]
+    one = shown["one value"]
+    assert list(zip(one.bucket_limit, one.bucket, strict=True)) == [(1, 7), (2, 8)]
 
 
 def test_a_log_directory_holds_one_directory_for_each_run(tmp_path):

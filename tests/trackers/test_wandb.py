@@ -6,11 +6,13 @@ import contextlib
 import json
 import math
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lm_trainer.core.errors import UserError
@@ -94,6 +96,11 @@ def test_no_secret_is_written(wandb, tmp_path):
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
+def git(directory: Path, *command: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "-C", str(directory), *identity, *command], check=True, capture_output=True)
+
+
 def test_the_code_that_is_saved_is_what_git_tracks():
     sources = tracked_sources()
     if not sources:
@@ -102,10 +109,57 @@ def test_the_code_that_is_saved_is_what_git_tracks():
     assert [name for name in sources if name.startswith(".") or "/." in name] == []
 
 
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install lm_trainer\[wandb\]"):
-        open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")
+def test_the_code_of_the_main_script_is_saved(tmp_path, monkeypatch):
+    git(tmp_path, "init")
+    for name in ("scripts/train.py", "model.py", ".env", "untracked.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("pass")
+    (tmp_path / "large.bin").write_bytes(bytes(1 << 21))
+    git(tmp_path, "add", "scripts", "model.py", ".env", "large.bin")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "scripts/train.py"))
+    assert tracked_sources() == {name: tmp_path / name for name in ("model.py", "scripts/train.py")}
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "untracked.py"))
+    assert "model.py" not in tracked_sources()
+
+
+@pytest.mark.parametrize(
+    ("fields", "passed"),
+    [
+        ({}, {"resume": "allow", "mode": None, "group": None, "name": "r", "id": "r"}),
+        ({"resume": "must", "mode": "offline"}, {"resume": "must", "mode": "offline"}),
+        ({"group": "g", "name": "n", "id": "i"}, {"group": "g", "name": "n", "id": "i"}),
+    ],
+    ids=str,
+)
+def test_fields_reach_wandb(wandb, tmp_path, monkeypatch, fields, passed):
+    given: dict[str, Any] = {}
+
+    def init(**options: Any) -> Any:
+        given.update(options)
+        raise wandb.errors.UsageError("seen")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(UserError, match="W&B refused to start: seen"):
+        open_trackers([WandbConfig(**fields)], run_dir=tmp_path, run_id="r")
+    assert {name: given[name] for name in passed} == passed
+
+
+def test_histograms_and_artifacts_are_kept(wandb, tmp_path):
+    (tmp_path / "hlo").mkdir()
+    (tmp_path / "hlo/step.txt").write_text("HloModule")
+    (tmp_path / "config.yaml").write_text("model: {}")
+    config = WandbConfig(save_code=False)
+    with contextlib.closing(open_trackers([config], run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log_histogram("grads", np.array([3, 5]), np.array([0.0, 1.0, 2.0]), step=4)
+        trackers.log_artifact("config", tmp_path / "config.yaml", type="config")
+        trackers.log_artifact("hlo", tmp_path / "hlo", type="program")
+    (row,) = history(tmp_path)
+    assert (row["global_step"], row["grads/values"], row["grads/bins"]) == (4, [3, 5], [0, 1, 2])
+    artifacts = {r.artifact.name: r.artifact for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"}
+    assert {n: (a.type, [e.path for e in a.manifest.contents]) for n, a in artifacts.items()} == {
+        "config-r": ("config", ["config.yaml"]),
+        "hlo-r": ("program", ["step.txt"]),
+    }
 
 
 def test_dumps_that_nobody_asks_xla_for_are_refused(wandb, tmp_path, monkeypatch):

@@ -1,0 +1,46 @@
+"""No tracker besides metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+
+
+class NoopConfig(TrackerConfig):
+    """Tracks nothing; the run directory has its metrics.jsonl all the same."""
+
+    type: Literal["noop"] = "noop"
+
+    def open(self, run: TrackedRun) -> NoopTracker:
+        del run
+        return NoopTracker()
+
+
+class NoopTracker:
+    """Takes everything and writes nothing: also what all processes of a run but the first have."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        pass
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        pass
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        pass
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        pass
+
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        pass
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,95 @@
+"""Trackio: a dashboard on the own machine, or in a Hugging Face Space."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import model_validator
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
+
+
+class TrackioConfig(TrackerConfig):
+    """Logs to Trackio: `pip install "lm_trainer[trackio]"`; `trackio show` opens the dashboard."""
+
+    type: Literal["trackio"] = "trackio"
+    project: str = "lm_trainer"
+    """The runs that the dashboard compares."""
+    name: str | None = None
+    """Name of the run. Default: its id."""
+    group: str | None = None
+    """Runs that belong together."""
+    space_id: str | None = None
+    """A Hugging Face Space to log to, as in `user/space`, with the token of `hf auth login`. Default: the environment's
+    TRACKIO_SPACE_ID, else this machine, in TRACKIO_DIR."""
+
+    @model_validator(mode="after")
+    def _is_installed(self) -> TrackioConfig:
+        require_package("trackio", "trackio")
+        return self
+
+    def open(self, run: TrackedRun) -> TrackioTracker:
+        return TrackioTracker(self, run)
+
+
+class TrackioTracker:
+    """One Trackio run, which a resumed run goes on with.
+
+    What a resumed run computes again is there twice: Trackio cannot drop records, and the numbers are the same.
+    """
+
+    def __init__(self, config: TrackioConfig, run: TrackedRun):
+        import trackio
+
+        self._trackio = trackio
+        with _quiet():
+            try:
+                self._run: Any = trackio.init(
+                    config.project,
+                    name=config.name or run.id,
+                    group=config.group,
+                    space_id=config.space_id,
+                    resume="allow" if run.resume_step else "never",
+                    embed=False,
+                    auto_log_cpu=False,
+                )
+            except ValueError as error:
+                raise UserError(f"trainer.tracker: Trackio refused to start: {error}") from error
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        # Trackio sends the configuration with the first metrics.
+        self._run.config.update(config)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        self.log_text("summary", f"```json\n{json.dumps(summary, indent=1)}\n```", step=int(summary.get("step", 0)))
+
+    def log_text(self, name: str, text: str, *, step: int) -> None:
+        self._run.log({name: self._trackio.Markdown(text)}, step=step)
+
+    def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
+        self._run.log({name: self._trackio.Histogram(np_histogram=(counts, edges))}, step=step)
+
+    def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        with _quiet():
+            self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
+
+    def close(self) -> None:
+        with _quiet():
+            self._trackio.finish()  # unlike the run's own, nothing is left for the interpreter's exit
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Trackio prints, which would break the progress bar."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
