@@ -60,17 +60,19 @@ class SetConfig(Config):
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
+    tags: list[str] = []
+    """Groups of evaluation sets that this one belongs to; losses are averaged over each group too."""
+
     refused_keys: ClassVar[Mapping[str, str]] = {
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "format": f"chat and prompt formats are {_LATER}; plain text is read by text_key",
         "chat_template": f"chat formats are {_LATER}",
-        "tags": f"named evaluation sets are {_LATER}; use validation_urls",
     }
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
-        if self.source is None and self.validation_urls and not self.train_urls:
-            return self  # only evaluated
+        if self._only_evaluated():
+            return self
         if self.id is not None and (self.source or self.train_urls or self.validation_urls):
             raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
         if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.model_fields_set):
@@ -84,6 +86,9 @@ class SetConfig(Config):
             kind = self.source.type if self.source else "embedded"
             raise ValueError(f"the {kind} source brings its own text, so {key} does not fit; {hint}")
         return self
+
+    def _only_evaluated(self) -> bool:
+        return not (self.source or self.id or self.train_urls) and bool(self.validation_urls)
 
     @property
     def source_config(self) -> SourceConfig | None:
@@ -167,7 +172,7 @@ class DataConfig(SetConfig):
         if not self.configs:
             if self.train_weights is not None:
                 raise ValueError("train_weights needs configs: the sets that it weighs, by name")
-            if self.source is None and self.validation_urls and not self.train_urls:
+            if self._only_evaluated():
                 raise ValueError(
                     "the embedded source brings its own text, so validation_urls does not fit; "
                     "name your own train_urls too"
@@ -199,9 +204,9 @@ class DataConfig(SetConfig):
                 raise ValueError(f"train_weights from step {step} on: {error}") from None
         named = {name for _, weights in self._weights() for name in weights}
         for name, found in self.configs.items():
-            if name not in named and (found.train_urls or found.source):
+            if name not in named and not found._only_evaluated():
                 raise ValueError(f"train_weights says nothing about {name}; give it 0 to evaluate on it only")
-            if name in self.trained and found.source is None and found.validation_urls and not found.train_urls:
+            if name in self.trained and found._only_evaluated():
                 raise ValueError(f"train_weights trains on {name}, which has no train_urls; give it the weight 0")
 
     def _check_names(self, key: str, value: Mapping[str, Any]) -> None:

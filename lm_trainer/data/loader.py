@@ -1,13 +1,9 @@
-"""Batches for training and evaluation, read ahead by Grain's threads.
-
-Shape letters: B rows of this host.
-"""
+"""Batches for training, read ahead by Grain's threads."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import grain
@@ -15,39 +11,21 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.shuffle import ShuffleConfig
-from lm_trainer.data.stream import TokenStream
-from lm_trainer.data.windows import read_windows
+from lm_trainer.core.steps import BatchSchedule
+from lm_trainer.data.evalset import check_rows
+from lm_trainer.data.order import TrainOrder
+
+HostRows = range | Callable[[int], range]
+"""The rows of the global batch that this host holds; where its size changes, from that size."""
 
 _THREADS, _READ_AHEAD = 2, 4
 
 
-@dataclass(frozen=True)
-class TrainSet:
-    """The order of training: row r of step s is draw s * batch_size + r, on whatever host and device it lands."""
-
-    stream: TokenStream
-    seq_len: int
-    eos_id: int
-    shuffle: ShuffleConfig
-    seed: int
-
-    @property
-    def num_windows(self) -> int:
-        return len(self.stream) // self.seq_len
-
-    def rows(self, step: int, batch_size: int, rows: range) -> Batch:
-        """Some rows of the global batch of one step."""
-        draws_B = step * batch_size + np.arange(rows.start, rows.stop, dtype=np.int64)
-        windows_B = self.shuffle.locate(draws_B, self.num_windows, self.seed)
-        return read_windows(self.stream, windows_B, self.seq_len, self.eos_id)
-
-
 class _StepSource:
-    """A random-access source for Grain: element i is this host's rows of step `first_step + i`."""
+    """A random-access source for Grain: element i is this host's rows of step `steps[i]`."""
 
-    def __init__(self, train: TrainSet, batch_size: int, rows: range, steps: range):
-        self._train, self._batch_size, self._rows, self._steps = train, batch_size, rows, steps
+    def __init__(self, order: TrainOrder, schedule: BatchSchedule, rows: Callable[[int], range], steps: range):
+        self._order, self._schedule, self._rows, self._steps = order, schedule, rows, steps
         self.closed = threading.Event()
 
     def __len__(self) -> int:
@@ -56,18 +34,25 @@ class _StepSource:
     def __getitem__(self, index: Any) -> Batch:
         if self.closed.is_set():
             raise RuntimeError("the iterator of batches has been closed")
-        return self._train.rows(self._steps[int(index)], self._batch_size, self._rows)
+        step = self._steps[int(index)]
+        rows = self._rows(self._schedule.at(step))
+        first = self._schedule.rows_before(step)
+        return self._order.read(np.arange(first + rows.start, first + rows.stop, dtype=np.int64))
 
     def __repr__(self) -> str:
-        return f"steps {self._steps} of batches of {self._batch_size}, rows {self._rows}"
+        return f"steps {self._steps} of {self._schedule}"
 
 
 class TrainIterator(Iterator[Batch]):
     """The batches of consecutive steps. Close it to end its threads."""
 
-    def __init__(self, train: TrainSet, batch_size: int, rows: range, steps: range):
-        check_rows(batch_size, rows)
-        self._source = _StepSource(train, batch_size, rows, steps)
+    def __init__(self, order: TrainOrder, schedule: BatchSchedule, rows: HostRows, steps: range):
+        if not callable(rows) and len(set(schedule.sizes.values)) > 1:
+            raise UserError("the batch size changes, so the rows of this host must be given as a function of it")
+        host_rows = rows if callable(rows) else lambda _: rows
+        for size in schedule.sizes.values:
+            check_rows(size, host_rows(size))
+        self._source = _StepSource(order, schedule, host_rows, steps)
         self._grain: Any = None
         if steps:
             options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_READ_AHEAD)
@@ -86,40 +71,3 @@ class TrainIterator(Iterator[Batch]):
         if self._grain is not None:
             self._grain.close()
             self._grain = None
-
-
-@dataclass(frozen=True)
-class EvalSet:
-    """All of a held-out set in order, each token once."""
-
-    name: str
-    stream: TokenStream
-    seq_len: int
-    eos_id: int
-    num_documents: int
-    text_bytes: int
-    """UTF-8 bytes of the text, for bits per byte."""
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.stream)
-
-    @property
-    def num_windows(self) -> int:
-        return -(-len(self.stream) // self.seq_len)
-
-    def num_batches(self, batch_size: int) -> int:
-        return -(-self.num_windows // batch_size)
-
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterator[Batch]:
-        """This host's rows of each global batch; where the set ends, rows are padding: weight 0 and segment -1."""
-        check_rows(batch_size, rows)
-        count = self.num_batches(batch_size)
-        for index in range(count if max_batches is None else min(count, max_batches)):
-            windows_B = index * batch_size + np.arange(rows.start, rows.stop, dtype=np.int64)
-            yield read_windows(self.stream, windows_B, self.seq_len, self.eos_id)
-
-
-def check_rows(batch_size: int, rows: range) -> None:
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
-        raise UserError(f"rows {rows} are no part of a batch of {batch_size}")

@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.builder import Build, BuildOptions, BuildProgress, OnProgress
-from lm_trainer.data.config import DataConfig
-from lm_trainer.data.layout import Ledger, fingerprint, make_manifest, token_dtype
-from lm_trainer.data.loader import EvalSet, TrainIterator, TrainSet
+from lm_trainer.data.config import SINGLE_SET, DataConfig, SetConfig
+from lm_trainer.data.evalset import EvalSet
+from lm_trainer.data.layout import fingerprint, make_manifest, token_dtype
+from lm_trainer.data.opened import Data, OpenSet
+from lm_trainer.data.order import TrainSet
+from lm_trainer.data.shuffle import seed_of
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import MISSING, Store
 from lm_trainer.data.stream import TokenStream
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, Tokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.data.tokenizer.hf import load_pretrained
+from lm_trainer.data.windows import Windows
 
 DEFAULT_CACHE = "cache"
 _RECIPE = "tokenizer/recipe.json"
-
-
-class Data:
-    """Everything that training and evaluation read, in an order that depends on the seed alone.
-
-    Attributes:
-        tokenizer: of the text.
-        seq_len: length of the rows.
-        cache_dir: where the caches are.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, cache_dir: str, train: TrainSet, ledgers: dict[str, Ledger], evals: Any):
-        self.tokenizer, self.cache_dir, self.seq_len = tokenizer, cache_dir, train.seq_len
-        self._train, self._ledgers, self._evals = train, ledgers, evals
-        self._open: list[TrainIterator] = []
-
-    @property
-    def num_train_tokens(self) -> int:
-        return len(self._train.stream)
-
-    @property
-    def num_train_windows(self) -> int:
-        """Rows in one epoch."""
-        return self._train.num_windows
-
-    def fingerprint(self) -> str:
-        """Differs whenever some batch may: hashes the tokens, their meaning and the order, not where they come from."""
-        return fingerprint(
-            {
-                "tokens": {name: ledger.sha256 for name, ledger in self._ledgers.items()},
-                "eos_id": self.tokenizer.eos_id,
-                "vocab_size": self.tokenizer.vocab_size,
-                "seq_len": self.seq_len,
-                "seed": self._train.seed,
-                "shuffle": self._train.shuffle.model_dump(mode="json"),
-            }
-        )
-
-    def train(self, batch_size: int, *, rows: range, first_step: int = 0, num_steps: int) -> TrainIterator:
-        """The batches of the steps [first_step, first_step + num_steps), through as many epochs as they take.
-
-        Args:
-            batch_size: rows of the global batch.
-            rows: which of them this host holds.
-            first_step: where to begin; costs the same for any step.
-            num_steps: how many batches to give.
-        """
-        iterator = TrainIterator(self._train, batch_size, rows, range(first_step, first_step + num_steps))
-        self._open.append(iterator)
-        return iterator
-
-    def validation(self) -> dict[str, EvalSet]:
-        """The held-out sets by name; empty where the configuration names none."""
-        return dict(self._evals)
-
-    def close(self) -> None:
-        """Ends the threads of every iterator given out."""
-        for iterator in self._open:
-            iterator.close()
-        self._open.clear()
 
 
 def open_data(config: DataConfig, *, seq_len: int, seed: int, on_progress: OnProgress | None = None) -> Data:
@@ -89,37 +33,106 @@ def open_data(config: DataConfig, *, seq_len: int, seed: int, on_progress: OnPro
         UserError: for missing, damaged or empty data, or a cache directory that holds something else.
         MachineError: if the disk is full.
     """
-    shards = {"train": config.shards("train"), "validation": config.shards("validation")}
-    cache_dir = config.cache_dir or _default_directory(config, shards)
-    tokenizer = _tokenizer(config, cache_dir, shards["train"], on_progress)
+    shards = {name: _shards(config, name) for name in config.sets}
+    everything = [shard for found in shards.values() for shard in found["train"]]
+    cache_dir = config.cache_dir or _default_directory(config, config, shards)
+    tokenizer = _tokenizer(config, cache_dir, everything, on_progress)
+    caches: dict[str, OpenSet] = {}
+    for name, one in config.sets.items():
+        directory = cache_dir if one is config else one.cache_dir or _set_directory(config, one, name, shards)
+        for split in (split for split, found in shards[name].items() if found):
+            title = split if one is config else f"{name} {split}"
+            caches[f"{name}/{split}"] = _open(
+                config, title, f"{directory}/{split}", shards[name][split], tokenizer, on_progress
+            )
+    train_sets = [
+        _train_set(config, name, caches[f"{name}/train"], tokenizer, seq_len, seed) for name in config.trained
+    ]
+    evals = [
+        found for name in config.sets for found in _evals(config, name, caches, tokenizer, seq_len) if found.num_tokens
+    ]
+    return Data(config, tokenizer, cache_dir, seq_len, train_sets, evals, caches)
+
+
+def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
+    one = config.sets[name]
+    return {"train": one.shards("train") if name in config.trained else [], "validation": one.shards("validation")}
+
+
+def _open(
+    config: DataConfig,
+    title: str,
+    url: str,
+    shards: list[Shard],
+    tokenizer: Tokenizer,
+    on_progress: OnProgress | None,
+) -> OpenSet:
     options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows)
-    streams, ledgers = {}, {}
-    for name in (name for name, found in shards.items() if found or name == "train"):
-        store = Store(f"{cache_dir}/{name}")
-        ledgers[name] = Build(name, store, shards[name], tokenizer, options, on_progress).run()
-        streams[name] = TokenStream(store, ledgers[name], token_dtype(tokenizer.vocab_size))
-    train = TrainSet(streams["train"], seq_len, tokenizer.eos_id, config.shuffle_config, seed)
-    if train.num_windows == 0:
+    store = Store(url)
+    ledger = Build(title, store, shards, tokenizer, options, on_progress).run()
+    return OpenSet(TokenStream(store, ledger, token_dtype(tokenizer.vocab_size)), ledger)
+
+
+def _train_set(
+    config: DataConfig, name: str, cache: OpenSet, tokenizer: Tokenizer, seq_len: int, seed: int
+) -> TrainSet:
+    windows = Windows(cache.stream, seq_len, tokenizer.eos_id)
+    what = "the training data" if name == SINGLE_SET else f"the set {name}"
+    held_out = config.of_set(config.num_validation_sequences, name)
+    if windows.num_rows == 0:
         raise UserError(
-            f"the training data holds {len(train.stream)} tokens, less than one row of {seq_len}; "
-            "add text or lower model.seq_len"
+            f"{what} holds {len(cache.stream)} tokens, less than one row of {seq_len}; add text or lower model.seq_len"
         )
-    evals = {
-        name: EvalSet(
-            name, stream, seq_len, tokenizer.eos_id, ledgers[name].num_documents, sum(ledgers[name].text_bytes)
+    num_rows = windows.num_rows if held_out is None else _first_held_out(cache.stream, seq_len, held_out)
+    if num_rows <= 0:
+        raise UserError(
+            f"data.num_validation_sequences holds {held_out} rows out, but {what} has {windows.num_rows} of {seq_len} "
+            "tokens; lower it"
         )
-        for name, stream in streams.items()
-        if name != "train"
-    }
-    return Data(tokenizer, cache_dir, train, ledgers, evals)
+    of_set = seed if not config.configs else seed_of(seed, name)
+    return TrainSet(name, windows, num_rows, config.shuffle_config, of_set)
 
 
-def _default_directory(config: DataConfig, shards: dict[str, list[Shard]]) -> str:
+def _first_held_out(stream: TokenStream, seq_len: int, count: int) -> int:
+    """The window with which the last `count` windows of a stream begin; the last one may be short."""
+    return -(-len(stream) // seq_len) - count
+
+
+def _evals(
+    config: DataConfig, name: str, caches: dict[str, OpenSet], tokenizer: Tokenizer, seq_len: int
+) -> Iterator[EvalSet]:
+    title = name if config.configs else "validation"
+    tags = tuple(config.sets[name].tags)
+    if (cache := caches.get(f"{name}/validation")) is not None:
+        documents, text_bytes = cache.ledger.num_documents, sum(cache.ledger.text_bytes)
+        yield EvalSet(title, cache.stream, seq_len, tokenizer.eos_id, documents, text_bytes, tags)
+    held_out = config.of_set(config.num_validation_sequences, name)
+    if held_out is not None and (train := caches.get(f"{name}/train")) is not None:
+        if cache is not None:
+            raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
+        first = _first_held_out(train.stream, seq_len, held_out)
+        tokens = train.stream.tail(first * seq_len)
+        text_bytes = len(tokenizer.decode(tokens[tokens != tokenizer.eos_id].tolist()).encode())
+        documents = int((tokens == tokenizer.eos_id).sum())
+        yield EvalSet(title, train.stream, seq_len, tokenizer.eos_id, documents, text_bytes, tags, first)
+
+
+def _set_directory(config: DataConfig, one: SetConfig, name: str, shards: dict[str, dict[str, list[Shard]]]) -> str:
+    """Where a set of a mixture has its cache: it does not depend on the other sets, unless the tokenizer does."""
+    return f"{config.cache_dir}/{name}" if config.cache_dir else _default_directory(config, one, {name: shards[name]})
+
+
+def _default_directory(config: DataConfig, one: SetConfig, shards: dict[str, dict[str, list[Shard]]]) -> str:
     """A directory below `cache/` that changes with the source and the tokenizer."""
-    kind = getattr(config.source_config, "type", "files")
+    kind = "mixture" if one is config and config.configs else getattr(one.source_config, "type", "files")
     wanted = config.tokenizer_config
-    recipe = wanted.recipe(shards["train"]) if isinstance(wanted, TrainedBpe) else wanted.model_dump()
-    manifests = {name: make_manifest(found, ByteTokenizer()) for name, found in shards.items()}
+    recipe: Any = wanted.model_dump()
+    if isinstance(wanted, TrainedBpe):
+        recipe = wanted.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
+    manifests = {
+        split: make_manifest([shard for found in shards.values() for shard in found[split]], ByteTokenizer())
+        for split in ("train", "validation")
+    }
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")
 
 

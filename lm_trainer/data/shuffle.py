@@ -129,6 +129,11 @@ def _bit_length(x: np.ndarray) -> np.ndarray:
     return np.frexp(x.astype(np.float64))[1].astype(_U)
 
 
+def seed_of(seed: int, name: str) -> int:
+    """A seed for one set of a mixture: sets of the same length have different orders."""
+    return _hash(seed, name)
+
+
 def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
     """uint64 [N]: one key for each combination of numbers; a hash, so that no two seeds share an epoch's order."""
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)
@@ -136,5 +141,5 @@ def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
     return np.asarray(keys, _U)[inverse_N.reshape(-1)]
 
 
-def _hash(*numbers: int) -> int:
-    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little")
+def _hash(*values: int | str) -> int:
+    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "little")

@@ -46,35 +46,56 @@ class TokenStream:
         Raises:
             MachineError: if a part is missing or was cut short.
         """
-        pieces = self._pieces(starts_N, length)
+        starts_N = np.asarray(starts_N, np.int64)
         tokens_NT = np.empty((len(starts_N), length), np.int32)
-        for row in np.flatnonzero(starts_N + length > len(self)):
+        counts_N = np.minimum(len(self) - starts_N, length)
+        for row in np.flatnonzero(counts_N < length):
             tokens_NT[row] = fill
-        if self._store.local is None:
-            self._read_remote(pieces, tokens_NT)
-        else:
-            maps = {part: self._map(part) for part in {piece[2] for piece in pieces}}
-            for row, column, part, offset, count in pieces:
-                tokens_NT[row, column : column + count] = maps[part][offset : offset + count]
+        self.copy(starts_N, counts_N, tokens_NT.reshape(-1), np.arange(len(starts_N)) * length)
         return tokens_NT
 
-    def _pieces(self, starts_N: np.ndarray, length: int) -> list[tuple[int, int, int, int, int]]:
-        """(row, column, part, offset in the part, count): a read that crosses parts has several."""
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
+        """Copies runs of tokens: those from each start, so many, to each place of `out`.
+
+        Args:
+            starts_N: int64 [N], each in [0, len(self)).
+            counts_N: int64 [N], none of which reaches beyond the end.
+            out: one-dimensional.
+            places_N: int [N], where in `out` each run begins.
+
+        Raises:
+            MachineError: if a part is missing or was cut short.
+        """
+        pieces = self._pieces(starts_N, counts_N, places_N)
+        if self._store.local is None:
+            self._copy_remote(pieces, out)
+            return
+        maps = {part: self._map(part) for part in {part for _, part, _, _ in pieces}}
+        for place, part, offset, count in pieces:
+            out[place : place + count] = maps[part][offset : offset + count]
+
+    def tail(self, start: int) -> np.ndarray:
+        """All tokens from `start` on: int32."""
+        tokens = np.empty(len(self) - start, np.int32)
+        if len(tokens):
+            self.copy(np.array([start]), np.array([len(tokens)]), tokens, np.array([0]))
+        return tokens
+
+    def _pieces(
+        self, starts_N: np.ndarray, counts_N: np.ndarray, places_N: np.ndarray
+    ) -> list[tuple[int, int, int, int]]:
+        """(place, part, offset in the part, count): a run that crosses parts has several."""
         parts_N = np.searchsorted(self._ends, starts_N, side="right")
         offsets_N = starts_N - self._starts[parts_N]
-        rests_N = self._ends[parts_N] - starts_N
-        pieces = []
-        for row, (part, offset, rest) in enumerate(
-            zip(parts_N.tolist(), offsets_N.tolist(), rests_N.tolist(), strict=True)
-        ):
-            count = min(length, rest)
-            pieces.append((row, 0, part, offset, count))
-            column = count
-            while column < length and part + 1 < len(self._names):
-                part += 1
-                count = min(length - column, int(self._ends[part] - self._starts[part]))
-                pieces.append((row, column, part, 0, count))
-                column += count
+        rests_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
+        firsts_N = counts_N - rests_N
+        pieces = list(zip(places_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
+        for run in np.flatnonzero(rests_N).tolist():
+            place, part, rest = int(places_N[run] + firsts_N[run]), int(parts_N[run]) + 1, int(rests_N[run])
+            while rest:
+                count = min(rest, int(self._ends[part] - self._starts[part]))
+                pieces.append((place, part, 0, count))
+                place, part, rest = place + count, part + 1, rest - count
         return pieces
 
     def _map(self, part: int) -> np.ndarray:
@@ -105,20 +126,20 @@ class TokenStream:
             f"remove {self._store.url} to build it again"
         )
 
-    def _read_remote(self, pieces: list[tuple[int, int, int, int, int]], tokens_NT: np.ndarray) -> None:
+    def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         size = self._dtype.itemsize
         with ts.Batch() as batch:
             futures = [
                 self._store.read_range(
                     part_key(self._names[part], "bin"), offset * size, (offset + count) * size, batch
                 )
-                for _, _, part, offset, count in pieces
+                for _, part, offset, count in pieces
             ]
-        for (row, column, part, _, count), future in zip(pieces, futures, strict=True):
+        for (place, part, _, count), future in zip(pieces, futures, strict=True):
             try:
                 value = future.result().value
             except (ValueError, OSError) as error:
                 raise MachineError(f"cannot read {self._store.url}/parts/{self._names[part]}.bin: {error}") from None
             if len(value) != count * size:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
-            tokens_NT[row, column : column + count] = np.frombuffer(value, self._dtype)
+            out[place : place + count] = np.frombuffer(value, self._dtype)

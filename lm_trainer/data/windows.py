@@ -5,12 +5,30 @@ Shape letters: B rows, R the rows with more than one document, S positions, T = 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.stream import TokenStream
 
 PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The whole windows of a stream, as rows to train on."""
+
+    stream: TokenStream
+    seq_len: int
+    eos_id: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.stream) // self.seq_len
+
+    def read(self, rows_B: np.ndarray) -> Batch:
+        return read_windows(self.stream, rows_B, self.seq_len, self.eos_id)
 
 
 def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:

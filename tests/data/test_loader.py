@@ -13,13 +13,17 @@ import pytest
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.steps import BatchSchedule, Steps
 from lm_trainer.data.builder import Build
+from lm_trainer.data.evalset import EvalSet
 from lm_trainer.data.layout import Ledger, token_dtype
-from lm_trainer.data.loader import EvalSet, TrainIterator, TrainSet
+from lm_trainer.data.loader import TrainIterator
+from lm_trainer.data.mixture import Mixture
+from lm_trainer.data.order import TrainOrder, TrainSet
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.store import Store
 from lm_trainer.data.stream import TokenStream
-from lm_trainer.data.windows import make_batch
+from lm_trainer.data.windows import Windows, make_batch
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild
 
@@ -43,10 +47,19 @@ def tokens(stream: TokenStream, documents: list[str]) -> np.ndarray:
     return np.concatenate([np.array([*text.encode(), EOS]) for text in texts])
 
 
-def train_set(
+def order_of(
     stream: TokenStream, shuffle: ShuffleConfig | None = None, *, seq_len: int = SEQ_LEN, seed: int = 0
-) -> TrainSet:
-    return TrainSet(stream, seq_len, EOS, shuffle or FullShuffle(), seed)
+) -> TrainOrder:
+    windows = Windows(stream, seq_len, EOS)
+    train = TrainSet("train", windows, windows.num_rows, shuffle or FullShuffle(), seed)
+    return TrainOrder([train], Mixture([(0, (1,))]))
+
+
+def batch_of(order: TrainOrder, step: int, size: int = BATCH) -> Batch:
+    return order.read(np.arange(step * size, (step + 1) * size))
+
+
+CONSTANT = BatchSchedule.constant(BATCH)
 
 
 def assert_equal(one: Batch, other: Batch) -> None:
@@ -115,9 +128,9 @@ def test_stream_keeps_few_files_open(
 
 
 def test_windows_are_the_stream_cut_into_rows(stream: TokenStream, tokens: np.ndarray) -> None:
-    train = train_set(stream, NoShuffle())
-    assert train.num_windows == len(tokens) // SEQ_LEN
-    batch = train.rows(3, BATCH, range(BATCH))
+    order = order_of(stream, NoShuffle())
+    assert order.sets[0].num_rows == len(tokens) // SEQ_LEN
+    batch = batch_of(order, 3)
     for row in range(BATCH):
         start = (3 * BATCH + row) * SEQ_LEN
         expected = tokens[start : start + SEQ_LEN + 1]
@@ -162,51 +175,73 @@ def test_the_last_target_of_the_stream_has_no_weight_where_nothing_follows(
     (tmp_path / "a.txt").write_text("x" * 31)
     stream = stream_of(make_build(urls=[str(tmp_path / "a.txt")]))
     assert len(stream) == 32
-    batch = train_set(stream, NoShuffle(), seq_len=16).rows(0, 2, range(2))
+    batch = batch_of(order_of(stream, NoShuffle(), seq_len=16), 0, 2)
     assert batch.weights.sum(axis=1).tolist() == [16, 15]
     assert batch.segments.min() == 0
 
 
 def test_each_window_comes_once_per_epoch(stream: TokenStream, tokens: np.ndarray) -> None:
-    train = train_set(stream)
-    steps = -(-train.num_windows // BATCH)
-    rows = np.concatenate([train.rows(step, BATCH, range(BATCH)).tokens for step in range(steps)])[: train.num_windows]
-    expected = tokens[: train.num_windows * SEQ_LEN].reshape(-1, SEQ_LEN)
+    order = order_of(stream)
+    steps = -(-order.sets[0].num_rows // BATCH)
+    rows = np.concatenate([batch_of(order, step).tokens for step in range(steps)])[: order.sets[0].num_rows]
+    expected = tokens[: order.sets[0].num_rows * SEQ_LEN].reshape(-1, SEQ_LEN)
     assert sorted(map(bytes, rows.astype("<i4"))) == sorted(map(bytes, expected.astype("<i4")))
     assert not np.array_equal(rows, expected)
 
 
 @pytest.mark.parametrize("hosts", [2, 4, 8])
 def test_the_global_batch_does_not_depend_on_the_number_of_hosts(stream: TokenStream, hosts: int) -> None:
-    train = train_set(stream)
+    order = order_of(stream)
     local = BATCH // hosts
-    iterators = [TrainIterator(train, BATCH, range(h * local, (h + 1) * local), range(5, 9)) for h in range(hosts)]
+    iterators = [TrainIterator(order, CONSTANT, range(h * local, (h + 1) * local), range(5, 9)) for h in range(hosts)]
     for step in range(5, 9):
         parts = [next(iterator) for iterator in iterators]
         joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-        assert_equal(joined, train.rows(step, BATCH, range(BATCH)))
+        assert_equal(joined, batch_of(order, step))
     for iterator in iterators:
         iterator.close()
 
 
+def test_the_batch_size_may_change(stream: TokenStream) -> None:
+    """The rows of all steps follow one another, whatever the sizes, on one host as on two."""
+    order, schedule = order_of(stream), BatchSchedule(Steps.make([(0, 4), (3, 8), (5, 2)]))
+    halves = [TrainIterator(order, schedule, half, range(1, 7)) for half in (_lower, _upper)]
+    whole = list(TrainIterator(order, schedule, range, range(1, 7)))
+    assert [len(batch.tokens) for batch in whole] == [4, 4, 8, 8, 2, 2]
+    rows = np.concatenate([batch.tokens for batch in whole])
+    np.testing.assert_array_equal(rows, order.read(np.arange(4, 4 + 28)).tokens)
+    for batch, lower, upper in zip(whole, *halves, strict=True):
+        assert_equal(batch, jax.tree.map(lambda a, b: np.concatenate([a, b]), lower, upper))
+    with pytest.raises(UserError, match="as a function of it"):
+        TrainIterator(order, schedule, range(2), range(3))
+
+
+def _lower(size: int) -> range:
+    return range(size // 2)
+
+
+def _upper(size: int) -> range:
+    return range(size // 2, size)
+
+
 def test_an_iterator_begins_anywhere_and_ends(stream: TokenStream) -> None:
-    train = train_set(stream)
-    whole = list(TrainIterator(train, BATCH, range(BATCH), range(10)))
+    order = order_of(stream)
+    whole = list(TrainIterator(order, CONSTANT, range(BATCH), range(10)))
     assert len(whole) == 10
-    later = list(TrainIterator(train, BATCH, range(BATCH), range(7, 10)))
+    later = list(TrainIterator(order, CONSTANT, range(BATCH), range(7, 10)))
     for one, other in zip(whole[7:], later, strict=True):
         assert_equal(one, other)
-    assert list(TrainIterator(train, BATCH, range(BATCH), range(10, 10))) == []
+    assert list(TrainIterator(order, CONSTANT, range(BATCH), range(10, 10))) == []
 
 
 def test_a_far_step_costs_no_more_than_the_first(stream: TokenStream) -> None:
-    train = train_set(stream)
-    train.rows(0, BATCH, range(BATCH))
+    order = order_of(stream)
+    batch_of(order, 0)
 
     def cost(step: int) -> float:
         started = time.process_time()
         for _ in range(20):
-            train.rows(step, BATCH, range(BATCH))
+            batch_of(order, step)
         return time.process_time() - started
 
     near, far = min(cost(0) for _ in range(5)), min(cost(10**9) for _ in range(5))
@@ -214,18 +249,18 @@ def test_a_far_step_costs_no_more_than_the_first(stream: TokenStream) -> None:
 
 
 def test_seeds_differ(stream: TokenStream) -> None:
-    one, other = (train_set(stream, seed=seed).rows(0, BATCH, range(BATCH)).tokens for seed in (0, 1))
+    one, other = (batch_of(order_of(stream, seed=seed), 0).tokens for seed in (0, 1))
     assert not np.array_equal(one, other)
 
 
 def test_rows_outside_the_batch_are_refused(stream: TokenStream) -> None:
     for rows in (range(4, 12), range(0), range(0, 8, 2)):
         with pytest.raises(UserError, match="are no part of a batch of 8"):
-            TrainIterator(train_set(stream), BATCH, rows, range(3))
+            TrainIterator(order_of(stream), CONSTANT, rows, range(3))
 
 
 def test_a_closed_iterator_gives_nothing_more(stream: TokenStream) -> None:
-    iterator = TrainIterator(train_set(stream), BATCH, range(BATCH), range(1000))
+    iterator = TrainIterator(order_of(stream), CONSTANT, range(BATCH), range(1000))
     next(iterator)
     iterator.close()
     iterator.close()
@@ -271,13 +306,13 @@ def program(make_build: MakeBuild, tmp_path: Path) -> list[str]:
         "-c",
         "import sys\n"
         "from lm_trainer.data.layout import Ledger, token_dtype\n"
-        "from lm_trainer.data.loader import TrainIterator, TrainSet\n"
-        "from lm_trainer.data.shuffle import FullShuffle\n"
+        "from lm_trainer.data.loader import TrainIterator\n"
         "from lm_trainer.data.store import Store\n"
         "from lm_trainer.data.stream import TokenStream\n"
+        "from tests.data.test_loader import CONSTANT, order_of\n"
         f"store = Store({str(tmp_path / 'cache')!r})\n"
-        "train = TrainSet(TokenStream(store, Ledger.read(store), token_dtype(257)), 48, 256, FullShuffle(), 0)\n"
-        "iterator = TrainIterator(train, 8, range(8), range(10**9))\n"
+        "order = order_of(TokenStream(store, Ledger.read(store), token_dtype(257)))\n"
+        "iterator = TrainIterator(order, CONSTANT, range(8), range(10**9))\n"
         "next(iterator)\n"
         "print('ready', flush=True)\n",
     ]

@@ -1,0 +1,141 @@
+"""Which set each row of training comes from: fixed proportions, kept by every prefix, that may change at given steps.
+
+Shape letters: N positions, C positions of a cycle, K sets.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+RESOLUTION = 1 << 16
+"""Positions in a cycle at most; weights that need more are rounded to parts of it."""
+
+
+def shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """How many positions of the shortest cycle each weight gets; exact where that cycle is within `RESOLUTION`.
+
+    Raises:
+        ValueError: if no weight is positive, or one is so small that it would get nothing.
+    """
+    parts = [Fraction(repr(weight)) for weight in weights]
+    total = sum(parts)
+    if total <= 0 or min(parts) < 0:
+        raise ValueError("weights must not be negative, and one at least must be above 0")
+    parts = [part / total for part in parts]
+    length = math.lcm(*(part.denominator for part in parts))
+    if length > RESOLUTION:
+        parts = [part * RESOLUTION for part in parts]
+        counts = [math.floor(part) for part in parts]
+        by_rest = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
+        for index in by_rest[: RESOLUTION - sum(counts)]:
+            counts[index] += 1
+    else:
+        counts = [int(part * length) for part in parts]
+    if any(weight > 0 and count == 0 for weight, count in zip(weights, counts, strict=True)):
+        raise ValueError(f"a weight is below 1/{RESOLUTION} of all weights; raise it, or set it to 0")
+    divisor = math.gcd(*counts)
+    return tuple(count // divisor for count in counts)
+
+
+class Cycle(NamedTuple):
+    """The order of sets that repeats for as long as weights hold."""
+
+    sets_C: np.ndarray
+    """int16: the set of each position."""
+    draws_C: np.ndarray
+    """int32: how often that set came before in the cycle."""
+
+
+@lru_cache(maxsize=64)
+def cycle(counts: tuple[int, ...]) -> Cycle:
+    """Spreads the sets so evenly that no prefix holds one row more or less of a set than its share.
+
+    Draw j of a set with c of L positions has to come in [floor(jL/c), ceil((j+1)L/c)); serving the earliest deadline
+    meets them all (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
+    """
+    length = sum(counts)
+    sets = np.repeat(np.arange(len(counts)), counts)
+    numbers = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
+    shares_of = np.repeat(np.asarray(counts, np.int64), counts)
+    releases = numbers * length // shares_of
+    deadlines = -(-(numbers + 1) * length // shares_of)
+    order = np.argsort(releases, kind="stable")
+    # One number holds deadline and set, which the heap compares faster than a pair.
+    jobs = (deadlines * len(counts) + sets)[order].tolist()
+    first_job_after = np.searchsorted(releases[order], np.arange(length), side="right").tolist()
+    ready: list[int] = []
+    taken, served = 0, []
+    for stop in first_job_after:
+        for job in jobs[taken:stop]:
+            heapq.heappush(ready, job)
+        taken = stop
+        served.append(heapq.heappop(ready) % len(counts))
+    sets_C = np.asarray(served, np.int16)
+    draws_C = np.empty(length, np.int32)
+    for index, count in enumerate(counts):
+        draws_C[sets_C == index] = np.arange(count)
+    return Cycle(sets_C, draws_C)
+
+
+class Mixture:
+    """Tells for each position of training which set it is drawn from, and which draw of that set it is.
+
+    A set's draws are 0, 1, 2, ... whatever the weights, so changing them neither skips nor repeats anything.
+
+    Args:
+        stages: (first position, shares of the sets); the first stage begins at 0, and positions rise.
+    """
+
+    def __init__(self, stages: Sequence[tuple[int, tuple[int, ...]]]):
+        self._starts = np.asarray([start for start, _ in stages], np.int64)
+        self._shares = [counts for _, counts in stages]
+        self._before = [np.zeros(len(self._shares[0]), np.int64)]
+        for counts, length in zip(self._shares, np.diff(self._starts).tolist(), strict=False):
+            self._before.append(self._before[-1] + _drawn(counts, length))
+
+    def locate(self, positions_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The set of each position, and the number of the draw within it: two int64 [N]."""
+        positions_N = np.asarray(positions_N, np.int64)
+        sets_N, draws_N = np.empty_like(positions_N), np.empty_like(positions_N)
+        stages_N = np.searchsorted(self._starts, positions_N, side="right") - 1
+        for stage in np.unique(stages_N).tolist():
+            here = np.flatnonzero(stages_N == stage)
+            counts = self._shares[stage]
+            cycles, places = np.divmod(positions_N[here] - self._starts[stage], sum(counts))
+            sets = cycle(counts).sets_C[places].astype(np.int64)
+            sets_N[here] = sets
+            draws_N[here] = (
+                self._before[stage][sets] + cycles * np.asarray(counts)[sets] + cycle(counts).draws_C[places]
+            )
+        return sets_N, draws_N
+
+    def drawn(self, position: int) -> np.ndarray:
+        """How many rows of each set the positions before this one hold: int64 [K]."""
+        stage = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return self._before[stage] + _drawn(self._shares[stage], position - int(self._starts[stage]))
+
+    def position(self, index: int, draw: int) -> int | None:
+        """Where a draw of a set comes; None where the weights never let it."""
+        for stage, counts in enumerate(self._shares):
+            rest = draw - int(self._before[stage][index])
+            last = stage + 1 == len(self._shares)
+            if counts[index] and (last or draw < self._before[stage + 1][index]):
+                full, rest = divmod(rest, counts[index])
+                place = int(np.flatnonzero(cycle(counts).sets_C == index)[rest])
+                return int(self._starts[stage]) + full * sum(counts) + place
+        return None
+
+
+def _drawn(counts: tuple[int, ...], length: int) -> np.ndarray:
+    full, rest = divmod(length, sum(counts))
+    counts_K = np.asarray(counts, np.int64)
+    if not rest:
+        return full * counts_K
+    return full * counts_K + np.bincount(cycle(counts).sets_C[:rest], minlength=len(counts))

@@ -1,0 +1,90 @@
+"""The order of training: which row of which set stands at each position of the run.
+
+Shape letters: B rows of a batch, N positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.data.mixture import Mixture
+from lm_trainer.data.shuffle import ShuffleConfig
+
+
+class Rows(Protocol):
+    """Rows of one length, each of which can be read alone."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def read(self, rows_B: np.ndarray) -> Batch:
+        """Some of the rows, each number in [0, num_rows)."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainSet:
+    """One set and the order of its rows."""
+
+    name: str
+    rows: Rows
+    num_rows: int
+    """Rows in an epoch: the first so many of `rows`."""
+    shuffle: ShuffleConfig
+    seed: int
+
+    def locate(self, draws_N: np.ndarray) -> np.ndarray:
+        """Which row each draw is: int64 [N]."""
+        return self.shuffle.locate(draws_N, self.num_rows, self.seed)
+
+
+class Origin(NamedTuple):
+    """Where the row at one position comes from."""
+
+    set: TrainSet
+    row: int
+    """Number of the row within the set."""
+    epoch: int
+    """Of the set, from 0."""
+
+
+@dataclass(frozen=True)
+class TrainOrder:
+    """Row r of the step that begins at position p is what stands at p + r, on whatever host and device it lands."""
+
+    sets: Sequence[TrainSet]
+    mixture: Mixture
+    length: int | None = None
+    """Positions until the stop rule ends training; None = it never does."""
+
+    def read(self, positions_B: np.ndarray) -> Batch:
+        """The rows at some positions."""
+        parts = [(here, train.rows.read(train.locate(draws))) for here, train, draws in self._by_set(positions_B)]
+        if len(parts) == 1:
+            return parts[0][1]
+        batch = Batch(*(np.empty((len(positions_B), *field.shape[1:]), field.dtype) for field in parts[0][1]))
+        for here, part in parts:
+            for whole, field in zip(batch, part, strict=True):
+                np.asarray(whole)[here] = field
+        return batch
+
+    def origins(self, positions_N: np.ndarray) -> list[Origin]:
+        """Where the rows at some positions come from, in their order."""
+        found: dict[int, Origin] = {}
+        for here, train, draws in self._by_set(positions_N):
+            epochs, rows = draws // train.num_rows, train.locate(draws)
+            for place, row, epoch in zip(here.tolist(), rows.tolist(), epochs.tolist(), strict=True):
+                found[place] = Origin(train, row, epoch)
+        return [found[place] for place in range(len(positions_N))]
+
+    def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
+        """(places in `positions_N`, set, draws of the set) for each set among the positions."""
+        sets_N, draws_N = self.mixture.locate(positions_N)
+        for index in np.unique(sets_N).tolist():
+            here = np.flatnonzero(sets_N == index)
+            yield here, self.sets[index], draws_N[here]
