@@ -6,26 +6,55 @@ from typing import Annotated
 
 from pydantic import Field
 
+from lm_trainer.optim.adafactor import AdafactorConfig
 from lm_trainer.optim.adam import AdamConfig
+from lm_trainer.optim.adam_mini import AdamMiniConfig
+from lm_trainer.optim.adan import AdanConfig
+from lm_trainer.optim.adopt import AdoptConfig
 from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.cautious import CautiousConfig
 from lm_trainer.optim.decay import decays_by_default
+from lm_trainer.optim.lion import LionConfig
+from lm_trainer.optim.mars import MarsConfig
 from lm_trainer.optim.muon import MuonConfig
 from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.rmsprop import RmsPropConfig
+from lm_trainer.optim.schedule_free import ScheduleFreeConfig
 from lm_trainer.optim.scion import ScionConfig
 
 AnyOptimizer = Annotated[
-    AdamConfig | MuonConfig | ScionConfig,
+    AdamConfig
+    | AdafactorConfig
+    | AdamMiniConfig
+    | AdanConfig
+    | AdoptConfig
+    | CautiousConfig
+    | LionConfig
+    | MarsConfig
+    | MuonConfig
+    | RmsPropConfig
+    | ScheduleFreeConfig
+    | ScionConfig,
     Field(discriminator="type"),
 ]
 """Whatever may stand under `optimizer:`; told apart by `type`."""
 
 __all__ = [
+    "AdafactorConfig",
     "AdamConfig",
+    "AdamMiniConfig",
+    "AdanConfig",
+    "AdoptConfig",
     "AnyOptimizer",
+    "CautiousConfig",
+    "LionConfig",
+    "MarsConfig",
     "MuonConfig",
     "OptimizerConfig",
     "Param",
     "Params",
+    "RmsPropConfig",
+    "ScheduleFreeConfig",
     "ScionConfig",
     "decays_by_default",
 ]

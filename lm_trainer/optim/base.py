@@ -153,10 +153,14 @@ class OptimizerConfig(Config):
         Raises:
             UserError: when `weight_decay_modules` names no parameter.
         """
-        whole = optax.chain(clip_by_given_norm(self.max_grad_norm), self.rule(params))
+        whole = optax.chain(self.clip_rule(), self.rule(params))
         if self.skip_bad_steps is False:
             return whole
         return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))
+
+    def clip_rule(self) -> optax.GradientTransformation:
+        """What happens to the gradient first."""
+        return clip_by_given_norm(self.max_grad_norm)
 
     def rule(self, params: Params) -> optax.GradientTransformationExtraArgs:
         """From clipped gradients to updates: direction, weight decay, clipping, times minus the learning rate."""

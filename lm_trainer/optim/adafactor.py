@@ -1,0 +1,148 @@
+"""Adafactor: second moments of matrices as the product of a row and a column, so that they take hardly any memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.clip import clip_update_rms
+from lm_trainer.optim.params import Params
+
+
+class AdafactorConfig(OptimizerConfig):
+    """Adafactor (Shazeer and Stern 2018, arXiv 1804.04235, algorithms 4 and 5).
+
+    Every layer's matrix has a row and a column of its own; heads and head size are one dimension.
+    """
+
+    type: Literal["adafactor"] = "adafactor"
+    learning_rate: PositiveFloat = 1e-2
+    """The peak learning rate, relative to the size of each weight unless multiply_by_parameter_scale is off. The
+    paper takes min(1e-2, 1 / sqrt(step))."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, multiplied by the learning rate."""
+    max_grad_norm: PositiveFloat | None = None
+    """The gradient is scaled down to this global norm; null: no clipping."""
+    decay_rate: float = Field(default=0.8, gt=0, le=1)
+    """At step t, from 1, the second moment decays by 1 - t^-decay_rate."""
+    beta1: float = Field(default=0.0, ge=0, lt=1)
+    """Decay of the average of updates; 0: none, which saves its memory."""
+    epsilon: PositiveFloat = 1e-30
+    """Added to squared gradients."""
+    clipping_threshold: PositiveFloat | None = 1.0
+    """Scales the update of each weight down to this root mean square; null: no clipping."""
+    multiply_by_parameter_scale: bool = True
+    """Multiplies the update by the root mean square of the weight, at least 1e-3."""
+    min_dim_size_to_factor: PositiveInt = 128
+    """Matrices with fewer rows or columns keep a second moment for each number."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The gradient over the root of its factored second moment, clipped and scaled to the weight."""
+        parts: list[optax.GradientTransformation] = [self._normalise(params)]
+        if self.clipping_threshold is not None:
+            parts.append(clip_update_rms(self.clipping_threshold, params))
+        if self.multiply_by_parameter_scale:
+            parts.append(_scale_to_weights(params))
+        if self.beta1:
+            parts.append(optax.ema(self.beta1, debias=False))
+        return optax.chain(*parts)
+
+    def _normalise(self, params: Params) -> optax.GradientTransformation:
+        least = self.min_dim_size_to_factor
+        factored = {
+            name: param
+            for name, param in params.items()
+            if param.role != "vector" and min(param.matrix_shape[1:]) >= least
+        }
+        labels = {name: "factored" if name in factored else "whole" for name in params}
+        return optax.partition(
+            {
+                "factored": _scale_by_factors(factored, self.decay_rate, self.epsilon),
+                "whole": _scale_by_squares(self.decay_rate, self.epsilon),
+            },
+            labels,
+        )
+
+
+def _decay(count: jax.Array, rate: float) -> jax.Array:
+    return 1 - count.astype(jnp.float32) ** -rate
+
+
+class SquaresState(NamedTuple):
+    """The state of the parameters that are not factored."""
+
+    count: jax.Array
+    nu: Any
+
+
+def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    def init(weights: Any) -> SquaresState:
+        return SquaresState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights))
+
+    def update(updates: Any, state: SquaresState, _: Any = None) -> tuple[Any, SquaresState]:
+        count = state.count + 1
+        decay = _decay(count, decay_rate)
+        nu = jax.tree.map(
+            lambda v, g: (decay * v + (1 - decay) * (jnp.square(g) + epsilon)).astype(v.dtype), state.nu, updates
+        )
+        return jax.tree.map(lambda g, v: g * jax.lax.rsqrt(v), updates, nu), SquaresState(count, nu)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+class FactorState(NamedTuple):
+    """The state of the factored parameters."""
+
+    count: jax.Array
+    rows: dict[str, jax.Array]
+    """float32 [stacked, inputs]: the mean over the outputs."""
+    columns: dict[str, jax.Array]
+    """float32 [stacked, outputs]: the mean over the inputs."""
+
+
+def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    shapes = {name: param.matrix_shape for name, param in params.items()}
+
+    def init(_: Any) -> FactorState:
+        return FactorState(
+            jnp.zeros((), jnp.int32),
+            {name: jnp.zeros((n, rows), jnp.float32) for name, (n, rows, _) in shapes.items()},
+            {name: jnp.zeros((n, columns), jnp.float32) for name, (n, _, columns) in shapes.items()},
+        )
+
+    def update(updates: Any, state: FactorState, _: Any = None) -> tuple[Any, FactorState]:
+        count = state.count + 1
+        decay = _decay(count, decay_rate)
+        rows, columns, scaled = {}, {}, dict(updates)
+        for name, param in params.items():
+            g = param.to_matrices(updates[name]).astype(jnp.float32)
+            squares = jnp.square(g) + epsilon
+            rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares, axis=2)
+            columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares, axis=1)
+            # The product is divided by the mean in the rows: as a factor of its own it would leave float32's range.
+            shares = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
+            direction = g * jax.lax.rsqrt(shares)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
+            scaled[name] = param.from_matrices(direction).astype(updates[name].dtype)
+        return scaled, FactorState(count, rows, columns)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _scale_to_weights(params: Params) -> optax.GradientTransformation:
+    """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack."""
+
+    def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
+        def scaled(name: str, u: jax.Array) -> jax.Array:
+            axes = tuple(range(params[name].lead, u.ndim))
+            squares = jnp.square(weights[name].astype(jnp.float32))
+            rms = jnp.sqrt(jnp.mean(squares, axis=axes, keepdims=True))
+            return u * jnp.maximum(rms, 1e-3).astype(u.dtype)
+
+        return {name: scaled(name, u) for name, u in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,89 @@
+"""Adam-mini: AdamW with one second moment for each block of a weight, which halves the memory of the optimizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.params import Param, Params
+
+_HEADS = ("heads", "kv_heads")
+
+
+class AdamMiniConfig(OptimizerConfig):
+    """Adam-mini (Zhang et al. 2024, arXiv 2406.16793, algorithms 2 and 3).
+
+    Blocks: a head of queries or keys; an output of any other linear map; a token or position of a table or head.
+    Biases and scales of norms keep a second moment for each number, as in AdamW.
+    """
+
+    type: Literal["mini"] = "mini"
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, multiplied by the learning rate."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the average of gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of the mean square of a block's gradient."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The average gradient over the root of its block's second moment, both corrected for their start at 0."""
+        blocks = {name: block_axes(param) for name, param in params.items() if param.role != "vector"}
+        mini = _scale_by_blocks(blocks, params, self.beta1, self.beta2, self.epsilon)
+        adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
+        labels = {name: "mini" if name in blocks else "adam" for name in params}
+        return optax.partition({"mini": mini, "adam": adam}, labels)
+
+
+def block_axes(param: Param) -> tuple[int, ...]:
+    """The dimensions of a matrix or table over which one block extends; the others count blocks."""
+    axes = param.axes
+    inside = range(param.lead, len(axes))
+    if param.role in ("embedding", "head"):
+        return tuple(i for i in inside if axes[i] not in ("vocab", "position"))
+    if {"q", "k"} & set(param.name.split(".")):
+        return tuple(i for i in inside if axes[i] not in _HEADS)
+    outputs = 2 if axes[-1] == "head_size" and axes[-2] in _HEADS else 1
+    return tuple(inside)[:-outputs]
+
+
+class MiniState(NamedTuple):
+    """The state of the parameters that have blocks."""
+
+    count: jax.Array
+    mu: Any
+    nu: dict[str, jax.Array]
+    """float32, each parameter's shape with 1 in place of the dimensions of a block."""
+
+
+def _scale_by_blocks(
+    blocks: dict[str, tuple[int, ...]], params: Params, beta1: float, beta2: float, epsilon: float
+) -> optax.GradientTransformation:
+    shapes = {name: [1 if i in axes else n for i, n in enumerate(params[name].shape)] for name, axes in blocks.items()}
+
+    def init(weights: Any) -> MiniState:
+        nu = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+        return MiniState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights), nu)
+
+    def update(updates: Any, state: MiniState, weights: Any = None) -> tuple[Any, MiniState]:
+        del weights
+        count = state.count + 1
+        mu = optax.tree_utils.tree_update_moment(updates, state.mu, beta1, 1)
+        squares = {
+            name: jnp.mean(jnp.square(updates[name].astype(jnp.float32)), axis=axes, keepdims=True)
+            for name, axes in blocks.items()
+        }
+        nu = optax.tree_utils.tree_update_moment(squares, state.nu, beta2, 1)
+        mu_hat = optax.tree_utils.tree_bias_correction(mu, beta1, count)
+        nu_hat = optax.tree_utils.tree_bias_correction(nu, beta2, count)
+        scales = {name: 1 / (jnp.sqrt(v) + epsilon) for name, v in nu_hat.items()}
+        directions = {name: m * scales[name].astype(m.dtype) if name in scales else m for name, m in mu_hat.items()}
+        return directions, MiniState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

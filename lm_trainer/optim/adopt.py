@@ -1,0 +1,36 @@
+"""ADOPT: Adam whose second moment does not see the gradient that it normalises."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.params import Params
+
+
+class AdoptConfig(OptimizerConfig):
+    """ADOPT (Taniguchi et al. 2024, arXiv 2411.02853, algorithm 2). The first step only measures: but for the weight
+    decay it changes nothing.
+    """
+
+    elementwise_direction: ClassVar[bool] = True
+
+    type: Literal["adopt"] = "adopt"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the average of normalised gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of squared gradients; the paper takes 0.9999."""
+    epsilon: PositiveFloat = 1e-6
+    """The least value of the root of the second moment."""
+    use_clipping: bool = True
+    """Clips each normalised gradient to the fourth root of the number of steps done."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
+        del params
+        return optax.contrib.scale_by_adopt(
+            b1=self.beta1, b2=self.beta2, eps=self.epsilon, use_clipping=self.use_clipping
+        )

@@ -1,0 +1,52 @@
+"""Cautious AdamW: of Adam's direction only what agrees in sign with the present gradient."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.params import Params
+
+_LEAST_SHARE = 1e-3
+
+
+class CautiousConfig(OptimizerConfig):
+    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
+
+    # The share of numbers that agree is computed from a count of integers, which is exact in any order.
+    elementwise_direction: ClassVar[bool] = True
+
+    type: Literal["cautious"] = "cautious"
+    beta1: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of squared gradients."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """Adam's direction where it agrees with the gradient, scaled up for what is left out."""
+        return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
+
+
+def _cautious(inner: optax.GradientTransformation, known: Params) -> optax.GradientTransformation:
+    """Each weight, and each layer of a stack, has its own share."""
+
+    def masked(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
+        axes = tuple(range(known[name].lead, u.ndim))
+        agree = u * g > 0
+        count = jnp.sum(agree, axis=axes, keepdims=True, dtype=jnp.int32)
+        share = count.astype(jnp.float32) / (u.size // count.size)
+        return jnp.where(agree, u / jnp.maximum(share, _LEAST_SHARE).astype(u.dtype), jnp.zeros_like(u))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        directions: Any
+        directions, state = inner.update(updates, state, params)
+        return {name: masked(name, u, updates[name]) for name, u in directions.items()}, state
+
+    return optax.GradientTransformation(inner.init, update)

@@ -1,0 +1,31 @@
+"""Lion: the sign of an interpolation between momentum and gradient."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.params import Params
+
+
+class LionConfig(OptimizerConfig):
+    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
+
+    elementwise_direction: ClassVar[bool] = True
+
+    type: Literal["lion"] = "lion"
+    learning_rate: PositiveFloat = 6e-4
+    """The peak learning rate. The paper takes 3 to 10 times less than for AdamW, such as 1e-4, and a weight decay as
+    many times larger."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """The part of the momentum in the sum of which the sign is taken."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the momentum; the paper takes 0.99, and 0.95 to 0.98 where training is unstable."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The sign of beta1 * momentum + (1 - beta1) * gradient."""
+        del params
+        return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)

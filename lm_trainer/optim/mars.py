@@ -1,0 +1,71 @@
+"""MARS: Adam on gradients whose variance is reduced by the gradient of the step before."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.clip import global_norm
+from lm_trainer.optim.params import Params
+
+
+class MarsConfig(OptimizerConfig):
+    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form that takes the
+    gradient of the step before for that of the same batch at the weights before.
+    """
+
+    type: Literal["mars"] = "mars"
+    learning_rate: PositiveFloat = 6e-4
+    """The peak learning rate. The paper takes 6e-3 for a model of 125 million parameters and 3e-3 for one of 355
+    million."""
+    beta1: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the average of corrected gradients."""
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the average of their squares."""
+    gamma: NonNegativeFloat = 0.025
+    """Strength of the correction, which is gamma * beta1 / (1 - beta1) times the change of the gradient."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """The corrected gradient is scaled down to this global norm; null: no clipping."""
+
+    @property
+    def elementwise(self) -> bool:
+        return self.max_grad_norm is None and self.clip_update_norm is None
+
+    def clip_rule(self) -> optax.GradientTransformation:
+        """None: what is clipped is the corrected gradient."""
+        return optax.identity()
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """Adam's direction from corrected gradients."""
+        del params
+        adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
+        return optax.chain(_correct(self.gamma * self.beta1 / (1 - self.beta1), self.max_grad_norm), adam)
+
+
+class CorrectionState(NamedTuple):
+    """What the correction remembers."""
+
+    previous: Any
+    """The gradient of the step before, as it came; 0 at the first step."""
+
+
+def _correct(strength: float, max_norm: float | None) -> optax.GradientTransformation:
+    def init(params: Any) -> CorrectionState:
+        return CorrectionState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: CorrectionState, params: Any = None) -> tuple[Any, CorrectionState]:
+        del params
+        corrected = jax.tree.map(lambda g, before: g + strength * (g - before), updates, state.previous)
+        if max_norm is not None:
+            scale = jnp.minimum(1.0, max_norm / jnp.maximum(global_norm(corrected), 1e-12))
+            corrected = jax.tree.map(lambda c: c * scale.astype(c.dtype), corrected)
+        return corrected, CorrectionState(updates)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,37 @@
+"""RMSProp with momentum: the momentum is that of gradients that are normalised already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.params import Params
+
+
+class RmsPropConfig(OptimizerConfig):
+    """RMSProp (Tieleman and Hinton 2012, lecture 6.5), followed by momentum; both averages are corrected for their
+    start at 0.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "eps": "renamed; use `epsilon`"}
+    elementwise_direction: ClassVar[bool] = True
+
+    type: Literal["rmsprop"] = "rmsprop"
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the average of normalised gradients."""
+    beta2: float = Field(default=0.99, ge=0, lt=1)
+    """Decay of the average of squared gradients."""
+    epsilon: PositiveFloat = 1e-30
+    """Added to the root of the average of squared gradients."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The average of gradient / (sqrt(v) + epsilon)."""
+        del params
+        return optax.chain(
+            optax.scale_by_rms(decay=self.beta2, eps=self.epsilon, eps_in_sqrt=False, bias_correction=True),
+            optax.ema(self.beta1, debias=True),
+        )
