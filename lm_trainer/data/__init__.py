@@ -14,7 +14,7 @@ from lm_trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from lm_trainer.data.builder import BuildProgress, OnProgress
-    from lm_trainer.data.pipeline import Data
+    from lm_trainer.data.opened import Data
 
 
 def open_data(config: DataConfig, *, seq_len: int, seed: int, on_progress: OnProgress | None = None) -> Data:
