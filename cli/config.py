@@ -1,4 +1,4 @@
-"""`lmt config`: show, check, compare and describe configurations."""
+"""`lmt config`: show, check, compare, describe and draw configurations."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run, load_run_config
 from lm_trainer.core.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, help="Show, check and compare configurations.")
+app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -33,6 +33,34 @@ def check(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     """Check a configuration; exits with 2 and all problems, each with its position, if there are any."""
     load_run(ctx, config, overrides)
     typer.echo(f"{config}: ok")
+
+
+@app.command(context_settings=OVERRIDES)
+def plot(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Draw into this file: .png, .svg or .pdf.")
+    ] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Draw in the terminal, which is the default without --out.")
+    ] = False,
+) -> None:
+    """Draw learning rate, batch size and mixture weights over the steps of a run; starts nothing.
+
+    Warm-ups, the ends of cycles and the steps whose checkpoints are kept are marked.
+    """
+    from shutil import get_terminal_size
+
+    from lm_trainer.plot import plot_schedules, save_image, to_text
+
+    schedules = plot_schedules(load_run_config(ctx, config, overrides))
+    if out is not None:
+        save_image(schedules, out)
+        typer.echo(f"{out}: written", err=True)
+    if terminal or out is None:
+        typer.echo(to_text(schedules, width=get_terminal_size().columns), nl=False)
 
 
 @app.command()

@@ -227,3 +227,24 @@ def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
     assert [tracker.type for tracker in run.trainer.trackers] == ["wandb"]
     assert run.data.train_urls[0].startswith("gs://my_bucket/")
     assert run.trainer.num_train_steps == 1_000_000
+
+
+def test_plot_draws_without_devices(run_lmt: RunLmt, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "run.yaml").write_text(FILE + "  cycles: 2\n", encoding="utf-8")
+    # Any use of a device would fail: there is no such platform.
+    done = run_lmt("config", "plot", "run.yaml", "--optimizer.rewarmup", "5", env={"JAX_PLATFORMS": "none_such"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "~ warm-up: steps 25 to 30\n" in done.stdout
+    assert "v lowest learning rate at the end of a cycle: step 25, 50\n" in done.stdout
+
+
+def test_plot_writes_a_file(config: str) -> None:
+    pytest.importorskip("matplotlib")
+    done = lmt("config", "plot", config, "--out", "x.png")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "x.png: written\n")
+    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
+    both = lmt("config", "plot", config, "--out", "x.svg", "--terminal")
+    assert "batch size: 512" in both.stdout
+    assert "<svg" in Path("x.svg").read_text(encoding="utf-8")
+    assert lmt("config", "plot", config, "--out", "x.gif").exit_code == 2

@@ -1,0 +1,9 @@
+"""Pictures of what changes over the steps of a run: learning rate, batch size, mixture weights."""
+
+from __future__ import annotations
+
+from lm_trainer.plot.curves import Curve, Marks, Panel, SchedulePlot, plot_schedules
+from lm_trainer.plot.image import save_image
+from lm_trainer.plot.terminal import to_text
+
+__all__ = ["Curve", "Marks", "Panel", "SchedulePlot", "plot_schedules", "save_image", "to_text"]

@@ -1,0 +1,99 @@
+"""The points and marks that are drawn, from a configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lm_trainer.checkpoint.policy import KeepEvery
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.steps import Steps, int_steps
+from lm_trainer.optim.schedule import Schedule
+
+_SAMPLES = 1000
+"""Points of a learning rate at most, besides the corners of its phases."""
+
+
+class Curve(NamedTuple):
+    """Points that straight lines connect; a value that jumps has two points at one step."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+
+class Panel(NamedTuple):
+    """One picture; all have the steps of the run as their horizontal axis."""
+
+    title: str
+    curves: tuple[Curve, ...]
+
+
+class Marks(NamedTuple):
+    """What is marked in every picture, in steps."""
+
+    warmups: tuple[tuple[int, int], ...]
+    """Where warm-ups begin and end."""
+    minima: tuple[int, ...]
+    """Where decays end."""
+    checkpoints: tuple[int, ...]
+    """Which checkpoints stay: the permanent ones and the last."""
+
+
+class SchedulePlot(NamedTuple):
+    """All that is drawn of a run of `num_steps`."""
+
+    num_steps: int
+    panels: tuple[Panel, ...]
+    marks: Marks
+
+
+def plot_schedules(config: RunConfig) -> SchedulePlot:
+    """What a run's configuration says about values that change; no device is needed."""
+    trainer, data = config.trainer, config.data
+    total, rate = trainer.num_train_steps, config.learning_rate()
+    panels = [
+        Panel("learning rate", (Curve("learning rate", _rate_points(rate, total)),)),
+        Panel("batch size", (Curve("batch size", _stair(int_steps(trainer.train_batch_size), total)),)),
+    ]
+    if data.configs:
+        starts, shares = zip(*data.stages, strict=True)
+        weights = [tuple(count / sum(counts) for count in counts) for counts in shares]
+        columns = zip(data.trained, zip(*weights, strict=True), strict=True)
+        curves = tuple(Curve(name, _stair(Steps(starts, values), total)) for name, values in columns)
+        panels.append(Panel("mixture weights", curves))
+    return SchedulePlot(total, tuple(panels), _marks(rate, trainer.checkpointer.keep, total))
+
+
+def _rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
+    corners = {
+        step
+        for cycle in rate.cycles
+        for step in (cycle.start, cycle.start + cycle.warmup, cycle.decay_start, cycle.end - 1)
+    }
+    even = {(total - 1) * index // _SAMPLES for index in range(_SAMPLES + 1)}
+    return tuple((step, rate(step)) for step in sorted(corners | even) if 0 <= step < total)
+
+
+def _stair(values: Steps[int] | Steps[float], total: int) -> tuple[tuple[int, float], ...]:
+    """A value that holds until the next one: the two ends of each stair."""
+    points: list[tuple[int, float]] = []
+    for start, end, value in zip(values.starts, (*values.starts[1:], total), values.values, strict=True):
+        if start < total:
+            points += [(start, value), (min(end, total), value)]
+    return tuple(points)
+
+
+def _marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
+    return Marks(
+        warmups=tuple((cycle.start, cycle.start + cycle.warmup) for cycle in rate.cycles if cycle.warmup),
+        minima=tuple(cycle.end for cycle in rate.cycles if cycle.decay and rate.shape != "constant"),
+        checkpoints=(*(step for step in _permanent(keep, total) if step < total), total),
+    )
+
+
+def _permanent(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
+    covered = 0
+    for entry in keep:
+        until = total if entry.until is None else min(entry.until, total)
+        yield from range((covered // entry.every + 1) * entry.every, until + 1, entry.every)
+        covered = max(covered, until)

@@ -1,0 +1,74 @@
+"""Schedules as a picture in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.plot.curves import Marks, SchedulePlot
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE = (10.0, 2.6)
+"""Inches, of each panel."""
+DPI = 100
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def save_image(plot: SchedulePlot, path: Path) -> None:
+    """Draws every panel, 1000 x 260 pixels each, in a PNG, SVG or PDF file.
+
+    Raises:
+        UserError: for another kind of file, one that cannot be written, and without matplotlib.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UserError(f"{path}: expected a file whose name ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError(
+            "drawing into a file needs matplotlib: pip install 'lm_trainer[plot]'; without --out the plot is drawn in "
+            "the terminal"
+        ) from None
+
+    figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plot.panels)), dpi=DPI, layout="constrained")
+    axes = figure.subplots(len(plot.panels), sharex=True, squeeze=False)[:, 0]
+    for panel, axis in zip(plot.panels, axes, strict=True):
+        for curve in panel.curves:
+            axis.plot(*zip(*curve.points, strict=True), label=curve.name, linewidth=1.5)
+        axis.set_ylabel(panel.title)
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(0, plot.num_steps)
+        if len(panel.curves) > 1:
+            axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    axes[-1].set_xlabel("step")
+    figure.legend(handles=_draw_marks(plot.marks, list(axes)), loc="outside upper center", ncols=3, fontsize="small")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _draw_marks(marks: Marks, axes: list[Axes]) -> list[Any]:
+    """Bands and lines in every panel, triangles below the first; returns what the legend shows."""
+    for axis in axes:
+        frame = axis.get_xaxis_transform()
+        bands = [(start, end - start) for start, end in marks.warmups]
+        band = axis.broken_barh(bands, (0, 1), transform=frame, color="tab:orange", alpha=0.15, label="warm-up")
+        line = axis.vlines(
+            marks.minima, 0, 1, transform=frame, color="tab:gray", linestyle=":", linewidth=1, label="end of a cycle"
+        )
+    (triangles,) = axes[0].plot(
+        marks.checkpoints,
+        [0.0] * len(marks.checkpoints),
+        transform=axes[0].get_xaxis_transform(),
+        clip_on=False,
+        linestyle="none",
+        marker="^",
+        markersize=5,
+        color="tab:green",
+        label="permanent checkpoint",
+    )
+    return [*([band] if marks.warmups else []), *([line] if marks.minima else []), triangles]
