@@ -7,7 +7,7 @@ other meshes. Here every sum is one fixed binary tree of element-wise additions,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
 import jax
@@ -145,6 +145,48 @@ def sum_of_squares(arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLa
     replicated = NamedSharding(mesh, PartitionSpec())
     totals = [tree_sum(lax.with_sharding_constraint(x, replicated).reshape(-1)) for x in sums.values()]
     return tree_sum(jnp.stack(totals))
+
+
+def squares_by_layer(
+    arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh, stacked: Collection[str]
+) -> dict[str, jax.Array]:
+    """The float32 sum of the squares of each array (at rest) alone, in an order fixed by its shape.
+
+    Returns:
+        name -> [1]; for a name in `stacked`, [layers]: one sum for each index of the first dimension.
+    """
+
+    def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: _layer_chunk_sums(x, layouts[name], mesh, name in stacked) for name, x in local.items()}
+
+    in_specs = {name: layouts[name].rest for name in arrays}
+    out_specs = {name: _layer_spec(layouts[name], name in stacked) for name in arrays}
+    sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(
+        dict(arrays)
+    )
+    replicated = NamedSharding(mesh, PartitionSpec())
+    whole = {name: lax.with_sharding_constraint(x, replicated) for name, x in sums.items()}
+    return {name: tree_sum(x.reshape(x.shape[0], -1).T) for name, x in whole.items()}
+
+
+def _layer_chunk_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh, stacked: bool) -> jax.Array:
+    """[layers on this device, chunks on this device, 1] sums of squares; of an array that is not stacked, one layer."""
+    if not stacked:
+        return _chunk_sums(x, layout, mesh)[None]
+    layers, chunks = x.shape[0], 1
+    if layout.sum_dim:
+        chunks = layout.chunks // (mesh.shape["data"] if _rests_on_data(layout) else 1)
+        x = jnp.moveaxis(x, layout.sum_dim, 1)
+    sums = _halve(_square(x.reshape(layers * chunks, -1).astype(jnp.float32)))
+    return sums.reshape(layers, chunks, 1)
+
+
+def _layer_spec(layout: LeafLayout, stacked: bool) -> PartitionSpec:
+    if not stacked:
+        return PartitionSpec(None, _chunk_axis(layout), _other_axes(layout))
+    chunk_axis = _chunk_axis(layout) if layout.sum_dim else None
+    others = (a for entry in layout.rest[1:] for a in spec_axes(entry))
+    return PartitionSpec(layout.rest[0], chunk_axis, tuple(a for a in others if a != chunk_axis))
 
 
 def _chunk_axis(layout: LeafLayout) -> str | None:
