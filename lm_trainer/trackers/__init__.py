@@ -36,6 +36,7 @@ __all__ = [
     "TrackioConfig",
     "WandbConfig",
     "open_trackers",
+    "profile_directory",
     "read_metrics",
 ]
 
@@ -79,3 +80,12 @@ def open_trackers(
         Composite(always, others).close()
         raise
     return Composite(always, others)
+
+
+def profile_directory(configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str) -> Path:
+    """Where traces of the profiler belong, so that TensorBoard shows them beside the metrics: the directory of the
+    first local tensorboard tracker, else `tensorboard` in the run directory.
+    """
+    run = TrackedRun(Path(run_dir), run_id, 0)
+    boards = (config.directory(run) for config in configs if isinstance(config, TensorboardConfig))
+    return Path(next((directory for directory in boards if "://" not in directory), run.dir / "tensorboard"))

@@ -14,7 +14,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.trackers import TensorboardConfig, open_trackers, read_metrics
+from lm_trainer.trackers import NoopConfig, TensorboardConfig, open_trackers, profile_directory, read_metrics
 
 PB: Any = event_pb2
 
@@ -125,6 +125,20 @@ def test_a_log_directory_holds_one_directory_for_each_run(tmp_path):
     track(TensorboardConfig(logdir=f"{tmp_path}/boards/"), tmp_path, {1: 1.0})
     assert scalars(tmp_path / "boards" / "my-run") == {"train/loss": {1: 1.0}}
     assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize(
+    ("configs", "directory"),
+    [
+        ([], "run/tensorboard"),
+        ([NoopConfig(), TensorboardConfig()], "run/tensorboard"),
+        ([TensorboardConfig(logdir="s3://b/x"), TensorboardConfig(logdir="boards")], "boards/my-run"),
+        ([TensorboardConfig(logdir="s3://b/x")], "run/tensorboard"),
+    ],
+    ids=str,
+)
+def test_traces_lie_beside_the_events_of_a_local_board(configs, directory):
+    assert profile_directory(configs, run_dir="run", run_id="my-run") == Path(directory)
 
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path):

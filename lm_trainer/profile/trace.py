@@ -1,0 +1,111 @@
+"""Traces of some steps, for TensorBoard's profiler and Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """Traces the steps from `start_step` to `start_step + num_steps`, counted from 0 for the first of the run.
+
+    Use it as a context manager: a trace that is going on when the run ends, however it ends, is written then. A trace
+    that cannot be taken is reported and left out; it never stops a run.
+
+    Args:
+        directory: traces go to `directory`/plugins/profile/TIMESTAMP, where `tensorboard --logdir` finds them.
+        start_step: how many steps are done when the trace begins. A few, so that nothing is compiled in it.
+        num_steps: how many steps are traced; of a run that goes on in the middle of them, those that remain.
+        perfetto_link: at the end of the trace print a link to Perfetto, and wait until it has been opened.
+        on_trace: called with the directory of a trace that is complete.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        start_step: int = 5,
+        num_steps: int = 100,
+        perfetto_link: bool = False,
+        on_trace: Callable[[Path], None] | None = None,
+    ):
+        self._directory = directory
+        self._start, self._end = start_step, start_step + num_steps
+        self._perfetto_link, self._on_trace = perfetto_link, on_trace
+        self._before: set[Path] | None = None
+        self._settled = False
+        """Whether a trace was taken or cannot be."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a trace is going on."""
+        return self._before is not None
+
+    def on_step(self, step: int, result: Any = None) -> None:
+        """Called once before the first step of an attempt, and after every step, with the number of steps done.
+
+        Args:
+            step: from 0.
+            result: arrays of the step; the trace ends when they are computed.
+        """
+        if self.tracing and step >= self._end:
+            jax.block_until_ready(result)
+            self._stop()
+        elif self._settled or step < self._start:
+            return
+        elif step < self._end:
+            self._settled = True
+            self._begin()
+        else:
+            self._settled = True
+            logger.warning("no trace: the steps from %d to %d to be profiled are done already", self._start, self._end)
+
+    def annotate(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Marks what is done inside as the step after which `step` steps are done."""
+        if not self.tracing:
+            return contextlib.nullcontext()
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
+
+    def _traces(self) -> set[Path]:
+        return {path for path in (self._directory / "plugins" / "profile").glob("*") if path.is_dir()}
+
+    def _begin(self) -> None:
+        before = self._traces()
+        try:
+            jax.profiler.start_trace(str(self._directory), create_perfetto_link=self._perfetto_link)
+        except (RuntimeError, OSError, ValueError) as error:
+            self._fail(error)
+        else:
+            self._before = before
+
+    def _stop(self) -> None:
+        if self._before is None:
+            return
+        before, self._before = self._before, None
+        try:
+            jax.profiler.stop_trace()
+        except (RuntimeError, OSError, ValueError) as error:
+            self._fail(error)
+            return
+        for path in sorted(self._traces() - before):
+            logger.info("wrote a trace of the steps from %d on to %s", self._start, path)
+            if self._on_trace is not None:
+                self._on_trace(path)
+
+    def _fail(self, error: Exception) -> None:
+        logger.warning(
+            "%s: no trace of the steps from %d on (%s); training goes on", self._directory, self._start, error
+        )
