@@ -1,6 +1,7 @@
 """Fills the reference pages from the code when the site is built, so that they cannot be out of date.
 
-A page asks for it with a line such as `<!-- generated: configuration -->`.
+A page asks for it with a line such as `<!-- generated: configuration -->`. Below a YAML block, the line
+`<!-- generated: plot -->` draws what the block configures.
 """
 
 import html
@@ -8,8 +9,10 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,8 +24,9 @@ Schema = dict[str, Any]
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page: replaces the markers."""
+    drawn = re.sub(r"(```yaml\n((?:(?!```).)*)```\n\n)<!-- generated: plot -->", _with_plot, markdown, flags=re.DOTALL)
     generators = {"configuration": configuration, "command line": command_line}
-    return re.sub(r"<!-- generated: ([\w ]+) -->", lambda match: generators[match[1]](), markdown)
+    return re.sub(r"<!-- generated: ([\w ]+) -->", lambda match: generators[match[1]](), drawn)
 
 
 def command_line() -> str:
@@ -37,6 +41,22 @@ def configuration() -> str:
     from lm_trainer.config.run import RunConfig
 
     return render(RunConfig.model_json_schema(mode="validation"))
+
+
+def _with_plot(match: re.Match[str]) -> str:
+    return f"{match[1]}```text\n{schedule_plot(match[2])}```"
+
+
+def schedule_plot(text: str) -> str:
+    """What `lmt config plot` draws of a configuration."""
+    from lm_trainer.config.loader import load
+    from lm_trainer.config.run import RunConfig
+    from lm_trainer.plot import plot_schedules, to_text
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return to_text(plot_schedules(load(path, [], RunConfig).config), width=96, height=8)
 
 
 def render(root: Schema) -> str:

@@ -230,7 +230,6 @@ def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
 
 
 def test_plot_draws_without_devices(run_lmt: RunLmt, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "run.yaml").write_text(FILE + "  cycles: 2\n", encoding="utf-8")
     # Any use of a device would fail: there is no such platform.
     done = run_lmt("config", "plot", "run.yaml", "--optimizer.rewarmup", "5", env={"JAX_PLATFORMS": "none_such"})
