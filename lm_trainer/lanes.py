@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.files import write_atomically
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, batch_shards
 
@@ -62,6 +64,7 @@ class Lanes:
     def __init__(self, function: Callable[..., Any], groups: Sequence[Group]):
         self._jitted = jax.jit(function)
         self.groups = groups
+        self._traced: jax.stages.Traced | None = None
         self._compiled: list[jax.stages.Compiled] = []
 
     def compile(
@@ -69,7 +72,7 @@ class Lanes:
     ) -> None:
         """Compiles for all groups at once, for parameters in their `compute` layout and a microbatch like `batch`."""
 
-        def one(group: Group) -> jax.stages.Compiled:
+        def trace(group: Group) -> jax.stages.Traced:
             whole = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
@@ -77,13 +80,14 @@ class Lanes:
             }
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-            return self._jitted.lower(placed, rows, scalar, scalar).compile()
+            return self._jitted.trace(placed, rows, scalar, scalar)
 
         # The first alone: where the compilation cache serves all devices alike, the others are read from it, and
         # with them the choices of kernels that were made by timing.
-        first = one(self.groups[0])
+        self._traced = trace(self.groups[0])
+        first = self._traced.lower().compile()
         with ThreadPoolExecutor() as pool:
-            self._compiled = [first, *pool.map(one, self.groups[1:])]
+            self._compiled = [first, *pool.map(lambda group: trace(group).lower().compile(), self.groups[1:])]
         if len({program_hash(compiled) for compiled in self._compiled}) > 1:
             logger.warning("the devices run different programs for one computation: bits may depend on their number")
 
@@ -99,6 +103,14 @@ class Lanes:
     def fingerprint(self) -> str:
         """A hash of the optimised program, without what names source lines."""
         return program_hash(self._compiled[0])
+
+    def jaxpr(self) -> str:
+        """What was traced, as JAX prints it."""
+        return "" if self._traced is None else str(self._traced.jaxpr)
+
+    def hlo(self) -> str:
+        """The optimised program, as XLA prints it."""
+        return self._compiled[0].as_text() or ""
 
     def memory(self) -> Any:
         """XLA's memory analysis of one lane, None where the backend has none."""
@@ -138,3 +150,26 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
     return jax.make_array_from_single_device_arrays(
         shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards
     )
+
+
+def write_program(lanes: Lanes, run_dir: Path, name: str, *, jaxpr: bool, hlo: bool) -> dict[str, Path]:
+    """Writes what was compiled, without tracing or compiling anything again.
+
+    Args:
+        lanes: compiled.
+        run_dir: gets `jaxprs/NAME.txt` and `hlo/NAME.txt`.
+        name: such as `microbatch_of_4`.
+        jaxpr: whether to write what JAX traced.
+        hlo: whether to write what XLA made of it.
+
+    Returns:
+        The files, by kind: `jaxprs`, `hlo`.
+    """
+    wanted = {"jaxprs": lanes.jaxpr if jaxpr else None, "hlo": lanes.hlo if hlo else None}
+    files = {}
+    for kind, text in wanted.items():
+        if text is not None:
+            files[kind] = run_dir / kind / f"{name}.txt"
+            files[kind].parent.mkdir(exist_ok=True)
+            write_atomically(files[kind], text())
+    return files
