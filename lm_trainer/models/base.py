@@ -9,7 +9,7 @@ from pydantic import Field
 from lm_trainer.core.config import Config
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import DecoderSpec, Remat
+from lm_trainer.nn.spec import Backend, DecoderSpec, Remat, ScoreSpec
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
@@ -38,6 +38,15 @@ class DecoderConfig(Config):
     """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
 
+    attn_backend: Backend | None = None
+    """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16; refused where it cannot do what
+    the model asks for); `auto`: cudnn where it can, else xla, and the log says which and why. Unset: xla."""
+    flash_attention_block_size: int | None = Field(default=None, gt=0)
+    """How many queries attention processes together; their scores are computed again in the backward pass, so that
+    no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same."""
+    upcast_attn: bool = False
+    """Computes attention scores in float32 under mixed precision; the softmax always is float32."""
+
     @abstractmethod
     def spec(self, vocab_size: int) -> DecoderSpec:
         """The model as data."""
@@ -58,3 +67,13 @@ class DecoderConfig(Config):
     def scan(self) -> bool:
         """`scan_layers` with its default resolved."""
         return self.num_layers > SCAN_ABOVE if self.scan_layers is None else self.scan_layers
+
+    def scores(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
+        """What these settings say about the scores of attention; the arguments as in `ScoreSpec`."""
+        return ScoreSpec(
+            scale=scale,
+            dropout=dropout,
+            upcast=self.upcast_attn,
+            backend=self.attn_backend or "xla",
+            block_size=self.flash_attention_block_size,
+        )

@@ -1,15 +1,16 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, tied head."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor
-from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
-_NO_BACKEND = "there is one implementation of attention so far; remove this key"
+FLASH_BLOCK = 1024
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,12 +80,6 @@ _HF = HfFamily(
 class Gpt2Config(DecoderConfig):
     """The GPT-2 family; the defaults are GPT-2 small (124M parameters)."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        "attn_backend": _NO_BACKEND,
-        "use_flash_attention": _NO_BACKEND,
-        "flash_attention_block_size": _NO_BACKEND,
-    }
-
     hf: ClassVar[HfFamily] = _HF
 
     type: Literal["gpt2"] = "gpt2"
@@ -110,10 +105,21 @@ class Gpt2Config(DecoderConfig):
     """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divides the attention scores of layer i (from 0) by i + 1."""
-    upcast_attn: bool = False
-    """Computes attention scores in float32 under mixed precision; the softmax always is float32."""
     use_bias: bool = True
     """Whether linear layers and LayerNorm have biases. Without them the model cannot be exported to Hugging Face."""
+
+    use_flash_attention: bool | None = None
+    """Whether attention keeps no sequence x sequence scores. `true` is short for `flash_attention_block_size: 1024`
+    where that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
+
+    @model_validator(mode="after")
+    def _flash_agrees(self) -> "Gpt2Config":
+        if self.use_flash_attention is False and self.flash_attention_block_size is not None:
+            raise ValueError(
+                f"use_flash_attention: false contradicts flash_attention_block_size: "
+                f"{self.flash_attention_block_size}; remove one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "Gpt2Config":
@@ -128,9 +134,12 @@ class Gpt2Config(DecoderConfig):
                 num_heads=self.num_heads,
                 head_dim=self.hidden_dim // self.num_heads,
                 bias=self.use_bias,
-                dropout=self.attn_pdrop,
-                inverse_layer_scale=self.scale_attn_by_inverse_layer_idx,
-                upcast=self.upcast_attn,
+                out_bias=self.use_bias,
+                scores=replace(
+                    self.scores(dropout=self.attn_pdrop),
+                    inverse_layer=self.scale_attn_by_inverse_layer_idx,
+                    block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
+                ),
             ),
             mlp=MlpSpec(
                 hidden_dim=self.hidden_dim * self.mlp_scale,
@@ -146,7 +155,7 @@ class Gpt2Config(DecoderConfig):
             num_positions=self.seq_len,
             blocks=(block,) * self.num_layers,
             final_norm=norm,
-            embed_dropout=self.embed_pdrop,
+            embedding=EmbeddingSpec(learned_positions=True, dropout=self.embed_pdrop),
             init_std=self.initializer_range,
             scan=self.scan,
             remat=self.remat,

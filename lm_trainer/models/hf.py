@@ -12,13 +12,13 @@ from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
-from lm_trainer.models import MODEL_CONFIGS, AnyModel
+from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_table import Leaf, read_config, read_tensors, write_config, write_tensors
 from lm_trainer.nn.init import LOGICAL_AXES
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> tuple[AnyModel, int]:
+def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     """The model configuration in the content of a config.json, and the size of its vocabulary.
 
     Reads what transformers 4 and 5 write. Settings that change how a model is run but not what it computes keep our

@@ -34,13 +34,26 @@ class HfField:
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of the file, or one per layer where `{}` stands for the layer.
+    """One tensor of the file, or one per layer where `{}` stands for the layer, and one per expert for `{expert}`.
 
-    Several parameters of ours are concatenated along the last dimension, in order.
+    Several parameters of ours are concatenated along the last dimension, in order. A layer without these parameters
+    has no such tensor.
     """
 
     hf: str
     ours: tuple[str, ...]
+    transposed: bool = False
+    """The file has outputs before inputs."""
+    by_head: bool = False
+    """The parts alternate head by head instead of following one another."""
+
+
+def linear(hf: str, *ours: str, by_head: bool = False) -> tuple[HfTensor, HfTensor]:
+    """Weight and bias of a linear map whose weight in the file has outputs before inputs."""
+    return (
+        HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in ours), transposed=True, by_head=by_head),
+        HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in ours), by_head=by_head),
+    )
 
 
 @dataclass(frozen=True)
@@ -59,10 +72,13 @@ class HfFamily:
     """Fields of ours that are no copy of a field of the file; raises ValueError for what has no place here."""
     computed_to_hf: Callable[[Any], dict[str, Any]]
     """The inverse of `computed_from_hf`; raises ValueError for what has no place in the format."""
-    buffers: str
+    buffers: str = ""
     """A regular expression for tensors of older files that hold no parameters."""
-    tied: Mapping[str, str]
-    """Tensors that a file may repeat under a second name: second -> first. They must be equal."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a file may repeat under a second name, where the second is no parameter of its own: second -> first.
+    They must be equal."""
+    bare: tuple[str, ...] = ()
+    """Tensors whose names never have the prefix."""
 
 
 @dataclass(frozen=True)
@@ -77,30 +93,75 @@ class Leaf:
         return self.axes[0] == "layers"
 
     @property
-    def layer_shape(self) -> tuple[int, ...]:
-        return self.shape[1:] if self.stacked else self.shape
+    def experts(self) -> int:
+        """How many experts each layer has; 0: the parameter has no such axis."""
+        return self.shape[self.stacked] if "experts" in self.axes else 0
+
+    @property
+    def part_axes(self) -> tuple[str, ...]:
+        """The axes of what the file has in one piece: of one layer, of one expert."""
+        return self.axes[self.stacked + (self.experts > 0) :]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        return self.shape[len(self.shape) - len(self.part_axes) :]
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """The shape of one layer with (heads, head_size) as one dimension."""
+        """`part_shape` with (heads, head_size) as one dimension."""
         merged: list[int] = []
-        for size, axis in zip(self.layer_shape, self.axes[self.stacked :], strict=True):
-            if axis == "head_size":
+        axes = self.part_axes
+        for size, axis, before in zip(self.part_shape, axes, ("", *axes), strict=False):
+            if axis == "head_size" and before in ("heads", "kv_heads"):
                 merged[-1] *= size
             else:
                 merged.append(size)
         return tuple(merged)
 
 
+class _Part(NamedTuple):
+    """A piece of a parameter of ours."""
+
+    path: str
+    index: tuple[int, ...]
+    """Layer and expert, as far as the parameter has such axes."""
+    leaf: Leaf
+
+
 class _Entry(NamedTuple):
-    """A tensor of the file, and the parameters and layers of ours that it holds."""
+    """A tensor of the file, and what of ours it holds."""
 
     name: str
-    parts: tuple[tuple[str, int], ...]
+    table: HfTensor
+    parts: tuple[_Part, ...]
 
-    def shape(self, leaves: Mapping[str, Leaf]) -> tuple[int, ...]:
-        shapes = [leaves[path].file_shape for path, _ in self.parts]
-        return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shapes = [part.leaf.file_shape for part in self.parts]
+        shape = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
+        return shape[::-1] if self.table.transposed else shape
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """The parts of a tensor of the file, in our shapes."""
+        x = tensor.T if self.table.transposed else tensor
+        if self.table.by_head:
+            size = self.parts[0].leaf.part_shape[-1]
+            heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
+            pieces = [heads[..., i, :] for i in range(len(self.parts))]
+        else:
+            ends = np.cumsum([part.leaf.file_shape[-1] for part in self.parts])[:-1]
+            pieces = np.split(x, ends, axis=-1)
+        return [piece.reshape(part.leaf.part_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+
+    def join(self, pieces: list[np.ndarray]) -> np.ndarray:
+        """The inverse of `split`; C-contiguous."""
+        if self.table.by_head:
+            stacked = np.stack(pieces, axis=-2)
+            whole = stacked.reshape(*stacked.shape[:-3], -1)
+        else:
+            flat = [piece.reshape(part.leaf.file_shape) for piece, part in zip(pieces, self.parts, strict=True)]
+            whole = np.concatenate(flat, axis=-1) if len(flat) > 1 else flat[0]
+        return np.ascontiguousarray(whole.T if self.table.transposed else whole)
 
 
 def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,40 +219,44 @@ def read_tensors(
     entries = _entries(family, leaves, period)
     names = _match_names(family, {entry.name for entry in entries}, tensors)
     problems: list[str] = []
-    rows: dict[str, dict[int, np.ndarray]] = {path: {} for path in leaves}
+    pieces: dict[str, dict[tuple[int, ...], np.ndarray]] = {path: {} for path in leaves}
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
-        expected = entry.shape(leaves)
-        if tensor.shape != expected:
-            problems.append(f"{names[entry.name]} has the shape {list(tensor.shape)}, expected {list(expected)}")
+        if tensor.shape != entry.shape:
+            problems.append(f"{names[entry.name]} has the shape {list(tensor.shape)}, expected {list(entry.shape)}")
             continue
-        ends = np.cumsum([leaves[path].file_shape[-1] for path, _ in entry.parts])[:-1]
-        for (path, row), part in zip(entry.parts, np.split(tensor, ends, axis=-1), strict=True):
-            rows[path][row] = part.reshape(leaves[path].layer_shape)
+        for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
+            pieces[part.path][part.index] = piece
     _raise(problems)
-    return {path: _joined(rows.pop(path), leaf) for path, leaf in leaves.items()}
+    return {path: _joined(pieces.pop(path), leaf) for path, leaf in leaves.items()}
 
 
-def _joined(rows: dict[int, np.ndarray], leaf: Leaf) -> np.ndarray:
-    if not leaf.stacked:
-        return np.ascontiguousarray(rows[0])
-    return np.stack([rows[row] for row in range(leaf.shape[0])])
+def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: Leaf) -> np.ndarray:
+    if () in pieces:
+        return np.ascontiguousarray(pieces[()])
+    return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
 
 
 def write_tensors(
     family: HfFamily, leaves: Mapping[str, Leaf], period: int, params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`."""
+    """The tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
+
+    Raises:
+        UserError: for parameters that the format has no place for.
+    """
     host = {path: np.asarray(params[path]) for path in leaves}
-    tensors = {}
-    for entry in _entries(family, leaves, period):
-        parts = [
-            (host[path][row] if leaves[path].stacked else host[path]).reshape(leaves[path].file_shape)
-            for path, row in entry.parts
-        ]
-        whole = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
-        tensors[family.prefix + entry.name] = np.ascontiguousarray(whole)
-    return tensors
+    entries = _entries(family, leaves, period)
+    if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+    return {
+        _file_name(family, entry.name): entry.join([host[part.path][part.index] for part in entry.parts])
+        for entry in entries
+    }
+
+
+def _file_name(family: HfFamily, name: str) -> str:
+    return name if name in family.bare else family.prefix + name
 
 
 def _entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> list[_Entry]:
@@ -201,12 +266,28 @@ def _entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> list[
     entries = []
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
-            entries.append(_Entry(tensor.hf, tuple((path, 0) for path in tensor.ours)))
+            if all(path in leaves for path in tensor.ours):
+                entries.append(_Entry(tensor.hf, tensor, tuple(_Part(path, (), leaves[path]) for path in tensor.ours)))
             continue
         for layer in range(layers):
-            slot, row = layer % period, layer // period
-            entries.append(_Entry(tensor.hf.format(layer), tuple((path.format(slot), row) for path in tensor.ours)))
+            entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
     return entries
+
+
+def _layer_entries(tensor: HfTensor, leaves: Mapping[str, Leaf], layer: int, *, slot: int, row: int) -> list[_Entry]:
+    paths = [path.format(slot) for path in tensor.ours]
+    if not all(path in leaves for path in paths):
+        return []
+    if "{expert}" not in tensor.hf:
+        return [_Entry(tensor.hf.format(layer), tensor, tuple(_Part(path, (row,), leaves[path]) for path in paths))]
+    return [
+        _Entry(
+            tensor.hf.format(layer, expert=expert),
+            tensor,
+            tuple(_Part(path, (row, expert), leaves[path]) for path in paths),
+        )
+        for expert in range(leaves[paths[0]].experts)
+    ]
 
 
 def _match_names(family: HfFamily, expected: set[str], tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
@@ -221,11 +302,11 @@ def _match_names(family: HfFamily, expected: set[str], tensors: Mapping[str, np.
         if not buffer.fullmatch(bare):
             names[bare] = name
     for second, first in family.tied.items():
-        if second in names and first in names:
+        if second not in expected and second in names and first in names:
             copy = names.pop(second)
             if not np.array_equal(np.asarray(tensors[copy]), np.asarray(tensors[names[first]])):
                 problems.append(f"{copy} differs from {names[first]}, but this model has one tensor for both")
-    problems += [f"{family.prefix}{name} is missing" for name in sorted(expected - names.keys())]
+    problems += [f"{_file_name(family, name)} is missing" for name in sorted(expected - names.keys())]
     problems += [f"{names[name]} is unknown" for name in sorted(names.keys() - expected)]
     _raise(problems)
     return names

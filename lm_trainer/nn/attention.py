@@ -1,10 +1,11 @@
 """Self-attention and its masks.
 
-Shape letters: B rows, S queries, T keys, D hidden dimension, N heads, H head size.
+Shape letters: B rows, S queries, T keys, D hidden dimension, N heads, K key and value heads, H head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -12,13 +13,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.nn.attend import attend
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
-from lm_trainer.nn.linear import Linear, dropout
-from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.positions import alibi_bias, rotate
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""
+
+Window = int
+"""How many positions a query sees; 0: no bound."""
 
 
 class Context(NamedTuple):
@@ -26,24 +33,64 @@ class Context(NamedTuple):
 
     positions_BS: jax.Array
     """int32, position inside the document."""
-    bias_B1ST: jax.Array
-    """float32, added to the scores: 0 or `MASKED`."""
+    key_positions_BT: jax.Array
+    """int32, those of the keys."""
+    biases_B1ST: Mapping[Window, jax.Array]
+    """float32, added to the scores: 0 or `MASKED`. One for each window that a layer has."""
 
 
-def causal_bias(segments_BS: jax.Array) -> jax.Array:
+def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
+    """The windows of all layers, each once."""
+    return sorted({block.attention.window or 0 for block in blocks})
+
+
+def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
+    """For rows that attend to themselves."""
+    return Context(positions_BS, positions_BS, {window: causal_bias(segments_BS, window) for window in windows(blocks)})
+
+
+def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
+    """For new positions that attend to a cache, themselves included."""
+    slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
+    return Context(
+        positions_BT, slots_1C, {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
+    )
+
+
+def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
     """[B, 1, S, S]: a query sees itself and what stands before it in the same segment of its row."""
     at = jnp.arange(segments_BS.shape[1])
     allowed_BST = (at[:, None] >= at[None, :]) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    if window:
+        allowed_BST = allowed_BST & (at[:, None] - at[None, :] < window)
     return _bias(allowed_BST)
 
 
-def cache_bias(positions_BT: jax.Array, capacity: int) -> jax.Array:
+def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
     """[B, 1, T, C]: a query at position p sees the slots 0 to p of its row's cache."""
-    return _bias(jnp.arange(capacity)[None, None, :] <= positions_BT[:, :, None])
+    slots_C = jnp.arange(capacity)[None, None, :]
+    allowed_BTC = slots_C <= positions_BT[:, :, None]
+    if window:
+        allowed_BTC = allowed_BTC & (positions_BT[:, :, None] - slots_C < window)
+    return _bias(allowed_BTC)
 
 
 def _bias(allowed_BST: jax.Array) -> jax.Array:
     return jnp.where(allowed_BST, 0.0, MASKED).astype(jnp.float32)[:, None]
+
+
+class QkNorm(nnx.Module):
+    """Normalization of queries or keys."""
+
+    def __init__(self, spec: QkNormSpec, heads: Mapping[str, int], *, init: Init):
+        (axis, count), (_, size) = heads.items()
+        self.joint = spec.over == "heads"
+        self.norm = make_norm(spec.norm, {axis: count * size} if self.joint else {"head_size": size}, init=init)
+
+    def __call__(self, x_BSNH: jax.Array) -> jax.Array:
+        if not self.joint:
+            return self.norm(x_BSNH)
+        return self.norm(x_BSNH.reshape(*x_BSNH.shape[:2], -1)).reshape(x_BSNH.shape)
 
 
 class Attention(nnx.Module):
@@ -52,10 +99,14 @@ class Attention(nnx.Module):
     def __init__(self, spec: AttentionSpec, dim: int, *, init: Init):
         self.spec = spec
         heads = {"heads": spec.num_heads, "head_size": spec.head_dim}
+        grouped = spec.kv_heads != spec.num_heads
+        kv_heads = {"kv_heads" if grouped else "heads": spec.kv_heads, "head_size": spec.head_dim}
         self.q = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
-        self.k = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
-        self.v = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
-        self.out = Linear(heads, {"embed": dim}, bias=spec.bias, init=init, residual=True)
+        self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
+        self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
+        self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
+        self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)
+        self.k_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, kv_heads, init=init)
 
     def __call__(
         self,
@@ -67,41 +118,36 @@ class Attention(nnx.Module):
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None]:
         """Attends to `x_BSD` itself, or with a cache to all that it holds, `x_BSD` included."""
-        q_BSNH, k_BTNH, v_BTNH = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+        q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS)
         if cache is not None:
-            cache, k_BTNH, v_BTNH = cache.write(layer, context.positions_BS, k_BTNH, v_BTNH)
-        if self.spec.upcast:
-            q_BSNH, k_BTNH = q_BSNH.astype(jnp.float32), k_BTNH.astype(jnp.float32)
-        o_BSNH = dot_product_attention(
-            q_BSNH * self._scale(layer, q_BSNH.dtype), k_BTNH, v_BTNH, context.bias_B1ST, self.spec.dropout, key
-        )
+            cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
+        if self.spec.scores.upcast:
+            q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
+        q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
+        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, self._bias(context), key=key)
         return self.out(o_BSNH), cache
 
+    def _project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BSNH, k_BSKH, v_BSKH = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+        if (most := self.spec.clip) is not None:
+            q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -most, most) for x in (q_BSNH, k_BSKH, v_BSKH))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
+        if isinstance(self.spec.positions, RopeSpec):
+            q_BSNH = rotate(self.spec.positions, q_BSNH, positions_BS)
+            k_BSKH = rotate(self.spec.positions, k_BSKH, positions_BS)
+        return q_BSNH, k_BSKH, v_BSKH
+
+    def _bias(self, context: Context) -> jax.Array:
+        bias_B1ST = context.biases_B1ST[self.spec.window or 0]
+        if not isinstance(self.spec.positions, AlibiSpec):
+            return bias_B1ST
+        distances_BST = context.positions_BS[:, :, None] - context.key_positions_BT[:, None, :]
+        return bias_B1ST + alibi_bias(self.spec.positions, self.spec.num_heads, distances_BST)
+
     def _scale(self, layer: jax.Array | int, dtype: DTypeLike) -> jax.Array:
-        scale = jnp.float32(self.spec.head_dim**-0.5)
-        if self.spec.inverse_layer_scale:
+        scores = self.spec.scores
+        scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
+        if scores.inverse_layer:
             scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
         return scale.astype(dtype)
-
-
-def dot_product_attention(
-    q_BSNH: jax.Array,
-    k_BTNH: jax.Array,
-    v_BTNH: jax.Array,
-    bias_B1ST: jax.Array,
-    dropout_rate: float = 0.0,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """softmax(q k^T + bias) v, shape of q, dtype of v; scores in the dtype of q, softmax in float32.
-
-    `q_BSNH` is scaled already. Gradients flow to q, k and v.
-    """
-    scores_BNST = jnp.einsum("bsnh,btnh->bnst", q_BSNH, k_BTNH).astype(jnp.float32) + bias_B1ST
-    highest = jax.lax.stop_gradient(jnp.max(scores_BNST, axis=-1, keepdims=True))
-    e_BNST = jnp.exp(scores_BNST - highest)
-    # The result is divided instead of the probabilities, which are T / H times as many. The reciprocal is written
-    # out because a compiler may turn a division into it in one program and not in another.
-    r_BSN1 = (1.0 / jnp.sum(e_BNST, axis=-1)).transpose(0, 2, 1)[..., None]
-    e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTNH.dtype)
-    o_BSNH = jnp.einsum("bnst,btnh->bsnh", e_BNST, v_BTNH)
-    return o_BSNH * r_BSN1.astype(v_BTNH.dtype)

@@ -18,16 +18,21 @@ from lm_trainer.nn.spec import BlockSpec
 
 
 class Block(nnx.Module):
-    """`x += post(f(pre(x)))` with attention and then the MLP as f; an absent norm is the identity."""
+    """`x += post(f(pre(x)))` with attention and then the MLP as f; an absent norm is the identity.
+
+    In parallel, the MLP reads what attention reads.
+    """
 
     def __init__(self, spec: BlockSpec, dim: int, *, init: Init):
         self.dropout = spec.dropout
-        self.attention_pre_norm = make_norm(spec.pre_norm, dim, init=init)
+        self.parallel = spec.parallel
+        axis = {"embed": dim}
+        self.attention_pre_norm = make_norm(spec.pre_norm, axis, init=init)
         self.attention = Attention(spec.attention, dim, init=init)
-        self.attention_post_norm = make_norm(spec.post_norm, dim, init=init)
-        self.mlp_pre_norm = make_norm(spec.pre_norm, dim, init=init)
+        self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
+        self.mlp_pre_norm = make_norm(spec.pre_norm, axis, init=init)
         self.mlp = Mlp(spec.mlp, dim, init=init)
-        self.mlp_post_norm = make_norm(spec.post_norm, dim, init=init)
+        self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
 
     def __call__(
         self,
@@ -41,6 +46,6 @@ class Block(nnx.Module):
         """`key` is this layer's own; None switches dropout off."""
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         a_BSD, cache = self.attention(self.attention_pre_norm(x_BSD), context, layer, key=inner, cache=cache)
-        x_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
-        m_BSD = self.mlp(self.mlp_pre_norm(x_BSD))
-        return x_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache
+        y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
+        m_BSD = self.mlp(self.mlp_pre_norm(x_BSD if self.parallel else y_BSD))
+        return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache

@@ -1,6 +1,6 @@
 """Keys and values of past positions, kept while text is generated.
 
-Shape letters: L layers, B rows, T new tokens, C capacity in positions, N heads, H head size.
+Shape letters: L layers, B rows, T new tokens, C capacity in positions, K key heads, H head size.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class KvCache(NamedTuple):
     """
 
     k: jax.Array
-    """[L, B, C, N, H]."""
+    """[L, B, C, K, H]."""
     v: jax.Array
-    """[L, B, C, N, H]."""
+    """[L, B, C, K, H]."""
 
     def write(
-        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
     ) -> tuple[KvCache, jax.Array, jax.Array]:
         """Stores keys and values of one layer at their positions.
 
-        Returns the cache, and all keys and values of that layer, [B, C, N, H]. Positions past its capacity
+        Returns the cache, and all keys and values of that layer, [B, C, K, H]. Positions past its capacity
         are dropped.
         """
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
-        k = self.k.at[layer, rows_B1, positions_BT].set(k_BTNH.astype(self.k.dtype), mode="drop")
-        v = self.v.at[layer, rows_B1, positions_BT].set(v_BTNH.astype(self.v.dtype), mode="drop")
+        k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
+        v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm_trainer.nn.attention import Context, cache_bias, causal_bias
+from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import dropout
@@ -22,16 +22,23 @@ from lm_trainer.nn.stack import build_blocks, run_blocks
 
 
 class Embedding(nnx.Module):
-    """Token and learned position tables, summed; the token table is the head as well."""
+    """The token table, and what happens to its rows before the first layer."""
 
     def __init__(self, spec: DecoderSpec, *, init: Init):
+        self.spec = spec.embedding
         self.tokens = init.normal({"vocab": spec.vocab_size, "embed": spec.hidden_dim})
-        self.positions = init.normal({"position": spec.num_positions, "embed": spec.hidden_dim})
+        learned = {"position": spec.num_positions, "embed": spec.hidden_dim}
+        self.positions = init.normal(learned) if self.spec.learned_positions else None
+        self.norm = make_norm(self.spec.norm, {"embed": spec.hidden_dim}, init=init)
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
-        tokens_BSD = jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
-        return tokens_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
+        x_BSD = jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
+        if self.spec.scale is not None:
+            x_BSD = x_BSD * self.spec.scale
+        if self.positions is not None:
+            x_BSD = x_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
+        return self.norm(x_BSD)
 
 
 class Decoder(nnx.Module):
@@ -42,7 +49,9 @@ class Decoder(nnx.Module):
         init = Init(rngs, spec.init_std, spec.init_std / math.sqrt(2 * len(spec.blocks)))
         self.embed = Embedding(spec, init=init)
         self.blocks = build_blocks(spec, init=init)
-        self.final_norm = make_norm(spec.final_norm, spec.hidden_dim, init=init)
+        self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)
+        head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
+        self.head = None if spec.head.tied else init.normal(head)
 
     def __call__(
         self,
@@ -76,26 +85,28 @@ class Decoder(nnx.Module):
         """
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
-        x_BSD = dropout(x_BSD, self.spec.embed_dropout, embed_key)
-        context = Context(positions_BS, causal_bias(segments_BS))
+        x_BSD = dropout(x_BSD, self.spec.embedding.dropout, embed_key)
+        context = make_context(self.spec.blocks, positions_BS, segments_BS)
         x_BSD, _ = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
         return self.final_norm(x_BSD)
 
     def head_weight(self) -> jax.Array:
-        """The matrix of the head, [V, D] in the parameter dtype: logits are h w^T."""
-        return self.embed.tokens[...]
+        """The matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
+        return self.embed.tokens[...] if self.head is None else self.head[...]
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
         """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""
         w_VD = self.head_weight().astype(h_BSD.dtype)
         h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
         logits_MV = jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
+        if (most := self.spec.head.softcap) is not None:
+            logits_MV = most * jnp.tanh(logits_MV * (1.0 / most))
         return logits_MV.reshape(*h_BSD.shape[:-1], -1)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
         """An empty cache of `capacity` positions for each of `batch_size` rows; `decode` computes in its dtype."""
         attention = self.spec.blocks[0].attention
-        shape = (len(self.spec.blocks), batch_size, capacity, attention.num_heads, attention.head_dim)
+        shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
         return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
@@ -114,7 +125,7 @@ class Decoder(nnx.Module):
         nothing, and a later call overwrites what they left in the cache.
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
-        context = Context(positions_BT, cache_bias(positions_BT, cache.k.shape[2]))
+        context = make_cache_context(self.spec.blocks, positions_BT, cache.k.shape[2])
         x_BTD, filled = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert filled is not None
         return self.final_norm(x_BTD), filled

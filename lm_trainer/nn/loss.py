@@ -42,16 +42,26 @@ def token_loss(
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     loss: jax.Array = weighted_nll(
-        h_ND, model.head_weight(), jnp.asarray(batch.targets).reshape(-1), weights_N, block_size
+        h_ND,
+        model.head_weight(),
+        jnp.asarray(batch.targets).reshape(-1),
+        weights_N,
+        block_size,
+        model.spec.head.softcap,
     )
     return loss, jnp.sum(weights_N)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_nll(
-    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+    h_ND: jax.Array,
+    w_VD: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    block_size: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
-    """sum_n weights[n] * -log softmax(w h[n])[targets[n]], a float32 scalar.
+    """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`.
 
     Under differentiation the gradients are made block by block in the forward pass, while the logits are there, so
     that no logits are kept or recomputed; without it nothing but the loss is computed. Products are in the dtype of
@@ -61,24 +71,35 @@ def weighted_nll(
 
     def body(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         h_CD, targets_C, weights_C = block
-        nll_C = _nll(h_CD, w_VD, targets_C)[0]
+        nll_C = _nll(h_CD, w_VD, targets_C, softcap)[0]
         return total + jnp.sum(weights_C * nll_C), None
 
     return _fold(body, jnp.zeros((), jnp.float32), blocks, w_VD)[0]
 
 
-def _nll(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The losses, exp(logits - highest), and the reciprocal of its row sums."""
+def _nll(
+    h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: float | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The losses, exp(logits - highest), the reciprocal of its row sums, and the slopes of the softcap."""
     logits_CV = jnp.matmul(h_CD, w_VD.astype(h_CD.dtype).T, preferred_element_type=jnp.float32)
+    slopes_CV = None
+    if softcap is not None:
+        bounded_CV = jnp.tanh(logits_CV * (1.0 / softcap))
+        logits_CV, slopes_CV = softcap * bounded_CV, 1.0 - jnp.square(bounded_CV)
     highest_C1 = jnp.max(logits_CV, axis=-1, keepdims=True)
     e_CV = jnp.exp(logits_CV - highest_C1)
     sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
     right_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
-    return (highest_C1 + jnp.log(sums_C1) - right_C1)[:, 0], e_CV, 1.0 / sums_C1
+    return (highest_C1 + jnp.log(sums_C1) - right_C1)[:, 0], e_CV, 1.0 / sums_C1, slopes_CV
 
 
 def _forward(
-    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+    h_ND: jax.Array,
+    w_VD: jax.Array,
+    targets_N: jax.Array,
+    weights_N: jax.Array,
+    block_size: int | None,
+    softcap: float | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     n, blocks = h_ND.shape[0], _in_blocks(h_ND, targets_N, weights_N, block_size)
     cast_VD = w_VD.astype(h_ND.dtype)
@@ -86,9 +107,10 @@ def _forward(
     def body(carry: tuple[jax.Array, jax.Array], block: Any) -> tuple[Any, Any]:
         total, dw_VD = carry
         h_CD, targets_C, weights_C = block
-        nll_C, e_CV, reciprocal_C1 = _nll(h_CD, cast_VD, targets_C)
+        nll_C, e_CV, reciprocal_C1, slopes_CV = _nll(h_CD, cast_VD, targets_C, softcap)
         hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
-        d_CV = (weights_C[:, None] * (e_CV * reciprocal_C1 - hot_CV)).astype(h_CD.dtype)
+        d_CV = weights_C[:, None] * (e_CV * reciprocal_C1 - hot_CV)
+        d_CV = (d_CV if slopes_CV is None else d_CV * slopes_CV).astype(h_CD.dtype)
         dw_VD = dw_VD + jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
         return (total + jnp.sum(weights_C * nll_C), dw_VD), (d_CV @ cast_VD, nll_C)
 
@@ -98,9 +120,12 @@ def _forward(
 
 
 def _backward(
-    block_size: int | None, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangent: jax.Array
+    block_size: int | None,
+    softcap: float | None,
+    residuals: tuple[jax.Array, jax.Array, jax.Array],
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    del block_size
+    del block_size, softcap
     dh_ND, dw_VD, nll_N = (r.astype(jnp.float32) * cotangent for r in residuals)
     return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, nll_N
 

@@ -14,12 +14,17 @@ from lm_trainer.nn.spec import MlpSpec
 
 
 class Mlp(nnx.Module):
-    """Up, activation, down."""
+    """Up, activation, down; or, gated, the activation of the gate times up, down."""
 
     def __init__(self, spec: MlpSpec, dim: int, *, init: Init):
         self.spec = spec
         self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init)
         self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, bias=spec.bias, init=init, residual=True)
+        gate = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init) if spec.gated else None
+        self.gate = gate
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(ACTIVATIONS[self.spec.activation](self.up(x_BSD)))
+        activation = ACTIVATIONS[self.spec.activation]
+        if self.gate is None:
+            return self.down(activation(self.up(x_BSD)))
+        return self.down(activation(self.gate(x_BSD)) * self.up(x_BSD))

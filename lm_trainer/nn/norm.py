@@ -1,11 +1,11 @@
 """Normalization.
 
-Shape letters: D hidden dimension; `...` any leading dimensions.
+Shape letters: `...` any leading dimensions; the last one is normalized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +15,25 @@ from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import NormSpec
 
 
-class LayerNorm(nnx.Module):
-    """Layer normalization (Ba et al. 2016), computed in float32 and returned in the dtype of its input."""
+class Norm(nnx.Module):
+    """Layer (Ba et al. 2016) or RMS normalization, computed in float32 and returned in the dtype of its input.
 
-    def __init__(self, spec: NormSpec, dim: int, *, init: Init):
-        self.eps = spec.eps
-        self.scale = init.constant({"embed": dim}, 1.0)
-        self.bias = init.constant({"embed": dim}, 0.0) if spec.bias else None
+    `axis` gives name and size of the dimension.
+    """
+
+    def __init__(self, spec: NormSpec, axis: Mapping[str, int], *, init: Init):
+        self.spec = spec
+        self.scale = init.constant(axis, 0.0 if spec.unit_offset else 1.0) if spec.scale else None
+        self.bias = init.constant(axis, 0.0) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
-        y = y * self.scale[...].astype(jnp.float32)
+        y = x.astype(jnp.float32)
+        if self.spec.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
+        if self.scale is not None:
+            scale = self.scale[...].astype(jnp.float32)
+            y = y * (1.0 + scale if self.spec.unit_offset else scale)
         if self.bias is not None:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
@@ -38,6 +44,6 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def make_norm(spec: NormSpec | None, dim: int, *, init: Init) -> Callable[[jax.Array], jax.Array]:
+def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Init) -> Callable[[jax.Array], jax.Array]:
     """The norm of `spec`; the identity for None."""
-    return identity if spec is None else LayerNorm(spec, dim, init=init)
+    return identity if spec is None else Norm(spec, axis, init=init)

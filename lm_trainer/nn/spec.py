@@ -17,28 +17,125 @@ Remat = Literal["none", "full", "dots", "dots_no_batch"]
 """What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
 all but the results of those with weights (attention scores are recomputed)."""
 
+Backend = Literal["xla", "cudnn", "auto"]
+"""What computes attention; `auto` takes the fastest that can do what the spec says."""
+
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Layer normalization over the hidden dimension."""
+    """Normalization over the hidden dimension."""
 
     eps: float = 1e-5
     bias: bool = True
+    kind: Literal["layer", "rms"] = "layer"
+    """`rms` divides by the root mean square (Zhang and Sennrich 2019) and subtracts no mean."""
+    scale: bool = True
+    """Whether there is a gain to learn."""
+    unit_offset: bool = False
+    """Multiplies by 1 + scale, which starts at 0, instead of by scale, which starts at 1."""
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Divides every rope frequency: positions are interpolated (Chen et al. 2023)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class WavelengthScaling:
+    """Divides the frequencies of long wavelengths alone, with a smooth step between (Grattafiori et al. 2024)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+    """Wavelengths above this over `low_freq_factor` are divided, those below this over `high_freq_factor` kept."""
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023): a ramp over the dimensions between kept and divided frequencies."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    magnitude: float
+    """Multiplies both cosine and sine."""
+    whole_dims: bool = True
+    """Rounds the ends of the ramp outwards to whole dimensions."""
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions (Su et al. 2021), with the halves of a head as the coordinates of its rotations."""
+
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    """Of each head's dimensions, from the first, that are rotated."""
+    scaling: LinearScaling | WavelengthScaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True)
+class AlibiSpec:
+    """Attention with linear biases (Press et al. 2022)."""
+
+    max_bias: float = 8.0
+    """The slopes of N heads are 2^(-max_bias i / N) for i from 1, N rounded up to a power of two."""
+
+
+@dataclass(frozen=True)
+class QkNormSpec:
+    """Normalizes queries and keys before they are rotated."""
+
+    norm: NormSpec
+    over: Literal["head", "heads"] = "head"
+    """Each head by itself with one gain for all, or all heads together."""
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """How scores become probabilities."""
+
+    scale: float | None = None
+    """Multiplies the scores; None: 1 / sqrt(head_dim)."""
+    inverse_layer: bool = False
+    """Divides the scores of layer i (from 0) by i + 1."""
+    softcap: float | None = None
+    """Bounds the scores c to softcap * tanh(c / softcap)."""
+    dropout: float = 0.0
+    """Of the probabilities."""
+    upcast: bool = False
+    """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
+    backend: Backend = "xla"
+    block_size: int | None = None
+    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention with one key and value head per query head."""
+    """Causal self-attention."""
 
     num_heads: int
     head_dim: int
+    num_kv_heads: int | None = None
+    """Each key and value head serves num_heads / num_kv_heads query heads (Ainslie et al. 2023); None: one each."""
     bias: bool = True
-    dropout: float = 0.0
-    """Of the attention probabilities."""
-    inverse_layer_scale: bool = False
-    """Divides the scores of layer i (from 0) by i + 1."""
-    upcast: bool = False
-    """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
+    """Of queries, keys and values."""
+    out_bias: bool = True
+    positions: RopeSpec | AlibiSpec | None = None
+    qk_norm: QkNormSpec | None = None
+    clip: float | None = None
+    """Bounds the elements of queries, keys and values."""
+    window: int | None = None
+    """How many positions a query sees, its own included; None: all before it."""
+    scores: ScoreSpec = ScoreSpec()
+
+    @property
+    def kv_heads(self) -> int:
+        """`num_kv_heads` with its default resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -48,6 +145,8 @@ class MlpSpec:
     hidden_dim: int
     activation: Activation = "gelu_new"
     bias: bool = True
+    gated: bool = False
+    """A third matrix: the activation of its product multiplies that of the first (Shazeer 2020)."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +159,43 @@ class BlockSpec:
     post_norm: NormSpec | None = None
     dropout: float = 0.0
     """Of what each f adds to the residual stream."""
+    parallel: bool = False
+    """Both f read the same x."""
+
+
+@dataclass(frozen=True)
+class EmbeddingSpec:
+    """What happens to token embeddings before the first layer, in the order of the fields."""
+
+    scale: float | None = None
+    learned_positions: bool = False
+    """Adds a table with a row for each position."""
+    norm: NormSpec | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """How the last hidden state becomes logits."""
+
+    tied: bool = True
+    """The matrix is that of the token embedding."""
+    softcap: float | None = None
+    """Bounds the logits l to softcap * tanh(l / softcap)."""
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer whose head is its token embedding."""
+    """A decoder-only transformer."""
 
     vocab_size: int
     hidden_dim: int
     num_positions: int
-    """Rows of the learned position table: the longest sequence."""
+    """The longest sequence."""
     blocks: tuple[BlockSpec, ...]
     final_norm: NormSpec | None = None
-    embed_dropout: float = 0.0
+    embedding: EmbeddingSpec = EmbeddingSpec()
+    head: HeadSpec = HeadSpec()
     init_std: float = 0.02
     """Of every weight; those that write to the residual stream get it divided by sqrt(2 * layers)."""
     scan: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lm_trainer.nn.spec import BlockSpec, DecoderSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
 
 
 class FlopsCount(NamedTuple):
@@ -49,32 +49,52 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
 
     MFU is `flops_per_token(...).training * tokens per second / peak operations per second of all devices`.
     """
-    heads = [block.attention.num_heads for block in spec.blocks]
-    widths = [block.attention.num_heads * block.attention.head_dim for block in spec.blocks]
+    attentions = [block.attention for block in spec.blocks]
+    width = sum(a.num_heads * a.head_dim for a in attentions)
+    kv_width = sum(a.kv_heads * a.head_dim for a in attentions)
     return FlopsCount(
-        qkv=2 * spec.hidden_dim * 3 * sum(widths),
-        attention_out=2 * spec.hidden_dim * sum(widths),
-        attention_product=4 * seq_len * sum(widths),
-        attention_softmax=3 * seq_len * sum(heads),
-        mlp=2 * 2 * spec.hidden_dim * sum(block.mlp.hidden_dim for block in spec.blocks),
+        qkv=2 * spec.hidden_dim * (width + 2 * kv_width),
+        attention_out=2 * spec.hidden_dim * width,
+        attention_product=4 * seq_len * width,
+        attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions),
+        mlp=sum(2 * _mlp_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
     )
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Trainable parameters; the head shares the token embedding, which counts once."""
-    embeddings = (spec.vocab_size + spec.num_positions) * spec.hidden_dim
+    """Trainable parameters; a head that shares the token embedding counts once."""
+    positions = spec.num_positions if spec.embedding.learned_positions else 0
+    rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
-    return embeddings + blocks + _norm_parameters(spec.final_norm, spec.hidden_dim)
+    norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
+    return rows * spec.hidden_dim + blocks + norms
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
-    width, inner = block.attention.num_heads * block.attention.head_dim, block.mlp.hidden_dim
-    attention = 4 * hidden * width + (3 * width + hidden if block.attention.bias else 0)
-    mlp = 2 * hidden * inner + (inner + hidden if block.mlp.bias else 0)
+    mlp = _mlp_weights(block.mlp, hidden)
+    if block.mlp.bias:
+        mlp += (1 + block.mlp.gated) * block.mlp.hidden_dim + hidden
     norms = _norm_parameters(block.pre_norm, hidden) + _norm_parameters(block.post_norm, hidden)
-    return attention + mlp + 2 * norms
+    return _attention_parameters(block.attention, hidden) + mlp + 2 * norms
 
 
-def _norm_parameters(norm: NormSpec | None, hidden: int) -> int:
-    return 0 if norm is None else hidden * (1 + norm.bias)
+def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
+    width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    total = 2 * hidden * (width + kv_width)
+    if spec.bias:
+        total += width + 2 * kv_width
+    if spec.out_bias:
+        total += hidden
+    if spec.qk_norm is not None:
+        sizes = (width, kv_width) if spec.qk_norm.over == "heads" else (spec.head_dim,) * 2
+        total += sum(_norm_parameters(spec.qk_norm.norm, size) for size in sizes)
+    return total
+
+
+def _mlp_weights(spec: MlpSpec, hidden: int) -> int:
+    return (2 + spec.gated) * hidden * spec.hidden_dim
+
+
+def _norm_parameters(norm: NormSpec | None, size: int) -> int:
+    return 0 if norm is None else size * (norm.scale + norm.bias)

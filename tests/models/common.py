@@ -9,11 +9,23 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lm_trainer.models import AnyModel, Gpt2Config
+from lm_trainer.models import AnyModel, Gpt2Config, LlamaConfig
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
 
 VOCAB, SEQ = 61, 16
+
+ROTARY: dict[str, Any] = {
+    "seq_len": SEQ,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "initializer_range": 0.1,
+    "gradient_checkpointing": False,
+    "scan_layers": False,
+}
 
 TINY: dict[str, AnyModel] = {
     "gpt2": Gpt2Config(
@@ -25,6 +37,7 @@ TINY: dict[str, AnyModel] = {
         gradient_checkpointing=False,
         scale_attn_by_inverse_layer_idx=True,
     ),
+    "llama": LlamaConfig(**ROTARY),
 }
 
 

@@ -25,6 +25,9 @@ CHANGES: dict[str, Any] = {
     "use_bias": False,
     "gradient_checkpointing": "dots",
     "scan_layers": True,
+    "attn_backend": "auto",
+    "use_flash_attention": True,
+    "flash_attention_block_size": 256,
 }
 NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size"}
 
@@ -56,7 +59,8 @@ def test_defaults_are_gpt2_small():
         ({"attn_pdrop": 1.0}, "less than 1"),
         ({"activation_function": "tanh"}, "gelu_new"),
         ({"gradient_checkpointing": "some"}, "dots_no_batch"),
-        ({"attn_backend": "default"}, "Extra inputs"),
+        ({"attn_backend": "default"}, "'xla', 'cudnn' or 'auto'"),
+        ({"use_flash_attention": False, "flash_attention_block_size": 8}, "contradicts flash_attention_block_size: 8"),
         ({"cross_entropy_block_size": 0}, "greater than 0"),
     ],
 )
@@ -65,6 +69,10 @@ def test_wrong_values_are_refused(fields, message):
         Gpt2Config(**fields)
 
 
-def test_keys_of_other_trainers_have_a_reason():
-    assert set(Gpt2Config.refused_keys) == {"attn_backend", "use_flash_attention", "flash_attention_block_size"}
-    assert not set(Gpt2Config.refused_keys) & set(Gpt2Config.model_fields)
+def test_flash_attention_has_a_default_block():
+    def block(**fields: Any) -> int | None:
+        return Gpt2Config(**fields).spec(VOCAB).blocks[0].attention.scores.block_size
+
+    assert block() is block(use_flash_attention=False) is None
+    assert block(use_flash_attention=True) == 1024
+    assert block(use_flash_attention=True, flash_attention_block_size=64) == block(flash_attention_block_size=64) == 64

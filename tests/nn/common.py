@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.nn.attention import Context, make_context
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.init import Init
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
 BLOCK = BlockSpec(AttentionSpec(num_heads=2, head_dim=8), MlpSpec(hidden_dim=24), pre_norm=NormSpec())
 
 
 def make_spec(*, blocks: tuple[BlockSpec, ...] = (BLOCK,) * 2, **fields: Any) -> DecoderSpec:
     values = {"vocab_size": 37, "hidden_dim": 16, "num_positions": 24, "final_norm": NormSpec(), "init_std": 0.3}
+    values["embedding"] = EmbeddingSpec(learned_positions=True)
     return DecoderSpec(blocks=blocks, **{**values, **fields})
 
 
 def make_init(std: float = 1.0) -> Init:
     return Init(nnx.Rngs(0), std=std, residual_std=std)
+
+
+def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) -> Context:
+    """For rows of one or more documents, with positions from the start of each row."""
+    positions = jnp.tile(jnp.arange(segments.shape[1], dtype=jnp.int32), (len(segments), 1))
+    return make_context((dataclasses.replace(BLOCK, attention=attention),), positions, jnp.asarray(segments))
 
 
 def init(spec: DecoderSpec, seed: int = 0) -> tuple[nnx.GraphDef, dict[str, Any]]:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.attention import Attention, Context, causal_bias, dot_product_attention
-from lm_trainer.nn.spec import AttentionSpec
-from tests.nn.common import make_init
+from lm_trainer.nn.attend import dot_product_attention
+from lm_trainer.nn.attention import Attention, causal_bias
+from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
+from tests.nn.common import context, make_init
 
 B, S, N, H = 2, 10, 3, 4
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
@@ -49,7 +50,7 @@ def test_large_scores_do_not_overflow():
 def test_dropout_of_probabilities_keeps_the_mean():
     q, k, v = (jnp.asarray(a) for a in qkv())
     bias = causal_bias(jnp.asarray(SEGMENTS))
-    many = jax.vmap(lambda key: dot_product_attention(q, k, v, bias, 0.3, key))(
+    many = jax.vmap(lambda key: dot_product_attention(q, k, v, bias, dropout_rate=0.3, key=key))(
         jax.random.split(jax.random.key(0), 4000)
     )
     assert np.abs(many[0] - many[1]).max() > 0.1
@@ -59,12 +60,11 @@ def test_dropout_of_probabilities_keeps_the_mean():
 def attend(spec: AttentionSpec, *, layer: int = 0) -> np.ndarray:
     module = Attention(spec, 16, init=make_init())
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
-    positions = jnp.tile(jnp.arange(S), (B, 1))
-    return np.asarray(module(x, Context(positions, causal_bias(jnp.asarray(SEGMENTS))), layer)[0])
+    return np.asarray(module(x, context(SEGMENTS, spec), layer)[0])
 
 
 def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
-    wide = dataclasses.replace(SPEC, inverse_layer_scale=True)
+    wide = dataclasses.replace(SPEC, scores=ScoreSpec(inverse_layer=True))
     np.testing.assert_array_equal(attend(wide, layer=0), attend(SPEC, layer=0))
     np.testing.assert_array_equal(attend(SPEC, layer=3), attend(SPEC, layer=0))
     assert np.abs(attend(wide, layer=3) - attend(SPEC)).max() > 0.1
@@ -73,21 +73,23 @@ def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
 def test_the_first_token_of_a_segment_sees_itself_alone():
     module = Attention(SPEC, 16, init=make_init())
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
-    out = module(x, Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS))), 0)[0]
+    out = module(x, context(SEGMENTS, SPEC), 0)[0]
     np.testing.assert_allclose(out[:, 0], module.out(module.v(x))[:, 0], atol=1e-5)
     np.testing.assert_allclose(out[0, 4], module.out(module.v(x))[0, 4], atol=1e-5)
 
 
 def test_upcast_keeps_scores_in_float32():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, N * H)), jnp.bfloat16)
-    context = Context(jnp.zeros((B, S), jnp.int32), causal_bias(jnp.asarray(SEGMENTS)))
     errors = {}
     for upcast in (False, True):
-        module = Attention(dataclasses.replace(SPEC, upcast=upcast), N * H, init=make_init(2.0))
+        module = Attention(dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast)), N * H, init=make_init(2.0))
         module.out.weight[...] = jnp.eye(N * H).reshape(N, H, N * H)
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)
-        errors[upcast] = np.abs(np.asarray(module(x, context, 0)[0], np.float32) - exact).mean() / np.abs(exact).mean()
+        errors[upcast] = (
+            np.abs(np.asarray(module(x, context(SEGMENTS, SPEC), 0)[0], np.float32) - exact).mean()
+            / np.abs(exact).mean()
+        )
     # Scores near 100 are rounded to halves in bfloat16, which moves probabilities by half of themselves.
     assert errors[True] < 2**-8
     assert errors[False] > 3 * errors[True]

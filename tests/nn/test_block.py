@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.attention import Context, causal_bias
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.spec import BlockSpec, NormSpec
-from tests.nn.common import BLOCK, make_init
+from tests.nn.common import BLOCK, context, make_init
 
 S = 6
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, S, 16)), jnp.float32)
-CONTEXT = Context(jnp.tile(jnp.arange(S), (2, 1)), causal_bias(jnp.zeros((2, S), jnp.int32)))
+CONTEXT = context(np.zeros((2, S), np.int32))
 
 
 def build(spec: BlockSpec) -> Block:
@@ -33,6 +32,12 @@ def test_wiring_with_norms_before_after_or_nowhere():
             x = X + after(block.attention(before(X), CONTEXT, 0)[0])
             x = x + after(block.mlp(before(x)))
             np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
+
+
+def test_in_parallel_both_parts_read_the_same():
+    block = build(dataclasses.replace(BLOCK, parallel=True))
+    x = X + block.attention(layer_norm(X), CONTEXT, 0)[0] + block.mlp(layer_norm(X))
+    np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
 
 
 def test_residual_dropout_needs_a_key_and_keeps_the_mean():

@@ -9,14 +9,14 @@ from flax import nnx
 
 from lm_trainer.core.mesh import LOGICAL_AXES
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 from tests.nn.common import init, make_batch, make_spec
 
 
 def test_initial_weights():
     norm = NormSpec()
     block = BlockSpec(AttentionSpec(4, 16), MlpSpec(256), pre_norm=norm)
-    spec = DecoderSpec(500, 64, 128, (block,) * 8, norm, init_std=0.05)
+    spec = DecoderSpec(500, 64, 128, (block,) * 8, norm, EmbeddingSpec(learned_positions=True), init_std=0.05)
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
     layers = params["blocks"]["0"]
     plain = [params["embed"]["tokens"], params["embed"]["positions"], layers["mlp"]["up"]["weight"]]

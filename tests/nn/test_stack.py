@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import BlockSpec
+from lm_trainer.nn.spec import BlockSpec, ScoreSpec
 from lm_trainer.nn.stack import unstack
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
 OTHER = dataclasses.replace(BLOCK, mlp=dataclasses.replace(BLOCK.mlp, hidden_dim=8, activation="relu"))
-LAYERED = dataclasses.replace(BLOCK, attention=dataclasses.replace(BLOCK.attention, inverse_layer_scale=True))
+LAYERED = dataclasses.replace(
+    BLOCK, attention=dataclasses.replace(BLOCK.attention, scores=ScoreSpec(inverse_layer=True))
+)
 PATTERNS = {
     "one": (BLOCK,),
     "same": (BLOCK,) * 3,

@@ -1,0 +1,99 @@
+"""Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024): rotary positions, RMSNorm before each part, gated
+MLP, grouped attention.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from lm_trainer.models.hf_table import HfFamily
+from lm_trainer.models.rope import rope_from_hf
+from lm_trainer.models.rotary import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    PRE_NORMS,
+    TIED,
+    RotaryConfig,
+    heads_from_hf,
+    hf_fields,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    bias = hf.get("attention_bias", False), hf.get("mlp_bias", False)
+    if bias[0] != bias[1]:
+        raise ValueError(f"attention_bias={bias[0]} with mlp_bias={bias[1]} is not supported, only both alike are")
+    return {"use_bias": bias[0], "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=None)}
+
+
+def _to_hf(config: "LlamaConfig") -> dict[str, Any]:
+    lacking = {
+        "hybrid_norm: true": config.hybrid_norm,
+        "use_qk_norm: true": config.use_qk_norm,
+        "input_embedding_norm: true": config.input_embedding_norm,
+        "use_layer_norm_weight: false": not config.use_layer_norm_weight,
+    }
+    if names := [name for name, used in lacking.items() if used]:
+        raise ValueError(f"the format has no place for {', '.join(names)}")
+    return {"attention_bias": config.use_bias, "mlp_bias": config.use_bias, **shared_to_hf(config)}
+
+
+_HF = HfFamily(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fields=hf_fields(),
+    tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
+    prefix="model.",
+    bare=(HEAD.hf,),
+    fixed={"attention_dropout": 0.0, "pretraining_tp": 1},
+    computed_from_hf=_from_hf,
+    computed_to_hf=_to_hf,
+    buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    tied=TIED,
+)
+
+
+class LlamaConfig(RotaryConfig):
+    """The Llama family; the defaults are Llama 2 7B."""
+
+    hf: ClassVar[HfFamily] = _HF
+
+    type: Literal["llama"] = "llama"
+    """The family."""
+    hybrid_norm: bool = False
+    """Adds a norm after attention and one after the MLP. Such a model cannot be exported to Hugging Face."""
+    use_qk_norm: bool = False
+    """Normalizes each head's queries and keys. Such a model cannot be exported to Hugging Face."""
+    input_embedding_norm: bool = False
+    """Normalizes the token embeddings. Such a model cannot be exported to Hugging Face."""
+    use_bias: bool = False
+    """Whether the linear layers of attention and MLP have biases."""
+    use_layer_norm_weight: bool = True
+    """Whether the norms have gains to learn. Without them the model cannot be exported to Hugging Face."""
+    reference_checkpoint: str = "NousResearch/Llama-2-7b-hf"
+    """The model on the Hugging Face hub that `initialize_from_hf: true` means."""
+    tokenizer: str | None = None
+    """The tokenizer of `reference_checkpoint`, where it lies elsewhere."""
+
+    def norm(self) -> NormSpec:
+        return replace(super().norm(), scale=self.use_layer_norm_weight)
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        norm = self.norm()
+        block = BlockSpec(
+            attention=replace(
+                self.attention(),
+                bias=self.use_bias,
+                out_bias=self.use_bias,
+                qk_norm=QkNormSpec(norm) if self.use_qk_norm else None,
+            ),
+            mlp=replace(self.mlp(), bias=self.use_bias),
+            pre_norm=norm,
+            post_norm=norm if self.hybrid_norm else None,
+        )
+        embedding = EmbeddingSpec(norm=norm if self.input_embedding_norm else None)
+        return self.decoder(vocab_size, (block,) * self.num_layers, embedding=embedding)

@@ -1,0 +1,227 @@
+"""The `rope` block of rotary models, and how Hugging Face's format writes it."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.nn.spec import LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+
+_Scaling = LinearScaling | WavelengthScaling | YarnScaling | None
+
+
+class RopeConfig(Config):
+    """Rotary positions."""
+
+    theta: float = Field(default=10_000.0, gt=1)
+    """The base of the wavelengths: the longest is about 2 pi theta positions."""
+
+    @abstractmethod
+    def scaling(self) -> _Scaling:
+        """How frequencies are scaled."""
+
+    def spec(self, fraction: float = 1.0) -> RopeSpec:
+        """As a part of the trunk; `fraction` of each head's dimensions is rotated."""
+        return RopeSpec(self.theta, fraction, self.scaling())
+
+    @abstractmethod
+    def to_hf(self) -> dict[str, Any]:
+        """As Hugging Face writes it, less theta."""
+
+
+class DefaultRope(RopeConfig):
+    """Rotary positions, interpolated where `factor` is not 1."""
+
+    type: Literal["default", "linear"] = "default"
+    """The kind of scaling; `linear` is another name for `default` with a factor."""
+    factor: float = Field(default=1.0, gt=0)
+    """Divides all positions, so that sequences this many times longer look as long as those of the first training."""
+
+    def scaling(self) -> _Scaling:
+        return None if self.factor == 1.0 else LinearScaling(self.factor)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"rope_type": "default"} if self.factor == 1.0 else {"rope_type": "linear", "factor": self.factor}
+
+
+class Llama3Rope(RopeConfig):
+    """The scaling of Llama 3.1: long wavelengths are stretched, short ones kept."""
+
+    type: Literal["llama3"] = "llama3"
+    """The kind of scaling."""
+    theta: float = Field(default=500_000.0, gt=1)
+    """The base of the wavelengths."""
+    factor: float = Field(default=8.0, gt=0)
+    """Stretches long wavelengths."""
+    low_freq_factor: float = Field(default=1.0, gt=0)
+    """Wavelengths above original_max_position_embeddings over this are stretched in full."""
+    high_freq_factor: float = Field(default=4.0, gt=0)
+    """Wavelengths below original_max_position_embeddings over this are kept."""
+    original_max_position_embeddings: int = Field(default=8192, gt=0)
+    """The longest sequence of the first training."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "Llama3Rope":
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+            )
+        return self
+
+    def scaling(self) -> _Scaling:
+        return WavelengthScaling(
+            self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        return {"rope_type": "llama3", **self.model_dump(exclude={"type", "theta"})}
+
+
+class YarnRope(RopeConfig):
+    """YaRN (Peng et al. 2023)."""
+
+    type: Literal["yarn"] = "yarn"
+    """The kind of scaling."""
+    factor: float = Field(default=1.0, gt=0)
+    """How many times longer sequences become."""
+    original_max_position_embeddings: int = Field(default=2048, gt=0)
+    """The longest sequence of the first training."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Pairs of dimensions that turn more often than this over the original length are kept."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Pairs of dimensions that turn less often than this over the original length are stretched in full."""
+    mscale: float = Field(default=1.0, ge=0)
+    """Cosines and sines are multiplied by 0.1 * mscale * log(factor) + 1, unless `attention_factor` is set."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """Multiplies cosines and sines. Unset: it follows from `mscale`."""
+    truncate: bool = True
+    """Rounds the ends of the ramp between kept and stretched pairs to whole dimensions."""
+
+    @model_validator(mode="after")
+    def _one_magnitude(self) -> "YarnRope":
+        if self.attention_factor is not None and self.mscale != 1.0:
+            raise ValueError("attention_factor and mscale set the same thing; remove one of them")
+        return self
+
+    def scaling(self) -> _Scaling:
+        grown = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
+        return YarnScaling(
+            self.factor,
+            self.original_max_position_embeddings,
+            self.beta_fast,
+            self.beta_slow,
+            grown if self.attention_factor is None else self.attention_factor,
+            self.truncate,
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        plain = self.model_dump(exclude={"type", "theta", "mscale", "attention_factor", "truncate"})
+        scaling = self.scaling()
+        if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
+            plain["attention_factor"] = scaling.magnitude
+        return {"rope_type": "yarn", **plain, **({} if self.truncate else {"truncate": False})}
+
+
+AnyRope = Annotated[DefaultRope | Llama3Rope | YarnRope, Field(discriminator="type")]
+"""Whatever may stand under `rope:`; told apart by `type`."""
+
+_KINDS: Mapping[str, type[RopeConfig]] = {
+    "default": DefaultRope,
+    "linear": DefaultRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+}
+_IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+
+
+def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, layers: str | None = None) -> RopeConfig:
+    """The rope of a config.json as transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`) writes it.
+
+    Args:
+        hf: the content of config.json.
+        default_theta: where no theta is written.
+        layers: the kind of layers whose rope is wanted, in a file with one for each kind.
+
+    Raises:
+        ValueError: for a kind of scaling that does not exist here.
+    """
+    block = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if layers is not None and layers in block:
+        block = block[layers]
+    theta = block.get("rope_theta", hf.get("rope_theta") or default_theta)
+    return parse_rope(block, float(theta))
+
+
+def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
+    """One rope from its block.
+
+    Raises:
+        ValueError: for a kind of scaling that does not exist here.
+    """
+    kind = str(block.get("rope_type") or block.get("type") or "default")
+    rope_class = _KINDS.get(kind)
+    if rope_class is None:
+        raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(_KINDS)}")
+    fields = {key: value for key, value in block.items() if key not in _IGNORED and value is not None}
+    if rope_class is YarnRope:
+        fields = _yarn_fields(fields)
+    elif kind == "default":
+        fields.pop("factor", None)
+    unknown = sorted(fields.keys() - rope_class.model_fields.keys())
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} of rope_type={kind!r} has no counterpart here")
+    return rope_class(theta=theta, **fields)
+
+
+def _yarn_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """`mscale` counts in the file only together with `mscale_all_dim`: the magnitude is the ratio of both."""
+    over, under = fields.pop("mscale", None), fields.pop("mscale_all_dim", None)
+    if fields.get("attention_factor") is None and over and under and fields["factor"] > 1:
+        grown = math.log(fields["factor"])
+        fields["attention_factor"] = (0.1 * over * grown + 1.0) / (0.1 * under * grown + 1.0)
+    return fields
+
+
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The fields of config.json, for transformers 4 and 5."""
+    block = rope.to_hf()
+    scaling = None if block == {"rope_type": "default"} else block
+    return {"rope_parameters": {"rope_theta": rope.theta, **block}, "rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
+    """Theta of the layers with a window, in a file with a rope for each kind of layers.
+
+    Raises:
+        ValueError: where their positions are scaled.
+    """
+    block = (hf.get("rope_parameters") or {}).get("sliding_attention")
+    if block is None:
+        return float(hf.get("rope_local_base_freq") or default)
+    if parse_rope(block, 10_000.0).scaling() is not None:
+        raise ValueError(f"rope_type={block['rope_type']!r} of layers with a window is not supported, only default is")
+    return float(block.get("rope_theta") or default)
+
+
+def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
+    """The fields of config.json for transformers 4 and 5: one rope for all positions, one for those in a window."""
+    one = rope_to_hf(rope)
+    local = {"rope_theta": local_theta, "rope_type": "default"}
+    parameters = {"full_attention": one["rope_parameters"], "sliding_attention": local}
+    return {**one, "rope_parameters": parameters, "rope_local_base_freq": local_theta}
+
+
+def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:
+    """Of each head's dimensions, how many are rotated; `older` is the key of earlier versions."""
+    block = hf.get("rope_parameters") or {}
+    found = block.get("partial_rotary_factor")
+    return float(next(value for value in (found, hf.get(older), default) if value is not None))
+
+
+def fraction_to_hf(fields: dict[str, Any], fraction: float, older: str = "partial_rotary_factor") -> dict[str, Any]:
+    """`fields` of `rope_to_hf` with the rotated fraction."""
+    parameters = {**fields["rope_parameters"], "partial_rotary_factor": fraction}
+    return {**fields, "rope_parameters": parameters, older: fraction}

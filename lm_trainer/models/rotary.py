@@ -1,0 +1,211 @@
+"""What families with rotary positions and gated MLPs share: settings, parts of the spec, entries of the table.
+
+A family says in its own file which parts it has; nothing here is switched by family.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf_table import HfField, HfTensor, linear
+from lm_trainer.models.rope import AnyRope, DefaultRope, rope_to_hf
+from lm_trainer.nn.spec import (
+    Activation,
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    HeadSpec,
+    MlpSpec,
+    NormSpec,
+)
+
+ACTIVATIONS: Mapping[str, str] = {"swish": "silu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
+"""Hugging Face's other names for activations."""
+
+
+class RotaryConfig(DecoderConfig):
+    """Settings of a decoder with rotary positions and a gated MLP."""
+
+    seq_len: int = Field(default=2048, gt=0)
+    """The longest sequence, in tokens."""
+    num_layers: int = Field(default=32, gt=0)
+    """How many blocks the model has."""
+    scan_layers: bool | None = True
+    """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. `null`: as a
+    loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
+    hidden_dim: int = Field(default=4096, gt=0)
+    """Width of the residual stream."""
+    intermediate_dim: int = Field(default=11008, gt=0)
+    """Width of the MLP."""
+    num_heads: int = Field(default=32, gt=0)
+    """Query heads."""
+    num_kv_heads: int = Field(default=32, gt=0)
+    """Key and value heads, each for num_heads / num_kv_heads query heads; 1 is multi-query attention."""
+    head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
+    """Size of a head. Unset: hidden_dim / num_heads."""
+    activation_function: Activation = "silu"
+    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
+    sqrt(2 * num_layers)."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the mean square in the norms."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer has the weights of the token embedding."""
+    rope: AnyRope = DefaultRope()
+    """Rotary positions."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "RotaryConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim is None and self.hidden_dim % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_dim={self.hidden_dim} is not a multiple of 2 * num_heads={2 * self.num_heads}; set head_dim"
+            )
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """`head_dim` with its default resolved."""
+        return self.hidden_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def norm(self) -> NormSpec:
+        """The norm of this model."""
+        return NormSpec(kind="rms", eps=self.layer_norm_epsilon, bias=False)
+
+    def attention(self) -> AttentionSpec:
+        """Grouped attention with rotary positions and no biases."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            head_dim=self.head_size,
+            num_kv_heads=self.num_kv_heads,
+            bias=False,
+            out_bias=False,
+            positions=self.rope.spec(),
+            scores=self.scores(),
+        )
+
+    def mlp(self) -> MlpSpec:
+        """The gated MLP, without biases."""
+        return MlpSpec(self.intermediate_dim, self.activation_function, bias=False, gated=True)
+
+    def decoder(
+        self,
+        vocab_size: int,
+        blocks: tuple[BlockSpec, ...],
+        *,
+        embedding: EmbeddingSpec | None = None,
+        softcap: float | None = None,
+    ) -> DecoderSpec:
+        """The whole model."""
+        return DecoderSpec(
+            vocab_size=vocab_size,
+            hidden_dim=self.hidden_dim,
+            num_positions=self.seq_len,
+            blocks=blocks,
+            final_norm=self.norm(),
+            embedding=embedding or EmbeddingSpec(),
+            head=HeadSpec(tied=self.tie_word_embeddings, softcap=softcap),
+            init_std=self.initializer_range,
+            scan=self.scan,
+            remat=self.remat,
+        )
+
+
+def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfField, ...]:
+    """The fields of config.json that all these families have; `defaults` as transformers has them for the family."""
+    fields = (
+        HfField("max_position_embeddings", "seq_len", 2048),
+        HfField("hidden_size", "hidden_dim", 4096),
+        HfField("intermediate_size", "intermediate_dim", 11008),
+        HfField("num_hidden_layers", "num_layers", 32),
+        HfField("num_attention_heads", "num_heads", 32),
+        HfField(activation, "activation_function", "silu", read=ACTIVATIONS),
+        HfField("initializer_range", "initializer_range", 0.02),
+        HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
+        HfField("tie_word_embeddings", "tie_word_embeddings", False),
+    )
+    assert defaults.keys() <= {entry.hf for entry in fields}
+    return tuple(replace(entry, default=defaults.get(entry.hf, entry.default)) for entry in fields)
+
+
+def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
+    """The sizes of heads; `kv_heads` and `head_dim` are what transformers takes where the keys are absent."""
+    found = hf.get("num_key_value_heads", kv_heads)
+    return {
+        "num_kv_heads": hf.get("num_attention_heads", 32) if found is None else found,
+        "head_dim": hf.get("head_dim", head_dim),
+    }
+
+
+def shared_to_hf(config: RotaryConfig) -> dict[str, Any]:
+    """The fields of config.json that are no copies of one of ours."""
+    return {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_size, **rope_to_hf(config.rope)}
+
+
+LAYER = "layers.{}"
+BLOCK = "blocks.{}"
+
+EMBEDDING = (HfTensor("embed_tokens.weight", ("embed.tokens",)), HfTensor("norm.weight", ("final_norm.scale",)))
+HEAD = HfTensor("lm_head.weight", ("head",))
+TIED: Mapping[str, str] = {"lm_head.weight": "embed_tokens.weight"}
+ATTENTION = tuple(
+    tensor
+    for theirs, ours in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
+    for tensor in linear(f"{LAYER}.self_attn.{theirs}", f"{BLOCK}.attention.{ours}")
+)
+MLP = tuple(
+    tensor for name in ("gate", "up", "down") for tensor in linear(f"{LAYER}.mlp.{name}_proj", f"{BLOCK}.mlp.{name}")
+)
+QK_NORM = tuple(
+    HfTensor(f"{LAYER}.self_attn.{name}.weight", (f"{BLOCK}.attention.{name}.norm.scale",))
+    for name in ("q_norm", "k_norm")
+)
+
+
+def layer_norms(**names: str) -> tuple[HfTensor, ...]:
+    """The norms of a layer; `names` gives theirs for each of ours."""
+    return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{ours}.scale",)) for ours, hf in names.items())
+
+
+PRE_NORMS = layer_norms(attention_pre_norm="input_layernorm", mlp_pre_norm="post_attention_layernorm")
+
+
+def layer_types(num_layers: int, pattern: int) -> list[str]:
+    """Hugging Face's name of each layer's kind where every n-th sees all positions and the others a window."""
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
+
+
+def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
+    """Which layers see all positions: every n-th.
+
+    Raises:
+        ValueError: where the file has another order.
+    """
+    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or default
+    kinds = hf.get("layer_types")
+    if kinds is None:
+        return pattern
+    first = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    for candidate in (pattern, first):
+        if kinds == layer_types(len(kinds), candidate):
+            return candidate
+    raise ValueError("layer_types is not supported, only one full_attention layer after every n sliding_attention are")
+
+
+def check_layer_types(hf: Mapping[str, Any], windowed: Callable[[int], bool]) -> None:
+    """Compares `layer_types`, where the file has it, with the layers that have a window by its other fields.
+
+    Raises:
+        ValueError: where they differ.
+    """
+    kinds = hf.get("layer_types")
+    if kinds is None or hf.get("sliding_window") is None:
+        return
+    if [kind == "sliding_attention" for kind in kinds] != [windowed(layer) for layer in range(len(kinds))]:
+        raise ValueError("layer_types is not supported where it differs from max_window_layers")

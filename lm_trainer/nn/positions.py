@@ -1,0 +1,80 @@
+"""Positions inside attention: rotations of queries and keys, and biases that grow with distance.
+
+Shape letters: B rows, S queries, T keys, N heads, H head size, F rotated pairs of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+
+
+def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position, float32 [F], and what multiplies cosine and sine."""
+    dims = int(head_dim * spec.fraction)
+    pairs_F = np.arange(0, dims, 2) / dims
+    plain_F = spec.theta**-pairs_F
+    scaling = spec.scaling
+    match scaling:
+        case None:
+            scaled_F, magnitude = plain_F, 1.0
+        case LinearScaling():
+            scaled_F, magnitude = plain_F / scaling.factor, 1.0
+        case WavelengthScaling():
+            scaled_F, magnitude = _by_wavelength(scaling, plain_F), 1.0
+        case YarnScaling():
+            scaled_F, magnitude = _yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
+    return scaled_F.astype(np.float32), magnitude
+
+
+def _by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
+    turns_F = scaling.original_positions * plain_F / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = np.clip((turns_F - low) / (high - low), 0.0, 1.0)
+    return plain_F * (kept_F + (1.0 - kept_F) / scaling.factor)
+
+
+def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) -> np.ndarray:
+    def dimension_of(turns: float) -> float:
+        """Where a pair makes this many turns over the original positions (Peng et al. 2023, section 3.2)."""
+        return dims * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.whole_dims:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp_F = np.clip((np.arange(dims // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
+    return plain_F * (1.0 - ramp_F + ramp_F / scaling.factor)
+
+
+def rotate(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
+    """Rotates each head by angles that grow with the position, in float32; returns the dtype of its input."""
+    frequencies_F, magnitude = rope_frequencies(spec, x_BSNH.shape[-1])
+    angles_BS1F = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_F
+    cos_BS1F, sin_BS1F = magnitude * jnp.cos(angles_BS1F), magnitude * jnp.sin(angles_BS1F)
+    pairs = len(frequencies_F)
+    first, second, rest = jnp.split(x_BSNH, (pairs, 2 * pairs), axis=-1)
+    a, b = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = (a * cos_BS1F - b * sin_BS1F, b * cos_BS1F + a * sin_BS1F)
+    return jnp.concatenate([*(part.astype(x_BSNH.dtype) for part in turned), rest], axis=-1)
+
+
+def alibi_slopes(spec: AlibiSpec, num_heads: int) -> np.ndarray:
+    """What one position of distance takes off the scores of each head, float32 [N]."""
+    power = 2 ** math.ceil(math.log2(num_heads))
+    slopes = 2.0 ** (-spec.max_bias * np.arange(1, power + 1) / power)
+    if power != num_heads:
+        # Every second one first, as the published models have it.
+        slopes = np.concatenate([slopes[1::2], slopes[::2]])[:num_heads]
+    return slopes.astype(np.float32)
+
+
+def alibi_bias(spec: AlibiSpec, num_heads: int, distances_BST: jax.Array) -> jax.Array:
+    """float32 [B, N, S, T], for how far each key lies before each query."""
+    slopes_N11 = jnp.asarray(alibi_slopes(spec, num_heads))[:, None, None]
+    return -slopes_N11 * distances_BST.astype(jnp.float32)[:, None]
