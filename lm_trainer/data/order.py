@@ -84,6 +84,9 @@ class TrainOrder:
 
     def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
         """(places in `positions_N`, set, draws of the set) for each set among the positions."""
+        if len(self.sets) == 1:
+            yield np.arange(len(positions_N)), self.sets[0], positions_N
+            return
         sets_N, draws_N = self.mixture.locate(positions_N)
         for index in np.unique(sets_N).tolist():
             here = np.flatnonzero(sets_N == index)

@@ -15,6 +15,7 @@ from lm_trainer.core.config import Config
 
 _U = np.uint64
 _ROUNDS = 4
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 class ShuffleConfig(Config):
@@ -102,25 +103,27 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
         int64 [N].
     """
     values_N = np.array(indices_N, dtype=_U)
-    sizes_N = np.broadcast_to(np.asarray(size, _U), values_N.shape)
-    keys_N = np.broadcast_to(np.asarray(key, _U), values_N.shape)
-    half_N = np.maximum((_bit_length(sizes_N - _U(1)) + _U(1)) // _U(2), _U(1))
-    mask_N = (_U(1) << half_N) - _U(1)
+    sizes, keys = np.asarray(size, _U), np.asarray(key, _U)
+    half = np.maximum((_bit_length(sizes - _U(1)) + _U(1)) // _U(2), _U(1))
+    mask = (_U(1) << half) - _U(1)
+    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in range(1, _ROUNDS + 1)]
     walking = np.arange(len(values_N))
     while len(walking):
-        half, mask, keys = half_N[walking], mask_N[walking], keys_N[walking]
-        left, right = values_N[walking] >> half, values_N[walking] & mask
-        for number in range(1, _ROUNDS + 1):
-            round_key = _mix(keys + _U(0x9E3779B97F4A7C15 * number & 0xFFFFFFFFFFFFFFFF))
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        values_N[walking] = (left << half) | right
-        walking = walking[values_N[walking] >= sizes_N[walking]]
+        # All at once as long as none has left, and one number for all where there is one: most calls end so.
+        of = [x if x.ndim == 0 or len(walking) == len(values_N) else x[walking] for x in (half, mask, sizes)]
+        left, right = values_N[walking] >> of[0], values_N[walking] & of[1]
+        for round_key in round_keys:
+            here = round_key if round_key.ndim == 0 or len(walking) == len(values_N) else round_key[walking]
+            left, right = right, left ^ (_mix(right ^ here) & of[1])
+        values = (left << of[0]) | right
+        values_N[walking] = values
+        walking = walking[values >= of[2]]
     return values_N.astype(np.int64)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    x = (x ^ (x >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> _U(27))) * _U(0x94D049BB133111EB)
+    x = np.multiply(x ^ (x >> _U(30)), _U(0xBF58476D1CE4E5B9))
+    x = np.multiply(x ^ (x >> _U(27)), _U(0x94D049BB133111EB))
     return x ^ (x >> _U(31))
 
 
@@ -135,7 +138,12 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
-    """uint64 [N]: one key for each combination of numbers; a hash, so that no two seeds share an epoch's order."""
+    """uint64 [N], or [] where it is one for all: a key for each combination of numbers.
+
+    A hash, so that no two seeds share an epoch's order.
+    """
+    if all(len(numbers) and numbers[0] == numbers[-1] and (numbers == numbers[0]).all() for numbers in numbers_N):
+        return np.asarray(_hash(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)
     keys = [_hash(seed, *column) for column in rows.T.tolist()]
     return np.asarray(keys, _U)[inverse_N.reshape(-1)]

@@ -28,17 +28,20 @@ class TokenStream:
         self._starts = self._ends - np.asarray(ledger.tokens, np.int64)
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
+        self.marks: TokenStream | None = None
+        """Which tokens are learnt and which end a document, where the format says so; see `lm_trainer.data.marks`."""
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, starts_N: np.ndarray, length: int, fill: int = 0) -> np.ndarray:
+    def read(self, starts_N: np.ndarray, length: int, fill: int = 0, out: np.ndarray | None = None) -> np.ndarray:
         """Reads `length` tokens from each start.
 
         Args:
             starts_N: int [N], each in [0, len(self)).
             length: T.
             fill: stands where the stream has ended.
+            out: int32 [N, T], contiguous; a new array, if None.
 
         Returns:
             int32 [N, T].
@@ -47,7 +50,7 @@ class TokenStream:
             MachineError: if a part is missing or was cut short.
         """
         starts_N = np.asarray(starts_N, np.int64)
-        tokens_NT = np.empty((len(starts_N), length), np.int32)
+        tokens_NT = np.empty((len(starts_N), length), np.int32) if out is None else out
         counts_N = np.minimum(len(self) - starts_N, length)
         for row in np.flatnonzero(counts_N < length):
             tokens_NT[row] = fill

@@ -1,6 +1,6 @@
 """Cuts the token stream into rows of a batch. Window i of length S is the tokens [iS, (i+1)S).
 
-Shape letters: B rows, R the rows with more than one document, S positions, T = S + 1.
+Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.data.marks import END, LEARN
 from lm_trainer.data.stream import TokenStream
 
 PADDING_SEGMENT = -1
@@ -41,16 +42,35 @@ def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_i
         eos_id: ends every document of the stream.
     """
     starts_B = np.asarray(windows_B, np.int64) * seq_len
+    # One block for everything: a block of this size is taken from the allocator and given back without its pages being
+    # touched anew each time, which would cost several times what filling it does.
+    block = np.empty(len(starts_B) * (4 * seq_len + 1), np.int32)
+    tokens_BT = block[3 * len(starts_B) * seq_len :].reshape(-1, seq_len + 1)
+    _read(stream, starts_B, tokens_BT, fill=eos_id)
+    marks_BT = None
+    if stream.marks is not None:
+        marks_BT = _read(stream.marks, starts_B, np.empty_like(tokens_BT), fill=0)
+    rest = block[: 3 * len(starts_B) * seq_len].reshape(3, -1, seq_len)
+    return make_batch(tokens_BT, np.maximum(len(stream) - starts_B, 0), eos_id, marks_BT, out=rest)
+
+
+def _read(stream: TokenStream, starts_B: np.ndarray, out_BT: np.ndarray, fill: int) -> np.ndarray:
+    """Reads rows from places that may lie beyond the end of the stream."""
     there_B = starts_B < len(stream)
     if there_B.all():
-        tokens_BT = stream.read(starts_B, seq_len + 1, fill=eos_id)
-    else:
-        tokens_BT = np.full((len(starts_B), seq_len + 1), eos_id, np.int32)
-        tokens_BT[there_B] = stream.read(starts_B[there_B], seq_len + 1, fill=eos_id)
-    return make_batch(tokens_BT, np.maximum(len(stream) - starts_B, 0), eos_id)
+        return stream.read(starts_B, out_BT.shape[1], fill, out=out_BT)
+    out_BT[:] = fill
+    out_BT[there_B] = stream.read(starts_B[there_B], out_BT.shape[1], fill)
+    return out_BT
 
 
-def make_batch(tokens_BT: np.ndarray, available_B: np.ndarray, eos_id: int) -> Batch:
+def make_batch(
+    tokens_BT: np.ndarray,
+    available_B: np.ndarray,
+    eos_id: int,
+    marks_BT: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+) -> Batch:
     """Splits rows of S + 1 tokens into inputs and targets, and marks documents.
 
     An EOS belongs to the document that it ends; predicting the first token of the next document from it has no weight.
@@ -58,27 +78,46 @@ def make_batch(tokens_BT: np.ndarray, available_B: np.ndarray, eos_id: int) -> B
     Args:
         tokens_BT: int32 [B, T].
         available_B: int [B], how many tokens of each row are real; the rest is padding.
-        eos_id: ends every document.
+        eos_id: ends every document, unless `marks_BT` says where documents end.
+        marks_BT: int [B, T], sums of LEARN and END; a target has weight only where it is to be learnt.
+        out: int32 [3, B, S], becomes weights (as float32), positions and segments.
     """
-    tokens_BS, targets_BS = tokens_BT[:, :-1], tokens_BT[:, 1:]
-    columns_S = np.arange(tokens_BS.shape[1], dtype=np.int32)
-    weights_BS = np.ones(tokens_BS.shape, np.float32)
-    segments_BS = np.zeros(tokens_BS.shape, np.int32)
-    positions_BS = np.empty(tokens_BS.shape, np.int32)
-    positions_BS[:] = columns_S
-    ends_BS = tokens_BS == eos_id
-    # Most rows lie within one document, and are done.
-    rows_R = np.flatnonzero(ends_BS.any(axis=1))
-    if len(rows_R):
-        ends_RS = ends_BS[rows_R]
-        weights_BS[rows_R] = ~ends_RS
-        segments_BS[rows_R, 1:] = np.cumsum(ends_RS[:, :-1], axis=1)
-        first_RS = np.zeros(ends_RS.shape, np.int32)
-        np.multiply(ends_RS[:, :-1], columns_S[1:], out=first_RS[:, 1:])
-        positions_BS[rows_R] = columns_S - np.maximum.accumulate(first_RS, axis=1)
+    rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1
+    block = np.empty((3, rows, seq_len), np.int32) if out is None else out
+    weights_BS, positions_BS, segments_BS = block[0].view(np.float32), block[1], block[2]
+    weights_BS.fill(1)
+    ends_BT = tokens_BT == eos_id
+    if marks_BT is not None:
+        ends_BT = (marks_BT & END) != 0
+        weights_BS *= (marks_BT[:, 1:] & LEARN) != 0
+    end_rows_N, columns_N = np.divmod(np.flatnonzero(ends_BT), seq_len + 1)
+    ends_N = (end_rows_N * seq_len + columns_N)[columns_N < seq_len]
+    weights_BS.reshape(-1)[ends_N] = 0
+    mark_documents(ends_N + 1, positions_BS, segments_BS)
     short = np.flatnonzero(available_B < tokens_BT.shape[1])
     if len(short):
         left_B1 = np.asarray(available_B)[short, None]
+        columns_S = np.arange(seq_len)
         weights_BS[short] *= columns_S + 1 < left_B1
         segments_BS[short] = np.where(columns_S < left_B1, segments_BS[short], PADDING_SEGMENT)
-    return Batch(tokens_BS, targets_BS, weights_BS, positions_BS, segments_BS)
+    return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], weights_BS, positions_BS, segments_BS)
+
+
+def mark_documents(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: np.ndarray) -> None:
+    """Fills in the positions and segments of rows in which documents begin at some places.
+
+    Args:
+        starts_N: int [N], flat indices into [B, S] where a document begins, rising; a row's first need not be named.
+        positions_BS: int32, becomes the place in the document, from 0.
+        segments_BS: int32, becomes the number of the document in the row, from 0.
+    """
+    size, seq_len = positions_BS.size, positions_BS.shape[1]
+    firsts_B = np.arange(0, size, seq_len)
+    starts_M = np.union1d(firsts_B, starts_N[starts_N < size])
+    lengths_M = np.diff(starts_M, append=size)
+    numbers_M = np.arange(len(starts_M)) - np.searchsorted(starts_M, firsts_B)[starts_M // seq_len]
+    # A run at a time: several times as fast as cumulative sums over every token.
+    positions_BS[:] = np.arange(seq_len, dtype=np.int32)
+    positions = positions_BS.reshape(-1)
+    np.subtract(positions, np.repeat((starts_M % seq_len).astype(np.int32), lengths_M), out=positions)
+    segments_BS.reshape(-1)[:] = np.repeat(numbers_M.astype(np.int32), lengths_M)
