@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.layout import BUILDER, PART_BYTES, Ledger, check_manifest, claim, make_manifest, shard_key
 from lm_trainer.data.pool import run_in_processes
 from lm_trainer.data.sources import Shard
@@ -73,6 +74,7 @@ class Build:
     tokenizer: Tokenizer
     options: BuildOptions = field(default_factory=BuildOptions)
     on_progress: OnProgress | None = None
+    format: FormatConfig = field(default_factory=TextFormat)
 
     def run(self) -> Ledger:
         """Builds what is missing and returns the finished ledger.
@@ -82,7 +84,7 @@ class Build:
             MachineError: if the disk is full or a worker was killed.
         """
         ledger = Ledger.read(self.store)
-        manifest = make_manifest(self.shards, self.tokenizer, self.options.part_bytes)
+        manifest = make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
         check_manifest(self.store, manifest, ledger)
         if not ledger.finished:
             with _Lock(self.store, on_wait=self.report) as lock:
@@ -120,7 +122,15 @@ class Build:
 
     def _job(self, index: int) -> Job:
         options = self.options
-        return Job(self.store, index, self.shards[index], self.tokenizer, options.part_bytes, options.raise_on_bad_row)
+        return Job(
+            self.store,
+            index,
+            self.shards[index],
+            self.tokenizer,
+            options.part_bytes,
+            options.raise_on_bad_row,
+            self.format,
+        )
 
     def check_bad_rows(self, ledger: Ledger) -> None:
         """Refuses a cache with more bad rows than the options accept."""

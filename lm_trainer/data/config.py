@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from lm_trainer.core.config import Config
+from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.mixture import shares
 from lm_trainer.data.shuffle import AnyShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
@@ -55,6 +56,8 @@ class SetConfig(Config):
     """How to read documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
     text_key: str = "text"
     """The field of a record (a JSON line, a Parquet row) that holds the document."""
+    format: AnyFormat = TextFormat()
+    """How a row becomes tokens, and which of them are learnt: plain text, or a block with a `type`."""
     cache_dir: str | None = None
     """Where tokenised text is kept: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
@@ -65,9 +68,16 @@ class SetConfig(Config):
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
-        "format": f"chat and prompt formats are {_LATER}; plain text is read by text_key",
-        "chat_template": f"chat formats are {_LATER}",
+        "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
     }
+
+    @model_validator(mode="after")
+    def _check_format(self) -> Self:
+        if "text_key" in self.model_fields_set and (self.format.fields() or getattr(self.format, "text_key", None)):
+            raise ValueError(
+                f"text_key has no effect beside format: {self.format.type}, which names its fields; remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_urls(self) -> Self:
@@ -105,12 +115,13 @@ class SetConfig(Config):
             UserError: if files are missing.
         """
         urls = self.train_urls if split == "train" else self.validation_urls
-        source = self.source_config
+        source, fields = self.source_config, self.format.fields()
+        text_key = getattr(self.format, "text_key", None) or self.text_key
         if source is None:
-            return shards_of_urls(split, urls, self.text_key)
+            return shards_of_urls(split, urls, text_key, fields)
         if source.takes_urls and not urls:
             return []
-        return checked_shards(source, split, urls, self.text_key, ())
+        return checked_shards(source, split, urls, text_key, fields)
 
 
 Weight = Annotated[float, Field(ge=0)]

@@ -4,6 +4,8 @@
     parts/SSSSS-PPPPP.bin    token ids, raw little-endian u2 or u4: documents one after another, each ended by EOS
     parts/SSSSS-PPPPP.len    u4 per document (or piece of one): its tokens, EOS included
     parts/SSSSS-PPPPP.row    u4 per document: its row in the shard, counted from the part's first row
+    parts/SSSSS-PPPPP.msk    two bits per token, where the format marks tokens: whether it is learnt, and whether it
+                             ends a document (EOS may then also stand inside one); lowest bit first
     parts/SSSSS-PPPPP.json   the commit record, written last: what it does not list does not exist
     shards/SSSSS.json        written when a shard has been read to its end: the number of its parts
     ledger.json              the contiguous prefix of parts: all that a reader looks at
@@ -22,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats import FormatConfig
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import Store, canonical_json
 from lm_trainer.data.tokenizer import Tokenizer
@@ -50,10 +53,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def make_manifest(
-    shards: list[Shard], tokenizer: Tokenizer, part_bytes: tuple[int, int] = PART_BYTES
+    shards: list[Shard],
+    tokenizer: Tokenizer,
+    part_bytes: tuple[int, int] = PART_BYTES,
+    format: FormatConfig | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the bytes of a cache."""
+    written = format and format.identity(tokenizer)
     return {
+        **({"document": written} if written else {}),
         "format": FORMAT,
         "tokenizer": tokenizer.fingerprint(),
         "dtype": token_dtype(tokenizer.vocab_size).str,
@@ -154,11 +162,13 @@ class Ledger:
     """Documents that end in the part."""
     text_bytes: list[int] = field(default_factory=list)
     sha256: list[str] = field(default_factory=list)
-    """Of the token file of each part."""
+    """Of the token file of each part, together with its mask file where there is one."""
     rows: int = 0
     empty: int = 0
     bad: int = 0
     bad_examples: list[str] = field(default_factory=list)
+    marks: bool = False
+    """Whether the parts have mask files."""
     next: list[int] = field(default_factory=lambda: [0, 0])
     """Shard and part that come next."""
     finished: bool = False
@@ -196,7 +206,9 @@ class Ledger:
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])
         self.text_bytes.append(record["text_bytes"])
-        self.sha256.append(record["blobs"]["bin"]["sha256"])
+        tokens, marks = record["blobs"]["bin"]["sha256"], record["blobs"].get("msk")
+        self.sha256.append(fingerprint([tokens, marks["sha256"]]) if marks else tokens)
+        self.marks = "msk" in record["blobs"]
         self.rows += record["rows"][1] - record["rows"][0]
         self.empty += record["empty"]
         self.bad += record["bad"]

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.builder import Build, BuildOptions, BuildProgress, OnProgress
 from lm_trainer.data.config import SINGLE_SET, DataConfig, SetConfig
 from lm_trainer.data.evalset import EvalSet
 from lm_trainer.data.layout import fingerprint, make_manifest, token_dtype
+from lm_trainer.data.marks import MarkStream
 from lm_trainer.data.opened import Data, OpenSet
 from lm_trainer.data.order import TrainSet
 from lm_trainer.data.shuffle import seed_of
@@ -37,14 +40,15 @@ def open_data(config: DataConfig, *, seq_len: int, seed: int, on_progress: OnPro
     everything = [shard for found in shards.values() for shard in found["train"]]
     cache_dir = config.cache_dir or _default_directory(config, config, shards)
     tokenizer = _tokenizer(config, cache_dir, everything, on_progress)
+    options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows)
     caches: dict[str, OpenSet] = {}
     for name, one in config.sets.items():
         directory = cache_dir if one is config else one.cache_dir or _set_directory(config, one, name, shards)
         for split in (split for split, found in shards[name].items() if found):
             title = split if one is config else f"{name} {split}"
-            caches[f"{name}/{split}"] = _open(
-                config, title, f"{directory}/{split}", shards[name][split], tokenizer, on_progress
-            )
+            store = Store(f"{directory}/{split}")
+            build = Build(title, store, shards[name][split], tokenizer, options, on_progress, one.format)
+            caches[f"{name}/{split}"] = _open(build)
     train_sets = [
         _train_set(config, name, caches[f"{name}/train"], tokenizer, seq_len, seed) for name in config.trained
     ]
@@ -59,18 +63,12 @@ def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
     return {"train": one.shards("train") if name in config.trained else [], "validation": one.shards("validation")}
 
 
-def _open(
-    config: DataConfig,
-    title: str,
-    url: str,
-    shards: list[Shard],
-    tokenizer: Tokenizer,
-    on_progress: OnProgress | None,
-) -> OpenSet:
-    options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows)
-    store = Store(url)
-    ledger = Build(title, store, shards, tokenizer, options, on_progress).run()
-    return OpenSet(TokenStream(store, ledger, token_dtype(tokenizer.vocab_size)), ledger)
+def _open(build: Build) -> OpenSet:
+    ledger = build.run()
+    stream = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
+    if ledger.marks:
+        stream.marks = MarkStream(build.store, ledger, np.dtype(np.uint8))
+    return OpenSet(stream, ledger)
 
 
 def _train_set(
@@ -129,10 +127,12 @@ def _default_directory(config: DataConfig, one: SetConfig, shards: dict[str, dic
     recipe: Any = wanted.model_dump()
     if isinstance(wanted, TrainedBpe):
         recipe = wanted.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
-    manifests = {
+    manifests: dict[str, Any] = {
         split: make_manifest([shard for found in shards.values() for shard in found[split]], ByteTokenizer())
         for split in ("train", "validation")
     }
+    if one.format.fields():
+        manifests["format"] = one.format.model_dump()
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")
 
 

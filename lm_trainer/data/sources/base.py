@@ -103,6 +103,19 @@ def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | Bad
     )
 
 
+def all_text(row: Row) -> str:
+    """The text of a row, or all text in the fields of its record, one after another."""
+    return row.text or "\n".join(_strings(row.record))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
+
+
 def bad(reason: str) -> BadRow:
     """A bad row whose place is still to be filled in."""
     return BadRow(0, "", reason)

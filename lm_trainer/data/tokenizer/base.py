@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core.config import Config
@@ -99,6 +100,7 @@ class HfTokenizer:
             raise UserError(f"{origin}: {TOKENIZER_FILE} cannot be read: {error}") from None
         self._rust.no_truncation()
         self._rust.no_padding()
+        self._with_specials: RustTokenizer | None = None
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos_token = self._find_eos(vocabulary, eos_token)
@@ -154,6 +156,38 @@ class HfTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
+        """Ids as `encode` gives them, and int [T, 2]: the characters [start, end) that each stands for."""
+        return _with_offsets(self._rust, text)
+
+    def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
+        """As `encode_plain`, but special tokens in the text are special; for text that a chat template wrote."""
+        if self._with_specials is None:
+            self._with_specials = RustTokenizer.from_str(self._content)
+            self._with_specials.no_truncation()
+            self._with_specials.no_padding()
+        return _with_offsets(self._with_specials, text)
+
+    def special_tokens(self) -> dict[str, int]:
+        """Text and id of every special token."""
+        added = self._rust.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
+    def named_tokens(self) -> dict[str, str]:
+        """The tokens that the settings name, such as `eos_token`."""
+        texts = {key: _token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that came with the tokenizer."""
+        if "chat_template.jinja" in self._extras:
+            return self._extras["chat_template.jinja"].decode("utf-8")
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):  # several by name
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        return template
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -184,6 +218,11 @@ class HfTokenizer:
                 (Path(directory) / name).write_bytes(content)
         except OSError as error:
             raise MachineError(f"cannot write the tokenizer to {directory}: {error}") from None
+
+
+def _with_offsets(rust: RustTokenizer, text: str) -> tuple[list[int], np.ndarray]:
+    encoding = rust.encode(text, add_special_tokens=False)
+    return encoding.ids, np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict, origin: str) -> HfTokenizer:

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.data.sources import BadRow, Shard
+from lm_trainer.data.sources.base import all_text
 from lm_trainer.data.text import clean
 from lm_trainer.data.tokenizer.base import EOS_TOKEN, HfTokenizer, TokenizerConfig
 
@@ -56,7 +57,7 @@ def _sample(shards: Sequence[Shard], num_bytes: int) -> Iterator[str]:
         for row in shard.rows():
             if isinstance(row, BadRow):
                 continue
-            text = clean(row.text)[:budget]
+            text = clean(all_text(row))[:budget]
             budget -= len(text)
             yield text
             if budget <= 0:

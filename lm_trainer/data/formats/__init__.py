@@ -1,0 +1,30 @@
+"""How rows become tokens. To add a format: one file, one line in the union."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.chat import ChatFormat
+from lm_trainer.data.formats.ids import IdsFormat
+from lm_trainer.data.formats.supervised import SupervisedFormat
+from lm_trainer.data.formats.text import TextFormat
+
+AnyFormat = Annotated[
+    TextFormat | ChatFormat | SupervisedFormat | IdsFormat,
+    Field(discriminator="type"),
+]
+
+__all__ = [
+    "AnyFormat",
+    "ChatFormat",
+    "Document",
+    "FormatConfig",
+    "IdsFormat",
+    "Prepared",
+    "SupervisedFormat",
+    "TextFormat",
+    "Unusable",
+]

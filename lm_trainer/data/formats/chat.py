@@ -1,0 +1,139 @@
+"""Conversations, written out by a chat template; only what the assistant says is learnt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.template import ChatTemplate, Rendered
+from lm_trainer.data.sources import Row
+from lm_trainer.data.sources.base import kind_of
+from lm_trainer.data.text import clean
+from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
+
+
+class ChatFormat(FormatConfig):
+    """Every row is a list of messages, each with a `role` and a `content`.
+
+    The template writes them out as one text, in which it marks with `{% generation %}` what the assistant says.
+    """
+
+    type: Literal["chat"] = "chat"
+    messages_field: str = "messages"
+    """The field with the list of messages."""
+    chat_template: str | None = None
+    """A Jinja template, or the path of a file that holds one; the tokenizer's own, if absent."""
+    mask_user_turns: bool = True
+    """Whether the loss leaves out all that the template does not mark as the assistant's."""
+
+    marks: ClassVar[bool] = True
+    adds_bos: ClassVar[bool] = False
+
+    def fields(self) -> tuple[str, ...]:
+        return (self.messages_field,)
+
+    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+        return {**self.model_dump(), "chat_template": self._template(tokenizer).source}
+
+    def prepare(self, row: Row) -> Prepared:
+        value = (row.record or {})[self.messages_field]
+        if not isinstance(value, list):
+            raise Unusable(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
+        for number, message in enumerate(value):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise Unusable(f"message {number} of {self.messages_field!r} is no object with a role and a content")
+        counts = [0, 0]
+        messages = [_cleaned(message, counts) for message in value]
+        return Prepared(messages, counts[0], replaced=bool(counts[1]))
+
+    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
+        template = self._template(tokenizer)
+        return [self._encode(template, messages, tokenizer) for messages in values]
+
+    def _encode(self, template: ChatTemplate, messages: list[Any], tokenizer: Tokenizer) -> Document | Unusable:
+        assert isinstance(tokenizer, HfTokenizer)
+        try:
+            rendered = template.render(messages)
+        except Unusable as error:
+            return error
+        ids, spans = _tokenize(rendered, tokenizer)
+        learn = np.ones(len(ids), bool)
+        if self.mask_user_turns:
+            learn = _overlaps(spans, rendered.answers)
+            if not learn.any():
+                return Unusable("the assistant says nothing in this conversation")
+        return Document(ids, learn)
+
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        assert isinstance(tokenizer, HfTokenizer)
+        source = self.chat_template
+        if source is None:
+            source = tokenizer.chat_template
+        elif not re.search(r"\{[%{]", source):
+            source = _read(source)
+        if source is None:
+            raise UserError("data.format.chat_template: the tokenizer has no chat template; name one")
+        if self.mask_user_turns and not re.search(r"\{%-?\s*generation\s*-?%\}", source):
+            raise UserError(
+                "data.format.chat_template: the template does not mark what the assistant says; put {% generation %} "
+                "before and {% endgeneration %} after it, or set mask_user_turns: false"
+            )
+        return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+
+
+@lru_cache(maxsize=8)
+def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(variables), special)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
+
+
+def _cleaned(value: Any, counts: list[int]) -> Any:
+    """A copy without lone surrogates; adds bytes of text and replacements to `counts`."""
+    if isinstance(value, str):
+        text = clean(value)
+        counts[0] += len(text.encode("utf-8"))
+        counts[1] += text is not value
+        return text
+    if isinstance(value, dict):
+        return {key: _cleaned(item, counts) for key, item in value.items()}
+    return [_cleaned(item, counts) for item in value] if isinstance(value, list) else value
+
+
+def _tokenize(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
+    """Ids, and the characters [start, end) of the text that each stands for.
+
+    Special tokens are recognised where the template wrote them, never in what a message says.
+    """
+    if not rendered.quoted:
+        return tokenizer.encode_template(rendered.text)
+    ids: list[int] = []
+    spans = [np.zeros((0, 2), np.int64)]
+    for start, piece, special in rendered.pieces(tokenizer.special_tokens()):
+        if special is not None:
+            ids.append(special)
+            spans.append(np.array([[start, start + len(piece)]]))
+        elif piece:
+            more, places = tokenizer.encode_plain(piece)
+            ids += more
+            spans.append(places + start)
+    return ids, np.concatenate(spans)
+
+
+def _overlaps(spans: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
+    learn = np.zeros(len(spans), bool)
+    for start, end in answers:
+        learn |= (spans[:, 0] < end) & (spans[:, 1] > start)
+    return learn

@@ -1,0 +1,53 @@
+"""Token ids that were made elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.sources import Row
+from lm_trainer.data.sources.base import kind_of
+from lm_trainer.data.tokenizer import Tokenizer
+
+
+class IdsFormat(FormatConfig):
+    """Every row is a list of token ids of `data.tokenizer`, kept as they are.
+
+    The end-of-document token ends a document also inside a row, and is added where a row does not end with it.
+    """
+
+    type: Literal["ids"] = "ids"
+    field: str = "input_ids"
+    """The field with the ids."""
+
+    adds_bos: ClassVar[bool] = False
+
+    def fields(self) -> tuple[str, ...]:
+        return (self.field,)
+
+    def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
+        del tokenizer
+        return self.model_dump()
+
+    def prepare(self, row: Row) -> Prepared:
+        value = (row.record or {})[self.field]
+        if not isinstance(value, list):
+            raise Unusable(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
+        ids = np.asarray(value) if value else np.zeros(0, np.int64)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise Unusable(f"the field {self.field!r} holds something else than token ids")
+        return Prepared(ids, 2 * len(ids))
+
+    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
+        return [self._check(ids, tokenizer.vocab_size) for ids in values]
+
+    def _check(self, ids: np.ndarray, vocab_size: int) -> Document | Unusable:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            return Unusable(
+                f"there is no token {wrong[0]} in the vocabulary of {vocab_size}, which data.tokenizer names"
+            )
+        return Document(ids)

@@ -1,0 +1,157 @@
+"""Chat templates: Jinja, run in a sandbox with what templates of the Hugging Face ecosystem expect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats.base import Unusable
+
+_OPEN, _CLOSE, _QUOTE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters of Unicode: they mark places in a text while it is being written out, and belong to no text."""
+_FIRST = 0xE000
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation written out."""
+
+    text: str
+    answers: list[tuple[int, int]]
+    """The characters [start, end) that the template marks as the assistant's."""
+    quoted: list[tuple[int, int]]
+    """Where a message says the name of a special token."""
+
+    def pieces(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
+        """Splits the text at the special tokens of the template: (start, piece, id of a special token or None)."""
+        names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+        done = 0
+        for match in re.finditer(names, self.text):
+            if any(start < match.end() and match.start() < end for start, end in self.quoted):
+                continue
+            yield done, self.text[done : match.start()], None
+            yield match.start(), match[0], special[match[0]]
+            done = match.end()
+        yield done, self.text[done:], None
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja, with `{% generation %}` around what the assistant says.
+        variables: names that the template may use, such as `bos_token`.
+        special: the special tokens of the tokenizer.
+
+    Raises:
+        UserError: if it is no template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str], special: Sequence[str]):
+        jinja2 = _jinja()
+        self.source, self._variables = source, dict(variables)
+        self._special = sorted(special, key=len, reverse=True)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"data.format.chat_template: the template is wrong: {error}") from None
+
+    def render(self, messages: list[Any]) -> Rendered:
+        """Writes messages out.
+
+        Raises:
+            Unusable: if the template refuses them.
+        """
+        jinja2 = _jinja()
+        quoted = [self._quote(message) for message in messages]
+        try:
+            text = self._template.render(
+                messages=quoted, tools=None, documents=None, add_generation_prompt=False, **self._variables
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+            raise Unusable(f"the chat template does not take this conversation: {error}") from None
+        return self._resolve(text)
+
+    def _quote(self, value: Any) -> Any:
+        """Hides special tokens in what messages say, so that they can be told from the template's."""
+        if isinstance(value, dict):
+            return {key: self._quote(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._quote(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        if any(mark in value for mark in (_OPEN, _CLOSE, _QUOTE)):
+            raise Unusable("a message holds a noncharacter of Unicode (U+FDD0 to U+FDD2)")
+        for index, name in enumerate(self._special):
+            value = value.replace(name, f"{_QUOTE}{chr(_FIRST + index)}")
+        return value
+
+    def _resolve(self, text: str) -> Rendered:
+        """Takes the marks out of a text and notes where they were."""
+        out: list[str] = []
+        length, start = 0, 0
+        answers: list[tuple[int, int]] = []
+        quoted: list[tuple[int, int]] = []
+        pieces = re.split(f"({_OPEN}|{_CLOSE}|{_QUOTE}.)", text)
+        for piece in pieces:
+            if piece == _OPEN:
+                start = length
+                continue
+            if piece == _CLOSE:
+                answers.append((start, length))
+                continue
+            shown = piece
+            if piece.startswith(_QUOTE):
+                shown = self._special[ord(piece[1]) - _FIRST]
+                quoted.append((length, length + len(shown)))
+            out.append(shown)
+            length += len(shown)
+        return Rendered("".join(out), answers, quoted)
+
+
+def _jinja() -> Any:
+    try:
+        import jinja2
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
+    except ImportError:
+        raise UserError("data.format: chat needs a package; run: pip install jinja2") from None
+    return jinja2
+
+
+def _environment() -> Any:
+    jinja2 = _jinja()
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %} ... {% endgeneration %}`: puts marks around what stands between."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    # A template that asks for today's date would give other tokens tomorrow.
+    environment.globals["strftime_now"] = datetime(2000, 1, 1).strftime
+    return environment
