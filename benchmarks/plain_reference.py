@@ -86,7 +86,7 @@ def main() -> None:
     )
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = program.schedule(step)
+            group["lr"] = config.learning_rate()(step)
         total, weight = losses(model, batch)
         optimizer.zero_grad()
         (total / weight).backward()

@@ -12,6 +12,8 @@ import numpy as np
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.runtime import configure_jax
+from lm_trainer.microbatch import PlacedBatch
+from lm_trainer.optim.schedule import Schedule
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.program import Program, build_program, describe_mesh
 from lm_trainer.run_dir import run_id
@@ -35,11 +37,12 @@ class BenchSession:
     num_params: int
     _program: Program
     _state: TrainState
-    _batch: list[list[Batch]]
+    _batch: PlacedBatch
+    _learning_rate: Schedule
 
     def run_step(self) -> None:
         """One whole training step; returns when its result is there."""
-        self._state, metrics = self._program.step(self._state, self._batch, self._program.schedule(self._state.step))
+        self._state, metrics = self._program.step(self._state, self._batch, self._learning_rate(self._state.step))
         jax.block_until_ready((self._state.params, metrics))
 
 
@@ -51,21 +54,22 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         UserError: when the devices or the sharding rules do not fit.
     """
     program, vocab_size = _plan(config)
-    trainer, seq_len = config.trainer, config.model.seq_len
-    rows = program.step.local_rows
+    trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
+    rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size)
     program.step.compile(batch)
     devices = program.placement.mesh.devices
     yield BenchSession(
-        tokens_per_step=trainer.train_batch_size * seq_len,
-        flops_per_token=flops_per_token(program.spec, seq_len).training,
+        tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
+        flops_per_token=flops_per_token(spec, seq_len).training,
         device_kind=devices.flat[0].device_kind,
         device_count=devices.size,
         dtype=trainer.mp.compute,
-        num_params=parameter_count(program.spec),
+        num_params=parameter_count(spec),
         _program=program,
         _state=program.init(),
         _batch=program.step.put(batch),
+        _learning_rate=config.learning_rate(),
     )
 
 
@@ -90,15 +94,14 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     """
     program, vocab_size = _plan(config)
     trainer = config.trainer
-    flops = flops_per_token(program.spec, config.model.seq_len)
-    tokens = trainer.train_batch_size * config.model.seq_len
-    plan = program.step.plan
+    spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
+    flops = flops_per_token(spec, seq_len)
+    plan, schedule = program.step.plans.at(0), trainer.batch_schedule
     return [
         f"run {run_id(config, name)} on {describe_mesh(program.placement.mesh)}",
-        f"{parameter_count(program.spec):,} parameters with a vocabulary of {vocab_size:,}, "
-        f"{flops.training:,} FLOPs per token",
-        f"{trainer.num_train_steps:,} steps of {tokens:,} tokens in {plan.count} microbatches, "
-        f"{trainer.num_train_steps * tokens:,} tokens in all",
+        f"{parameter_count(spec):,} parameters with a vocabulary of {vocab_size:,}, {flops.training:,} FLOPs per token",
+        f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
+        f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",
     ]
 

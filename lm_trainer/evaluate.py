@@ -4,68 +4,71 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.lanes import Lanes
+from lm_trainer.microbatch import Devices, MicrobatchPlan
 from lm_trainer.train_state import ModelDef, Params
-from lm_trainer.train_step import LossFn, TrainStep
+from lm_trainer.train_step import LossFn
 
 
 class Evaluator:
-    """Computes mean losses over batches, with the microbatches of `step` but no gradients and no dropout.
+    """Computes mean losses over batches, with microbatches like those of training but no gradients and no dropout.
 
     Args:
         model: the model.
         loss: the training loss; called without a key.
-        step: the training step, whose devices and layouts are used.
-        rows: rows that a device evaluates at once.
+        devices: where.
+        plan: the batches of evaluation.
     """
 
-    def __init__(self, model: ModelDef, loss: LossFn, step: TrainStep, rows: int):
-        def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __init__(self, model: ModelDef, loss: LossFn, devices: Devices, plan: MicrobatchPlan):
+        def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> dict[str, jax.Array]:
             del step, lane
-            return loss(model.merge(params), batch, None)
+            total, weight, metrics = loss(model.merge(params), batch, None)
+            return {"loss": total, "weight": weight, **metrics}
 
-        self._lanes = Lanes(lane, step.lanes.groups)
-        self._step = step
-        self._rows = rows
-        self._shapes = model.shapes
+        self._lanes = Lanes(lane, devices.groups)
+        self._devices, self._plan, self._shapes = devices, plan, model.shapes
 
     @property
     def batch_size(self) -> int:
         """Rows in a global batch of evaluation; it does not depend on the devices."""
-        return self._rows * self._step.plan.count
+        return self._plan.batch_size
 
     @property
     def local_rows(self) -> range:
         """The rows of a global batch that this process needs."""
-        local = self._step.local_rows
-        scale = self._step.plan.rows
-        return range(local.start // scale * self._rows, local.stop // scale * self._rows)
+        return self._devices.local_rows(self._plan)
 
-    def __call__(self, params: Params, batches: Iterable[Batch]) -> float:
-        """The weighted mean loss in nats over all tokens of all batches; NaN when nothing has a weight."""
-        on_groups = self._step.params_on_groups(params)
-        sums: list[tuple[Any, Any]] = []
+    def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
+        """The weighted means over all tokens of all batches; NaN when nothing has a weight.
+
+        Args:
+            params: all parameters.
+            batches: this process's rows of each global batch.
+
+        Returns:
+            `loss` in nats, and what else the loss function reports.
+        """
+        on_groups = self._devices.params_on_groups(params)
+        parts: dict[str, list[jax.Array]] = {}
         for batch in batches:
             self._compile(batch)
-            per_group = len(batch.tokens) // self._rows // len(on_groups)
-            for i, group in enumerate(self._lanes.groups):
-                for j in range(per_group):
-                    start = (i * per_group + j) * self._rows
-                    rows = Batch(*(x[start : start + self._rows] for x in batch))
-                    placed = jax.device_put(rows, group.sharding())
-                    sums.append(self._lanes(i, on_groups[i], placed, np.int32(0), np.int32(j)))
+            placed = self._devices.put(batch, self._plan)
+            for i, microbatches in enumerate(placed.microbatches):
+                for j, rows in enumerate(microbatches):
+                    for name, x in self._lanes(i, on_groups[i], rows, np.int32(0), np.int32(j)).items():
+                        parts.setdefault(name, []).append(x)
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
-        loss = math.fsum(float(total) for total, _ in sums)
-        weight = math.fsum(float(w) for _, w in sums)
-        return loss / weight if weight else math.nan
+        sums = {name: math.fsum(float(x) for x in values) for name, values in parts.items()}
+        weight = sums.pop("weight", 0.0)
+        return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
 
     def _compile(self, batch: Batch) -> None:
         if not self._lanes.compiled:
-            rows = Batch(*(np.empty((self._rows, *x.shape[1:]), x.dtype) for x in batch))
-            self._lanes.compile(self._shapes, self._step.layouts, rows)
+            rows = Batch(*(np.empty((self._plan.rows, *x.shape[1:]), x.dtype) for x in batch))
+            self._lanes.compile(self._shapes, self._devices.placement.layouts, rows)

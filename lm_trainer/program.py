@@ -2,122 +2,190 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
 from lm_trainer.evaluate import Evaluator
 from lm_trainer.nn.loss import token_loss
-from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.optim import Param
-from lm_trainer.optim.schedule import Schedule
-from lm_trainer.train_state import ModelDef, Placement, TrainState, init_state, place_state
-from lm_trainer.train_step import LossFn, TrainStep
+from lm_trainer.optim import OptimizerConfig, Param
+from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, fresh_state, place_state, state_from_params
+from lm_trainer.train_step import LossFn, TrainStep, UpdateRule
 
 _INIT, _DROPOUT = 0, 1
+
+AVERAGED = "ema"
+"""The name of the averaged weights among those that are evaluated."""
 
 
 @dataclass(frozen=True)
 class Program:
     """Everything of a run that is neither state nor data."""
 
-    spec: DecoderSpec
     model: ModelDef
     placement: Placement
+    optimizer: OptimizerConfig
     tx: optax.GradientTransformationExtraArgs
-    schedule: Schedule
     step: TrainStep
     evaluate: Evaluator
+    averages: bool
+    """Whether the state has averaged weights."""
+    freezes: bool
+    """Whether some parameters are not trained."""
+
+    @property
+    def averages_by_itself(self) -> bool:
+        """Whether the optimizer means other weights than those that it updates."""
+        return type(self.optimizer).eval_params is not OptimizerConfig.eval_params
 
     def init(self) -> TrainState:
         """The fresh state of the run; it depends on the seed alone."""
-        return init_state(self.model.init, self.tx, self.placement.shardings)
+        return fresh_state(self.model.init, self.tx, self.placement, averaged=self.averages)
+
+    def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
+        """A state at step 0 with given weights, all of them."""
+        return state_from_params(params, self.tx, self.placement, averaged=self.averages)
+
+    def weights(self, state: TrainState) -> dict[str, Params]:
+        """What to evaluate and export: the model as the optimizer means it under "", averaged weights by their name.
+
+        The last entry is the one to export. Parameters that are not trained are among them.
+        """
+        params = state.params
+        if self.averages_by_itself:
+            layout = self.placement.shardings.params
+            params = jax.jit(self.optimizer.eval_params, out_shardings=layout)(state.params, state.opt_state)
+        sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
+        return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
 
 def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | None = None) -> Program:
-    """Plans the run on `devices`, by default all; nothing is compiled or allocated yet.
+    """Plans the run of a configuration on `devices`, by default all; nothing is compiled or allocated yet.
+
+    Raises:
+        UserError: as `plan_program`.
+    """
+    model = trace_model(config, vocab_size)
+    return plan_program(config.trainer, config.optimizer, model, loss_function(config), devices=devices)
+
+
+def plan_program(
+    trainer: TrainerConfig,
+    optimizer: OptimizerConfig,
+    model: ModelDef,
+    loss: LossFn,
+    *,
+    key: jax.Array | None = None,
+    devices: Sequence[Any] | None = None,
+) -> Program:
+    """Plans training of a model on `devices`, by default all; nothing is compiled or allocated yet.
+
+    Args:
+        trainer: batch, precision, sharding.
+        optimizer: what updates the weights.
+        model: what is trained.
+        loss: of a microbatch.
+        key: for the random numbers of training, such as dropout; by default of the seed.
+        devices: where.
 
     Raises:
         UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
     """
-    trainer = config.trainer
     mesh = build_mesh(trainer.mesh_shape(), devices or jax.devices())
-    plan = trainer.microbatches()
-    key = jax.random.key(trainer.seed)
-    model = trace_model(config, vocab_size, jax.random.fold_in(key, _INIT))
+    plans = trainer.microbatches()
     layouts = plan_layout(
         {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
         mesh,
         param_rules=trainer.param_rules(),
         compute_rules=trainer.compute_rules(),
-        max_shards=plan.count,
+        max_shards=math.gcd(*(plan.count for plan in plans.values)),
     )
-    tx = config.optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items()})
-    placement = place_state(model.shapes, tx, layouts, mesh)
-    loss = loss_function(config)
+    trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
+    tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
+    placement = place_state(trained, tx, layouts, mesh)
     step = TrainStep(
         model,
         loss,
-        tx,
+        UpdateRule(optimizer, tx, trainer.model_averaging),
         placement=placement,
-        plan=plan,
-        key=jax.random.fold_in(key, _DROPOUT),
+        plans=plans,
+        key=jax.random.fold_in(jax.random.key(trainer.seed), _DROPOUT) if key is None else key,
     )
     return Program(
-        spec=config.model.spec(vocab_size),
         model=model,
         placement=placement,
+        optimizer=optimizer,
         tx=tx,
-        schedule=config.optimizer.schedule(trainer.num_train_steps),
         step=step,
-        evaluate=Evaluator(model, loss, step, trainer.eval_rows),
+        evaluate=Evaluator(model, loss, step.devices, trainer.eval_plan()),
+        averages=trainer.model_averaging is not None,
+        freezes=len(trained) < len(model.shapes),
     )
 
 
-def check_devices(config: RunConfig) -> None:
+def check_devices(trainer: TrainerConfig) -> None:
     """Finds early, before any data is read, that the devices do not fit the configuration.
 
     Raises:
-        UserError: as `build_program`.
+        UserError: as `plan_program`.
     """
-    trainer = config.trainer
     mesh = build_mesh(trainer.mesh_shape(), jax.devices())
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
-    trainer.microbatches().per_shard(mesh)
+    for plan in trainer.microbatches().values:
+        plan.per_shard(mesh)
 
 
-def trace_model(config: RunConfig, vocab_size: int, key: jax.Array) -> ModelDef:
-    """The model with the parameter dtype of the precision policy; its initial values follow from `key`."""
-    dtype = config.trainer.mp.param_dtype
+def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
+    """The model of a configuration; its initial values follow from the seed."""
+    key = jax.random.fold_in(jax.random.key(config.trainer.seed), _INIT)
+    return trace_module(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(key)), config.trainer.mp.param_dtype)
 
-    def build() -> nnx.Module:
-        model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+
+def trace_module(
+    build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Callable[[str], bool] = lambda _: True
+) -> ModelDef:
+    """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
+
+    def cast() -> nnx.Module:
+        model = build()
         for _, variable in nnx.iter_graph(model):
             if isinstance(variable, nnx.Param):
-                variable.set_value(variable.get_value().astype(dtype))
+                variable.set_value(variable.get_value().astype(param_dtype))
         return model
 
-    return ModelDef.trace(build)
+    return ModelDef.trace(cast, is_trainable)
 
 
 def loss_function(config: RunConfig) -> LossFn:
     """The training loss in the compute dtype of the configuration."""
-    dtype = config.trainer.mp.compute_dtype
-    block_size = config.model.cross_entropy_block_size
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
 
-    def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return token_loss(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
+
+def next_token_loss(dtype: Any, block_size: int | None = None) -> LossFn:
+    """Cross-entropy of the next token, for a `Decoder`.
+
+    Args:
+        dtype: of the computation.
+        block_size: as for `token_loss`.
+    """
+
+    def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
+        total, weight = token_loss(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
+        return total, weight, {}
 
     return loss
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.hooks import StepInfo, scalar
 from lm_trainer.profile.meter import Meter
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
 
+_NAMED = ("loss", "grad_norm", "tokens")
+
 
 class _Pending(NamedTuple):
+    """What is kept of a step: not its state, which the next step consumes."""
+
     step: int
-    metrics: dict[str, jax.Array]
+    metrics: Mapping[str, jax.Array]
     learning_rate: float
+    tokens: int
+    total_tokens: int
     loading: float
 
 
@@ -33,25 +37,18 @@ class Recorder:
         eval_losses: of the last evaluation, by name.
     """
 
-    def __init__(self, config: RunConfig, trackers: Composite, progress: Progress, meter: Meter):
-        self._config, self._trackers, self._progress, self._meter = config.trainer, trackers, progress, meter
-        self._tokens = config.trainer.train_batch_size * config.model.seq_len
+    def __init__(self, config: TrainerConfig, trackers: Composite, progress: Progress, meter: Meter):
+        self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
         self._pending: _Pending | None = None
-        self._loading = 0.0
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Times how long the loop waits for data."""
-        started = time.perf_counter()
-        yield
-        self._loading = time.perf_counter() - started
-
-    def step_done(self, step: int, metrics: dict[str, jax.Array], learning_rate: float) -> None:
-        """Takes the metrics of a step that was just enqueued, and records those of the step before."""
+    def step_done(self, info: StepInfo) -> None:
+        """Takes a step that was just enqueued, and records the one before."""
         self.flush()
-        self._pending = _Pending(step, metrics, learning_rate, self._loading)
+        self._pending = _Pending(
+            info.step, info.metrics, info.learning_rate, info.tokens, info.total_tokens, info.loading
+        )
 
     def flush(self) -> None:
         """Waits for the last step and records it.
@@ -62,14 +59,16 @@ class Recorder:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        values = {name: _scalar(x) for name, x in pending.metrics.items()}
-        speed = self._meter.step(self._tokens, loading=pending.loading)
+        values = {name: scalar(x) for name, x in pending.metrics.items()}
+        speed = self._meter.step(pending.tokens, loading=pending.loading)
         self.train_loss = values["loss"]
         metrics = {
             "train/loss": values["loss"],
             "optim/grad_norm": values["grad_norm"],
             "optim/learning_rate": pending.learning_rate,
             "data/loss_tokens": values["tokens"],
+            **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
+            "throughput/total_tokens": pending.total_tokens,
             **speed,
         }
         last = pending.step == self._config.num_train_steps
@@ -78,12 +77,12 @@ class Recorder:
         self._progress.log(pending.step, metrics)
         self._check_finite(pending.step, values)
 
-    def evaluated(self, step: int, losses: dict[str, float]) -> None:
-        """Records the losses of an evaluation after `step` steps."""
-        self.eval_losses = losses
-        metrics = {f"eval/{name}/loss" if len(losses) > 1 else "eval/loss": loss for name, loss in losses.items()}
+    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
+        """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""
+        self.eval_losses[name or "validation"] = means["loss"]
+        metrics = {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
         self._trackers.log(metrics, step=step)
-        self._progress.note(f"step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
         self._meter.pause()
 
     def finish(self, step: int, sample: str | None) -> None:
@@ -103,10 +102,10 @@ class Recorder:
                 )
 
 
+def _metric_name(name: str) -> str:
+    """What the loss function reports is of training; what the optimizer reports says so itself."""
+    return name if "/" in name else f"train/{name}"
+
+
 def _finite(values: dict[str, float]) -> bool:
     return all(math.isfinite(v) for v in values.values())
-
-
-def _scalar(x: jax.Array) -> float:
-    """The value of a replicated scalar; waits until it is computed."""
-    return float(np.asarray(x.addressable_data(0)))

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from lm_trainer.checkpoint.model import PARAMS, load_model, locate, read_vocabulary
+from lm_trainer.checkpoint.model import AVERAGED, PARAMS, load_model, locate, read_vocabulary
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
-from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.program import Program
-from lm_trainer.train_state import TrainState, state_from_params
+from lm_trainer.train_state import TrainState
 
 _OPT_STATE = "opt_state."
 
 
-def choose_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     """The tokenizer's vocabulary, or that of the model whose weights the run starts from, which may be padded.
 
     Raises:
         UserError: when those weights were made for another tokenizer.
     """
-    source = config.trainer.initialize_from
+    source = trainer.initialize_from
     if source is None:
         return tokenizer.vocab_size
     vocab_size, made_for = read_vocabulary(source)
@@ -37,22 +38,31 @@ def choose_vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def start_state(config: RunConfig, program: Program, store: CheckpointStore, data_fingerprint: str) -> TrainState:
+def start_state(
+    trainer: TrainerConfig, program: Program, store: CheckpointStore, init: Callable[[], TrainState], fingerprint: str
+) -> TrainState:
     """The state to train on from.
 
     In this order: the run's own newest intact checkpoint; `load_checkpoint_path`; the weights of `initialize_from`;
     fresh weights.
 
+    Args:
+        trainer: what may be loaded from where.
+        program: the run.
+        store: its own checkpoints.
+        init: makes a fresh state.
+        fingerprint: of the data; "" where it is not known.
+
     Raises:
         UserError: when a checkpoint must be there and is not, holds another model, or belongs to other data.
     """
-    trainer = config.trainer
     if trainer.load_checkpoint is not False:
-        restored = _own_checkpoint(program, store)
+        partial = trainer.allow_partial_checkpoint
+        restored = store.restore(_like(program), partial=partial)
         if restored is None and trainer.load_checkpoint_path is not None:
-            restored = _other_checkpoint(trainer.load_checkpoint_path, program)
+            restored = _other_checkpoint(trainer.load_checkpoint_path, program, partial=partial)
         if restored is not None:
-            return _resumed(restored, program, data_fingerprint)
+            return _resumed(restored, program, init, fingerprint)
         if trainer.load_checkpoint:
             raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {store.directory}")
     elif store.steps():
@@ -61,44 +71,53 @@ def start_state(config: RunConfig, program: Program, store: CheckpointStore, dat
             f"another name, or remove them"
         )
     if trainer.initialize_from is not None:
-        return _from_weights(trainer.initialize_from, program)
-    return program.init()
+        return _from_weights(trainer.initialize_from, program, init, partial=trainer.allow_partial_checkpoint)
+    return init()
 
 
 def save_state(store: CheckpointStore, state: TrainState, program: Program, record: dict[str, Any]) -> None:
-    """Starts an asynchronous checkpoint of everything that a resume needs."""
-    store.save(state.step, _arrays(state.params, state.opt_state), {"vocab_size": program.spec.vocab_size, **record})
+    """Starts an asynchronous checkpoint of everything that a resume needs, and of the weights to export."""
+    *_, export = program.weights(state).values()
+    averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
+    store.save(state.step, _arrays(state.params, state.opt_state, averaged), record)
 
 
-def _arrays(params: Any, opt_state: Any) -> dict[str, Any]:
+def _exports_others(program: Program) -> bool:
+    """Whether the weights to export are others than those that are trained."""
+    return program.averages or program.averages_by_itself
+
+
+def _arrays(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
     return {
         **{PARAMS + name: x for name, x in params.items()},
+        **{AVERAGED + name: x for name, x in (averaged or {}).items()},
         **{_OPT_STATE + name: x for name, x in named_leaves(opt_state).items()},
     }
 
 
 def _abstract(program: Program) -> tuple[dict[str, Any], Any]:
-    """The state as shapes, dtypes and shardings."""
+    """What is trained, and the optimizer's state, as shapes, dtypes and shardings."""
 
     def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    params = {name: place(x, program.placement.shardings.params[name]) for name, x in program.model.shapes.items()}
-    opt_state = jax.tree.map(place, jax.eval_shape(program.tx.init, params), program.placement.shardings.opt_state)
+    shardings = program.placement.shardings
+    params = {name: place(program.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
+    opt_state = jax.tree.map(place, jax.eval_shape(program.tx.init, params), shardings.opt_state)
     return params, opt_state
 
 
-def _own_checkpoint(program: Program, store: CheckpointStore) -> Restored | None:
-    return store.restore(_arrays(*_abstract(program)))
+def _like(program: Program) -> dict[str, Any]:
+    params, opt_state = _abstract(program)
+    return _arrays(params, opt_state, params if _exports_others(program) else None)
 
 
-def _other_checkpoint(path: str, program: Program) -> Restored:
+def _other_checkpoint(path: str, program: Program, *, partial: bool) -> Restored:
     directory, named = locate(path)
-    like = _arrays(*_abstract(program))
     problems = []
     for step in [named] if named is not None else reversed(committed_steps(directory)):
         try:
-            return read_step(directory, step, like)
+            return read_step(directory, step, _like(program), partial=partial)
         except CheckpointError as error:
             problems.append(f"step {step}: {error}")
     raise UserError(
@@ -106,24 +125,33 @@ def _other_checkpoint(path: str, program: Program) -> Restored:
     )
 
 
-def _resumed(restored: Restored, program: Program, data_fingerprint: str) -> TrainState:
+def _resumed(restored: Restored, program: Program, init: Callable[[], TrainState], fingerprint: str) -> TrainState:
     saved = restored.record.get("data_fingerprint")
-    if saved != data_fingerprint:
+    if saved != fingerprint:
         raise UserError(
             f"the checkpoint of step {restored.step} was trained on other data (fingerprint {saved}, now "
-            f"{data_fingerprint}): the text, the tokenizer, the order or the sequence length has changed. Undo the "
+            f"{fingerprint}): the text, the tokenizer, the order or the sequence length has changed. Undo the "
             f"change, or set trainer.id to start another run"
         )
+    arrays = restored.arrays
+    frozen: Any = {}
+    if program.freezes or set(_like(program)) - set(arrays):
+        fresh = init()
+        frozen = fresh.frozen
+        arrays = {**_arrays(fresh.params, fresh.opt_state, fresh.averaged or fresh.params), **arrays}
     params, opt_state = _abstract(program)
-    params = {name: restored.arrays[PARAMS + name] for name in params}
-    named = {name: restored.arrays[_OPT_STATE + name] for name in named_leaves(opt_state)}
-    return TrainState(restored.step, params, from_named_leaves(opt_state, named))
+    averaged = {name: arrays[AVERAGED + name] for name in params} if program.averages else None
+    named = {name: arrays[_OPT_STATE + name] for name in named_leaves(opt_state)}
+    trained = {name: arrays[PARAMS + name] for name in params}
+    return TrainState(restored.step, trained, from_named_leaves(opt_state, named), averaged, frozen)
 
 
-def _from_weights(path: str, program: Program) -> TrainState:
+def _from_weights(path: str, program: Program, init: Callable[[], TrainState], *, partial: bool) -> TrainState:
     loaded = load_model(path)
     named = {name: np.asarray(x) for name, x in named_leaves(loaded.params).items()}
     wanted = program.model.shapes
+    fresh = {**(state := init()).frozen, **state.params} if partial and set(wanted) - set(named) else {}
+    named = {**{name: np.asarray(x) for name, x in fresh.items()}, **named}
     differences = [
         f"{name}: {_shape(named.get(name))} there, {_shape(wanted.get(name))} here"
         for name in sorted({*named, *wanted})
@@ -131,8 +159,7 @@ def _from_weights(path: str, program: Program) -> TrainState:
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
-    placed = {name: x.astype(wanted[name].dtype) for name, x in named.items()}
-    return state_from_params(placed, program.tx, program.placement.shardings)
+    return program.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()})
 
 
 def _shape(x: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any, Self
 
 from lm_trainer.config.render import to_yaml
 from lm_trainer.config.run import RunConfig, config_hash, numeric_differences, numeric_identity
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 
@@ -29,24 +31,29 @@ def run_id(config: RunConfig, config_name: str) -> str:
     return config.trainer.id or os.environ.get("RUN_ID") or f"{config_name}-{config_hash(config)}"
 
 
-def checkpoint_directory(config: RunConfig, name: str) -> Path:
+def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
     """Where the checkpoints of the run `name` lie."""
-    base = Path(config.trainer.checkpointer.base_path)
-    return base / name if config.trainer.checkpointer.append_run_id_to_base_path else base
+    base = Path(trainer.checkpointer.base_path)
+    return base / name if trainer.checkpointer.append_run_id_to_base_path else base
 
 
 class RunDirectory:
     """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
 
+    Args:
+        trainer: says where.
+        settings: all that decides the run, with `trainer` as one of its sections.
+        name: the run's id.
+
     Raises:
         UserError: when it cannot be written, is in use, or holds another configuration.
     """
 
-    def __init__(self, config: RunConfig, name: str):
+    def __init__(self, trainer: TrainerConfig, settings: Config, name: str):
         self.name = name
-        self.config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"id": name})})
-        self.path = Path(config.trainer.log_dir) / name
-        self.checkpoints = checkpoint_directory(config, name).absolute()
+        self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
+        self.path = Path(trainer.log_dir) / name
+        self.checkpoints = checkpoint_directory(trainer, name).absolute()
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

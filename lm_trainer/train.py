@@ -1,32 +1,25 @@
-"""The training loop, readable top to bottom."""
+"""`lmt train`: a run from its configuration to its summary."""
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.run import RunConfig
-from lm_trainer.core.batch import Batch
-from lm_trainer.core.errors import Preempted
-from lm_trainer.core.runtime import configure_jax
 from lm_trainer.data import open_data
 from lm_trainer.data.builder import BuildProgress
 from lm_trainer.data.pipeline import Data
 from lm_trainer.generate.engine import generate
 from lm_trainer.profile.flops import flops_per_token, parameter_count
-from lm_trainer.profile.meter import Meter
-from lm_trainer.profile.peaks import datasheet_peak
-from lm_trainer.program import Program, build_program, check_devices, describe_mesh, promise
-from lm_trainer.recorder import Recorder
-from lm_trainer.resume import choose_vocab_size, save_state, start_state
-from lm_trainer.run_dir import RunDirectory, run_id
-from lm_trainer.signals import StopRequest
-from lm_trainer.trackers import Progress, open_trackers
+from lm_trainer.program import Program, loss_function, trace_model
+from lm_trainer.resume import choose_vocab_size
+from lm_trainer.run_dir import run_id
+from lm_trainer.trackers import Progress
 from lm_trainer.train_state import TrainState, to_host
+from lm_trainer.trainer import Trainer
 
 
 @dataclass
@@ -80,125 +73,67 @@ def train(config: RunConfig, *, name: str, progress: Progress) -> Summary:
         UserError: for anything that the user can mend; among them `Preempted` after a stop signal, with everything
             saved, `NonFiniteError` when the loss is not finite, and `MachineError` for a full disk and the like.
     """
-    trainer, started = config.trainer, time.monotonic()
-    with StopRequest() as stop, ExitStack() as stack:
-        configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir)
-        check_devices(config)
-        run = stack.enter_context(RunDirectory(config, run_id(config, name)))
-        progress.note(f"run {run.name}, in {run.path}")
-        data = stack.enter_context(closing(open_training_data(config, progress)))
-        program = build_program(config, choose_vocab_size(config, data.tokenizer))
-        progress.note(_describe(config, program, data))
-        if instead := promise(program.placement.mesh):
-            progress.note(instead)
-        if not data.validation():
-            progress.note("no validation set (data.validation_urls), so there is no evaluation")
-        store = stack.enter_context(closing(CheckpointStore(run.checkpoints, trainer.checkpointer)))
-        data.tokenizer.save(run.checkpoints / "tokenizer")
-        state = start_state(config, program, store, data.fingerprint())
-        if state.step:
-            progress.note(f"resumed at step {state.step} of {trainer.num_train_steps}")
-        trackers = stack.enter_context(
-            closing(open_trackers(trainer.trackers, run_dir=run.path, run_id=run.name, resume_step=state.step))
-        )
-        trackers.log_config(run.config.model_dump(mode="json"))
-        recorder = Recorder(config, trackers, progress, _meter(config, program, state.step))
-        stop.arm()
+    started = time.monotonic()
+    named = config.trainer.model_copy(update={"id": run_id(config, name)})
+    trainer = Trainer(named, config.optimizer, loss_function(config), settings=config, progress=progress)
+    with trainer, closing(_Setting.open(config, trainer)) as setting:
+        state = setting.start()
         resumed_at = state.step
-        state = _Loop(config, run, data, program, store, recorder, progress, stop).run(state)
-        sample = None
-        if state.step > resumed_at and trainer.sample_tokens:
+        state = trainer.train(state, trainer.data_loader(setting.data))
+        recorder, sample = trainer.recorder, None
+        if state.step > resumed_at and config.trainer.sample_tokens:
             progress.phase("sampling")
-            sample = draw_sample(config, program, data, state)
-        summary = Summary(
-            run.name,
-            run.path,
-            run.checkpoints,
+            sample = draw_sample(config, trainer.program, setting.data, state)
+        recorder.finish(state.step, sample)
+        return Summary(
+            trainer.run_id,
+            trainer.run_dir,
+            trainer.checkpoint_path,
             state.step,
             recorder.train_loss,
             recorder.eval_losses,
             time.monotonic() - started,
             sample,
         )
-        recorder.finish(state.step, sample)
-        return summary
 
 
 @dataclass(frozen=True)
-class _Loop:
-    """The parts that the loop works with."""
+class _Setting:
+    """What a run reads, and the trainer that it is given to."""
 
     config: RunConfig
-    directory: RunDirectory
+    trainer: Trainer
     data: Data
-    program: Program
-    store: CheckpointStore
-    recorder: Recorder
-    progress: Progress
-    stop: StopRequest
 
-    def run(self, state: TrainState) -> TrainState:
-        """Steps until the end, or until asked to stop."""
-        trainer, train_step, recorder = self.config.trainer, self.program.step, self.recorder
-        total = trainer.num_train_steps
-        batches = self.data.train(
-            trainer.train_batch_size,
-            rows=train_step.local_rows,
-            first_step=state.step,
-            num_steps=total - state.step,
+    @classmethod
+    def open(cls, config: RunConfig, trainer: Trainer) -> _Setting:
+        trainer.progress.note(f"run {trainer.run_id}, in {trainer.run_dir}")
+        return cls(config, trainer, open_training_data(config, trainer.progress))
+
+    def close(self) -> None:
+        self.data.close()
+
+    def start(self) -> TrainState:
+        """Builds the model for the data's vocabulary, and says what will run."""
+        config, trainer, data, progress = self.config, self.trainer, self.data, self.trainer.progress
+        vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
+        spec = config.model.spec(vocab_size)
+        trainer.seq_len = config.model.seq_len
+        trainer.flops_per_token = flops_per_token(spec, config.model.seq_len).training
+        plan = config.trainer.microbatches().at(0)
+        progress.note(
+            f"{parameter_count(spec):,} parameters, {data.num_train_tokens:,} training tokens, {plan.count} "
+            f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
         )
-        for step in range(state.step, total):
-            with recorder.loading():
-                rows = next(batches)
-            if not train_step.compiled:
-                self._compile(rows, step)
-            learning_rate = self.program.schedule(step)
-            state, metrics = train_step(state, train_step.put(rows), learning_rate)
-            recorder.step_done(state.step, metrics, learning_rate)
-
-            last = state.step == total
-            if last or state.step % trainer.steps_per_eval == 0:
-                self._evaluate(state)
-            if last or self.stop.requested or self.store.due(state.step):
-                self._save(state)
-            if self.stop.requested and not last:
-                self.store.wait()
-                raise Preempted(
-                    f"stopped by {self.stop.requested} after step {state.step}; everything is saved, and the same "
-                    f"command goes on from here"
-                )
-        self.store.wait()
+        data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
+        trainer.record(vocab_size=vocab_size)
+        state = trainer.initial_state(model_init=trace_model(config, vocab_size), data_fingerprint=data.fingerprint())
+        sets = data.validation()
+        for name, held_out in sets.items():
+            trainer.add_eval_hook(held_out, name if len(sets) > 1 else None)
+        if not sets:
+            progress.note("no validation set (data.validation_urls), so there is no evaluation")
         return state
-
-    def _compile(self, rows: Batch, step: int) -> None:
-        self.progress.phase("compiling the training step")
-        started = time.monotonic()
-        self.program.step.compile(rows)
-        fingerprint = self.program.step.lanes.fingerprint()
-        before = self.directory.record_attempt(step=step, program=fingerprint)
-        self.progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
-        if step and before and before["program"] != fingerprint:
-            self.progress.note(
-                f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "
-                f"those of an uninterrupted run (see what changed in {self.directory.path / 'env.json'})"
-            )
-
-    def _evaluate(self, state: TrainState) -> None:
-        self.recorder.flush()
-        evaluate, losses = self.program.evaluate, {}
-        for name, dataset in self.data.validation().items():
-            self.progress.phase(f"evaluating on {name}")
-            batches = dataset.batches(
-                evaluate.batch_size, rows=evaluate.local_rows, max_batches=self.config.trainer.max_eval_batches
-            )
-            losses[name] = evaluate(state.params, batches)
-        if losses:
-            self.recorder.evaluated(state.step, losses)
-
-    def _save(self, state: TrainState) -> None:
-        self.recorder.flush()
-        facts = {"train_loss": self.recorder.train_loss, "eval_losses": self.recorder.eval_losses}
-        save_state(self.store, state, self.program, {"data_fingerprint": self.data.fingerprint(), **facts})
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
@@ -207,7 +142,7 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
     tokens = generate(
-        program.model.merge(to_host(state.params)),
+        program.model.merge(to_host(list(program.weights(state).values())[-1])),
         [prompt],
         max_new_tokens=config.trainer.sample_tokens,
         temperature=0.6,
@@ -225,22 +160,3 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         progress.phase(str(at))
 
     return open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed, on_progress=on_progress)
-
-
-def _meter(config: RunConfig, program: Program, step: int) -> Meter:
-    devices = program.placement.mesh.devices
-    peak = datasheet_peak(devices.flat[0].device_kind, config.trainer.mp.compute)
-    return Meter(
-        flops_per_token=flops_per_token(program.spec, config.model.seq_len).training,
-        peak_flops=None if peak is None else peak.flops * devices.size,
-        total_tokens=step * config.trainer.train_batch_size * config.model.seq_len,
-    )
-
-
-def _describe(config: RunConfig, program: Program, data: Data) -> str:
-    plan = program.step.plan
-    return (
-        f"{parameter_count(program.spec):,} parameters, {data.num_train_tokens:,} training tokens, "
-        f"{plan.count} microbatches of {plan.rows} x {config.model.seq_len} tokens a step, "
-        f"on {describe_mesh(program.placement.mesh)}"
-    )

@@ -1,231 +1,164 @@
 """One optimizer step, bit for bit the same on every mesh.
 
 The global batch is cut into a fixed number of microbatches of fixed size. Each is computed by a hermetic lane; their
-gradients are added by one fixed binary tree, first inside a device, then across devices; the update is elementwise.
+gradients are added by one fixed binary tree, first inside a device, then across devices; then the state is updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.errors import UserError
-from lm_trainer.core.mesh import batch_shards
-from lm_trainer.core.reduction import TreeSum, sum_of_squares, sum_over_shards, tree_sum
-from lm_trainer.lanes import Lanes, local_groups, on_group, stack_groups
+from lm_trainer.core.reduction import sum_of_squares
+from lm_trainer.core.steps import Steps
+from lm_trainer.lanes import Lanes
+from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
+from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim.averaging import AveragingConfig
 from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
+from lm_trainer.update import Metrics, compile_update
 
-LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
-"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights)`, float32 scalars; key for dropout."""
+LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights, metrics)`, all float32 scalars; metrics
+are sums as well, and reported divided by the sum of the weights. The key is for dropout; None switches it off."""
+
+CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
+"""`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
 
 
-class Sums(NamedTuple):
-    """What microbatches contribute, as sums that add up; every array has a leading axis of 1."""
+class Observer(Protocol):
+    """Something that looks at the inside of a step."""
 
-    loss: jax.Array
-    weight: jax.Array
-    grads: Params
+    def before(self, state: TrainState) -> Any:
+        """What it needs of the state before the step, which the step consumes."""
+        ...
+
+    def after(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
+        """`grads` are sums over the batch, and `weight` what to divide them by; the state is that after the step."""
+        ...
 
 
 @dataclass(frozen=True)
-class MicrobatchPlan:
-    """How the rows of a global batch are computed; it never depends on the devices."""
+class UpdateRule:
+    """How a gradient becomes new weights."""
 
-    count: int
-    """Microbatches in a step, V."""
-    rows: int
-    """Rows in a microbatch."""
-
-    @classmethod
-    def make(cls, batch_size: int, rows: int, elastic_shards: int) -> MicrobatchPlan:
-        """Cuts `batch_size` rows into microbatches of `rows`, or, with -1, into `elastic_shards` microbatches.
-
-        Raises:
-            ValueError: when the batch cannot be cut so.
-        """
-        if rows == -1:
-            if batch_size % elastic_shards:
-                raise ValueError(
-                    f"train_batch_size {batch_size} cannot be cut into elastic_shards={elastic_shards} equal "
-                    f"microbatches; make it a multiple, or set per_device_parallelism or elastic_shards"
-                )
-            rows = batch_size // elastic_shards
-        if rows < 1 or batch_size % rows:
-            raise ValueError(f"train_batch_size {batch_size} is not a multiple of per_device_parallelism={rows}")
-        return cls(batch_size // rows, rows)
-
-    def per_shard(self, mesh: Mesh) -> int:
-        """Microbatches that each batch shard of the mesh computes in turn.
-
-        Raises:
-            UserError: when this mesh cannot share the microbatches equally.
-        """
-        shards = batch_shards(mesh)
-        if self.count % shards == 0 and shards & (shards - 1) == 0:
-            return self.count // shards
-        largest = self.count & -self.count
-        raise UserError(
-            f"{shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} rows: the "
-            f"number of devices must be a power of two up to {largest}. Use fewer devices, or change "
-            f"trainer.train_batch_size, trainer.per_device_parallelism or trainer.elastic_shards "
-            f"(which changes the run's numbers)"
-        )
+    optimizer: OptimizerConfig
+    tx: optax.GradientTransformationExtraArgs
+    """Built from `optimizer` for the parameters that are trained."""
+    averaging: AveragingConfig | None = None
+    curvature: CurvatureFn | None = None
+    """The estimate that the optimizer takes."""
 
 
 class TrainStep:
     """Callable `(state, batch, learning_rate) -> (state, metrics)`; consumes the state that it is given.
 
-    `metrics` are float32 scalars on the device (`loss`, `grad_norm`, `tokens`): reading them waits for the step.
-    A step whose loss or gradient is not finite leaves parameters and optimizer as they were.
+    `metrics` are float32 scalars on the device (`loss`, `grad_norm`, `tokens` and others): reading them waits for the
+    step. A step whose loss or gradient is not finite leaves parameters and optimizer as they were.
     """
 
     def __init__(
         self,
         model: ModelDef,
         loss: LossFn,
-        tx: optax.GradientTransformationExtraArgs,
+        rule: UpdateRule,
         *,
         placement: Placement,
-        plan: MicrobatchPlan,
+        plans: Steps[MicrobatchPlan],
         key: jax.Array,
     ):
-        mesh, layouts, shardings = placement.mesh, placement.layouts, placement.shardings
-        self.plan = plan
-        self.lanes = Lanes(_lane(model, loss, jax.random.key_data(key)), local_groups(mesh))
-        self._mesh, self.layouts = mesh, layouts
-        self._per_shard = plan.per_shard(mesh)
-        self._shapes = model.shapes
-        compute = {name: NamedSharding(mesh, layout.compute) for name, layout in layouts.items()}
-        self._gather = None if compute == shardings.params else jax.jit(lambda p: p, out_shardings=compute)
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        replicated = NamedSharding(mesh, PartitionSpec())
-        self._reduce = jax.jit(
-            lambda sums: (
-                _sum_scalars(sums.loss, mesh),
-                _sum_scalars(sums.weight, mesh),
-                sum_over_shards(sums.grads, layouts, mesh),
-            ),
-            out_shardings=(replicated, replicated, shardings.params),
-        )
-        self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=replicated)
-        self._update = jax.jit(make_update(tx), out_shardings=(*shardings, replicated), donate_argnums=(0, 1))
+        mesh, shardings = placement.mesh, placement.shardings
+        self.plans, self.devices, self._shapes = plans, Devices(placement), model.shapes
+        for plan in plans.values:
+            plan.per_shard(mesh)
+        trainable = shardings.params
+        self._gradient = MicrobatchSum(_loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        self._curvature = None
+        if rule.curvature is not None:
+            estimate = _curvature_sums(model, rule.curvature, trainable)
+            self._curvature = MicrobatchSum(estimate, self.devices, jax.random.fold_in(key, 1), trainable)
+        self._rule = rule
+        layouts = {name: placement.layouts[name] for name in trainable}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=everywhere)
+        self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
+        self._average = jax.jit(_move, out_shardings=shardings.params, donate_argnums=0)
 
-    def compile(self, batch: Batch) -> None:
-        """Compiles the lane for rows like those of `batch` (any number of rows)."""
-        rows = Batch(*(np.empty((self.plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-        self.lanes.compile(self._shapes, self.layouts, rows)
+    def compile(self, batch: Batch, step: int = 0) -> Lanes:
+        """Compiles the lane for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+        if self._curvature is not None:
+            self._curvature.compile(self._shapes, batch, self.plans.at(step))
+        return self._gradient.compile(self._shapes, batch, self.plans.at(step))
 
-    @property
-    def compiled(self) -> bool:
-        """Whether `compile` has been called."""
-        return self.lanes.compiled
+    def compiled(self, step: int) -> bool:
+        """Whether this step needs no compilation of its lane."""
+        return self._gradient.compiled(self.plans.at(step))
 
-    @property
-    def local_rows(self) -> range:
-        """The rows of the global batch that this process needs."""
-        groups = self.lanes.groups
-        rows = self._per_shard * self.plan.rows
-        return range(groups[0].index * rows, (groups[-1].index + 1) * rows)
+    def local_rows(self, step: int = 0) -> range:
+        """The rows of the global batch of `step` that this process needs."""
+        return self.devices.local_rows(self.plans.at(step))
 
-    def put(self, batch: Batch) -> list[list[Batch]]:
-        """This process's rows on their devices: for each local group, its microbatches in order."""
-        placed = []
-        for i, group in enumerate(self.lanes.groups):
-            sharding = group.sharding()
-            start = i * self._per_shard * self.plan.rows
-            cuts = [
-                Batch(*(x[start + j * self.plan.rows : start + (j + 1) * self.plan.rows] for x in batch))
-                for j in range(self._per_shard)
-            ]
-            placed.append(jax.device_put(cuts, sharding))
-        return placed
+    def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
+        """This process's rows of the global batch of `step` on their devices."""
+        return self.devices.put(batch, self.plans.at(step))
 
-    def params_on_groups(self, params: Params) -> list[Params]:
-        """The parameters as each local group computes with them."""
-        whole = self._gather(params) if self._gather else params
-        return [{name: on_group(x, group) for name, x in whole.items()} for group in self.lanes.groups]
+    def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
+        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        return self._gradient(self._on_groups(state), batch, state.step)
 
-    def gradient(self, state: TrainState, batch: list[list[Batch]]) -> tuple[jax.Array, jax.Array, Params]:
-        """The sums of loss, weights and gradients over the global batch; the gradients lie as the state at rest."""
-        groups = self.lanes.groups
-        on_groups = self.params_on_groups(state.params)
-        sums = [TreeSum(self._per_shard, self._add) for _ in groups]
-        step = np.int32(state.step)
-        for j in range(self._per_shard):
-            for i, group in enumerate(groups):
-                lane = np.int32(group.index * self._per_shard + j)
-                sums[i].push(self.lanes(i, on_groups[i], batch[i][j], step, lane))
-        return self._reduce(self._stack([s.result() for s in sums]))
-
-    def _stack(self, parts: list[Sums]) -> Sums:
-        whole = PartitionSpec()
-        return Sums(
-            stack_groups([p.loss for p in parts], whole, self._mesh),
-            stack_groups([p.weight for p in parts], whole, self._mesh),
-            {
-                name: stack_groups([p.grads[name] for p in parts], layout.compute, self._mesh)
-                for name, layout in self.layouts.items()
-            },
-        )
+    def _on_groups(self, state: TrainState) -> list[Params]:
+        return self.devices.params_on_groups({**state.frozen, **state.params})
 
     def __call__(
-        self, state: TrainState, batch: list[list[Batch]], learning_rate: float
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]:
         """One step on a batch placed by `put`."""
-        loss, weight, grads = self.gradient(state, batch)
-        squares = self._norm(grads)
-        scalars = (loss, weight, squares, np.float32(learning_rate))
-        params, opt_state, metrics = self._update(state.params, state.opt_state, grads, *scalars)
-        return TrainState(state.step + 1, params, opt_state), metrics
+        on_groups = self._on_groups(state)
+        scalars, grads = self._gradient(on_groups, batch, state.step)
+        curvature = None
+        if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
+            curvature = self._curvature(on_groups, batch, state.step).tree
+        before = None if observer is None else observer.before(state)
+        scalars = {**scalars, "squares": self._norm(grads), "learning_rate": np.float32(learning_rate)}
+        params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
+        done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
+        if observer is not None:
+            observer.after(before, grads, scalars["weight"], done)
+        return done, metrics
+
+    def _averaged(self, state: TrainState, params: Params) -> Params | None:
+        if state.averaged is None or self._rule.averaging is None:
+            return None
+        return self._average(state.averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
 
 
-def _lane(model: ModelDef, loss: LossFn, key_data: jax.Array) -> Callable[..., Sums]:
-    def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
+def _loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        def objective(chosen: Params) -> tuple[jax.Array, Any]:
+            total, weight, metrics = loss(model.merge({**params, **chosen}), batch, key)
+            return total, {"loss": total, "weight": weight, **metrics}
 
-        def objective(params: Params) -> tuple[jax.Array, jax.Array]:
-            return loss(model.merge(params), batch, key)
+        (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})
+        return Sums(scalars, grads)
 
-        (total, weight), grads = jax.value_and_grad(objective, has_aux=True)(params)
-        return Sums(total[None], weight[None], jax.tree.map(lambda g: g[None], grads))
-
-    return lane
-
-
-def _sum_scalars(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """[batch shards] -> scalar, by the fixed tree, on every device."""
-    return tree_sum(jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())))
+    return function
 
 
-def make_update(tx: optax.GradientTransformationExtraArgs) -> Callable[..., tuple[Params, Any, dict[str, jax.Array]]]:
-    """The last piece of a step, as a function to be compiled: from summed gradients to new parameters.
+def _curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        sums = curvature(model.merge(params), batch, key)
+        named = model.named(sums)
+        return Sums({}, {name: named[name] for name in trainable})
 
-    Its arguments are parameters, optimizer state, summed gradients, and the float32 scalars loss sum, weight sum, sum
-    of squares of the gradients, and learning rate.
-    """
+    return function
 
-    def update(
-        params: Params, opt_state: Any, grads: Params, *scalars: jax.Array
-    ) -> tuple[Params, Any, dict[str, jax.Array]]:
-        loss, weight, squares, learning_rate = scalars
-        grad_norm = jnp.sqrt(squares) / weight
-        mean_loss = loss / weight
-        mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        updates, new_opt_state = tx.update(
-            mean_grads, opt_state, params, learning_rate=learning_rate, grad_norm=grad_norm, loss=mean_loss
-        )
-        finite = jnp.isfinite(mean_loss) & jnp.isfinite(grad_norm)
-        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
-        new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-        metrics = {"loss": mean_loss, "grad_norm": grad_norm, "tokens": weight}
-        return new_params, jax.tree.map(keep, new_opt_state, opt_state), metrics
 
-    return update
+def _move(averaged: Params, params: Params, share: jax.Array) -> Params:
+    return jax.tree.map(lambda a, p: a + share.astype(a.dtype) * (p.astype(a.dtype) - a), averaged, params)

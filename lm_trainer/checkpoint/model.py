@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PARAMS = "params."
 """Prefix of the names of parameters among the arrays of a checkpoint."""
+AVERAGED = "averaged."
+"""Prefix of the weights to export, where they are others than those that are trained."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class LoadedModel:
 
 def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
     """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
+
+    Where the run keeps an average of its weights, it is the average.
 
     Args:
         run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
@@ -94,19 +98,20 @@ def _load_step(directory: Path, step: int, config: RunConfig) -> LoadedModel:
     vocab_size = record["vocab_size"]
     definition = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
     device = SingleDeviceSharding(jax.local_devices()[0])
+    prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     like = {
-        PARAMS + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, name, x.dtype), sharding=device)
+        prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=device)
         for name, x in definition.shapes.items()
     }
-    restored = read_step(directory, step, like, prefix=PARAMS)
-    params = {name.removeprefix(PARAMS): np.asarray(x) for name, x in restored.arrays.items()}
+    restored = read_step(directory, step, like, prefix=prefix)
+    params = {name.removeprefix(prefix): np.asarray(x) for name, x in restored.arrays.items()}
     tokenizer = load_tokenizer(directory / "tokenizer")
     name = config.trainer.id or directory.name
     return LoadedModel(config, definition.nested(params), step, vocab_size, tokenizer, name, restored.record)
 
 
 def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
-    described = record["shapes"].get(PARAMS + name)
+    described = record["shapes"].get(name)
     return default if described is None else jax.numpy.dtype(described.split("[")[0])
 
 

@@ -98,7 +98,9 @@ class CheckpointStore:
         self._delete_temporary()
         self._orbax.close()
 
-    def restore(self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None) -> Restored | None:
+    def restore(
+        self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
+    ) -> Restored | None:
         """The newest checkpoint that proves intact, or None when there is none.
 
         A checkpoint that cannot be trusted is moved aside, named, and the one before it is tried.
@@ -106,6 +108,7 @@ class CheckpointStore:
         Args:
             like: shape, dtype and sharding of every array.
             step: only this one.
+            partial: leave out what the checkpoint lacks, instead of refusing it.
 
         Raises:
             UserError: when the checkpoint holds another model, or the given step does not exist.
@@ -115,7 +118,7 @@ class CheckpointStore:
             raise UserError(f"{self.directory}: there is no checkpoint of step {step} (there are: {steps or 'none'})")
         for candidate in [step] if step is not None else reversed(steps):
             try:
-                return read_step(self.directory, candidate, like)
+                return read_step(self.directory, candidate, like, partial=partial)
             except CheckpointError as error:
                 aside = self._move_aside(candidate)
                 logger.error("checkpoint %s cannot be used: %s; moved to %s", candidate, error, aside)
@@ -175,7 +178,14 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
     return meta
 
 
-def read_step(directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruct], *, prefix: str = "") -> Restored:
+def read_step(
+    directory: Path,
+    step: int,
+    like: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    prefix: str = "",
+    partial: bool = False,
+) -> Restored:
     """Reads and verifies one step.
 
     Args:
@@ -183,6 +193,7 @@ def read_step(directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruc
         step: which one.
         like: what to read, and onto which sharding.
         prefix: only arrays whose name begins so need to match `like`; the others are not read.
+        partial: leave out what the checkpoint lacks, instead of refusing it.
 
     Raises:
         CheckpointError: when it is damaged.
@@ -190,6 +201,8 @@ def read_step(directory: Path, step: int, like: Mapping[str, jax.ShapeDtypeStruc
     """
     record = read_record(directory, step)
     saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
+    if partial:
+        like = {name: x for name, x in like.items() if name in saved}
     _check_same_arrays(directory / str(step), saved, describe(like))
     wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
     try:

@@ -6,14 +6,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config
 from lm_trainer.core.mesh import BATCH_AXES, MeshShape, check_logical_axis, parse_rules
 from lm_trainer.core.precision import Policy, PrecisionPolicy
+from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
+from lm_trainer.distributed import DistributedConfig
+from lm_trainer.microbatch import MicrobatchPlan
+from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
-from lm_trainer.train_step import MicrobatchPlan
 
 Resources = dict[str, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
@@ -29,7 +32,6 @@ class TrainerConfig(Config):
         **dict.fromkeys(
             (
                 "quantization",
-                "model_averaging",
                 "watch",
                 "profiler",
                 "profiler_start_step",
@@ -37,11 +39,7 @@ class TrainerConfig(Config):
                 "profiler_perfetto_link",
                 "log_jaxprs",
                 "log_xla_hlo",
-                "allow_nondivisible_batch_size",
-                "allow_partial_checkpoint",
-                "distributed",
                 "ray",
-                "shutdown_at_exit",
             ),
             _LATER,
         ),
@@ -59,8 +57,9 @@ class TrainerConfig(Config):
 
     num_train_steps: PositiveInt = 400_000
     """How many optimizer steps to run."""
-    train_batch_size: PositiveInt = 512
-    """Rows in a global batch."""
+    train_batch_size: IntSchedule = 512
+    """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
+    value: 128}]`."""
     per_device_parallelism: int = -1
     """Rows in a microbatch, the unit of computation; -1: train_batch_size / elastic_shards. It decides the order of
     additions, so changing it changes the run's bits; changing the number of devices does not."""
@@ -69,6 +68,11 @@ class TrainerConfig(Config):
     elastic_shards: PositiveInt = 8
     """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
     that the run can ever use."""
+    allow_nondivisible_batch_size: bool = False
+    """Fill up a batch that cannot be cut into equal microbatches with rows that count for nothing, instead of refusing
+    it. They cost computation."""
+    model_averaging: AnyAveraging | None = None
+    """Keep an average of the weights as well, which is evaluated beside them and exported."""
 
     steps_per_eval: PositiveInt = 1000
     """Steps between evaluations; there is one after the last step as well."""
@@ -95,6 +99,8 @@ class TrainerConfig(Config):
     """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
     initialize_from: str | None = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
+    allow_partial_checkpoint: bool = False
+    """Where a checkpoint lacks parameters of the model, start those afresh instead of refusing it."""
 
     batch_axis: str = "batch"
     """The logical axis that is cut over all devices for data parallelism."""
@@ -120,8 +126,12 @@ class TrainerConfig(Config):
     jax_compilation_cache_dir: str | None = None
     """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
     directory."""
+    distributed: DistributedConfig = DistributedConfig()
     require_accelerator: bool = False
     """Refuse to run on a CPU."""
+    shutdown_at_exit: bool | NonNegativeFloat = False
+    """Shut the machine down when the command ends, however it ends: `true`, or after so many seconds. For rented
+    machines that cost while they are idle."""
 
     @field_validator("id")
     @classmethod
@@ -166,15 +176,30 @@ class TrainerConfig(Config):
             raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
         return self
 
-    def microbatches(self) -> MicrobatchPlan:
-        """How a global batch is cut for computation."""
-        return MicrobatchPlan.make(self.train_batch_size, self.per_device_parallelism, self.elastic_shards)
-
     @property
-    def eval_rows(self) -> int:
-        """Rows that a device evaluates at once."""
-        rows = self.per_device_eval_parallelism
-        return self.microbatches().rows if rows == -1 else rows
+    def batch_schedule(self) -> BatchSchedule:
+        """The size of the global batch at each step."""
+        return BatchSchedule(int_steps(self.train_batch_size))
+
+    def microbatches(self) -> Steps[MicrobatchPlan]:
+        """How the global batch of each step is cut for computation.
+
+        Raises:
+            ValueError: when it cannot be cut equally.
+        """
+        sizes = int_steps(self.train_batch_size)
+        pad = self.allow_nondivisible_batch_size
+        plans = [
+            MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
+            for size in sizes.values
+        ]
+        return Steps(sizes.starts, tuple(plans))
+
+    def eval_plan(self) -> MicrobatchPlan:
+        """How the batches of evaluation are cut: as many microbatches as the largest batch of training has."""
+        plan = max(self.microbatches().values, key=lambda plan: plan.count)
+        rows = plan.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
+        return MicrobatchPlan(rows * plan.count, plan.count, rows)
 
     @property
     def trackers(self) -> tuple[Any, ...]:

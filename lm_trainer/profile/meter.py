@@ -16,7 +16,6 @@ class Meter:
     Args:
         flops_per_token: of a training step, forward and backward.
         peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
-        total_tokens: trained on before, by earlier attempts at the run.
         window: how many steps tokens per second and MFU are taken over.
         clock: seconds that only grow.
     """
@@ -26,12 +25,10 @@ class Meter:
         *,
         flops_per_token: float,
         peak_flops: float | None,
-        total_tokens: int = 0,
         window: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._flops_per_token, self._peak = flops_per_token, peak_flops
-        self._total_tokens = total_tokens
         self._steps: deque[tuple[float, float]] = deque(maxlen=window)
         self._clock = clock
         self._last: float | None = None
@@ -44,16 +41,11 @@ class Meter:
             loading: seconds that the step waited for data.
 
         Returns:
-            `throughput/total_tokens` and `throughput/loading_time` (s) always; `step_time` (s) and
-            `tokens_per_second` from the second step after a start or pause; `mfu` in percent where the peak is known.
+            `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a start or pause; `mfu` in percent where the peak is known.
         """
         now, last = self._clock(), self._last
         self._last = now
-        self._total_tokens += int(tokens)
-        metrics: dict[str, float] = {
-            "throughput/total_tokens": self._total_tokens,
-            "throughput/loading_time": loading,
-        }
+        metrics: dict[str, float] = {"throughput/loading_time": loading}
         if last is not None and now > last:
             self._steps.append((tokens, now - last))
             speed = sum(t for t, _ in self._steps) / sum(s for _, s in self._steps)

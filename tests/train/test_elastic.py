@@ -27,16 +27,16 @@ def run(path: Path, devices: int, **trainer: Any) -> tuple[list[bytes], str, flo
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     program = build_program(config, data.tokenizer.vocab_size, jax.devices()[:devices])
     state = program.init()
-    series = []
-    rows = program.step.local_rows
-    for step, batch in enumerate(data.train(config.trainer.train_batch_size, rows=rows, num_steps=STEPS)):
+    series, rate = [], config.learning_rate()
+    rows = program.step.local_rows()
+    for step, batch in enumerate(data.train(config.trainer.batch_schedule.at(0), rows=rows, num_steps=STEPS)):
         if step == 0:
             program.step.compile(batch)
-        state, metrics = program.step(state, program.step.put(batch), program.schedule(step))
+        state, metrics = program.step(state, program.step.put(batch), rate(step))
         series.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))
     evaluate = program.evaluate
     held_out = data.validation()["validation"].batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=3)
-    loss = evaluate(state.params, held_out)
+    loss = evaluate(state.params, held_out)["loss"]
     data.close()
     digest = hashlib.sha256()
     params = to_host(state.params)

@@ -1,33 +1,43 @@
-"""The update alone, on values of many magnitudes: the same bits however the state is cut."""
+"""The update alone, of every optimizer, on values of many magnitudes: the same bits however the state is cut."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import MeshShape, build_mesh
-from lm_trainer.optim import AdamConfig, Param
+from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig, Param
 from lm_trainer.train_state import place_state
-from lm_trainer.train_step import make_update
+from lm_trainer.update import compile_update
 
-SHAPES = {"a": ((24, 136), ("mlp", "embed")), "b": ((3, 16, 10), ("layers", "embed", "mlp")), "c": ((40,), ("embed",))}
-CONFIGS = [AdamConfig(), AdamConfig(weight_decay=0.37, beta1=0.83, beta2=0.991, epsilon=1e-3, max_grad_norm=None)]
+SHAPES = {
+    "a.weight": ((24, 136), ("mlp", "embed")),
+    "b.weight": ((3, 16, 10), ("layers", "embed", "mlp")),
+    "c.scale": ((40,), ("embed",)),
+    "embed.tokens": ((32, 16), ("vocab", "embed")),
+}
+MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
+CONFIGS: list[OptimizerConfig] = [
+    *(member() for member in MEMBERS),
+    AdamConfig(weight_decay=0.37, beta1=0.83, beta2=0.991, epsilon=1e-3, max_grad_norm=None),
+    AdamConfig(nesterov=True, adamc_weight_decay=True, skip_bad_steps=4),
+    AdamConfig.model_validate({"update_rms_clipping": 1.0, "clip_update_norm": {"rolling_interval_length": 4}}),
+]
 
 
-def updated(config: AdamConfig, devices: int, fsdp: bool) -> str:
+def updated(config: OptimizerConfig, devices: int, fsdp: bool) -> str:
     mesh = build_mesh(MeshShape(), jax.devices()[:devices])
     rules = {"embed": ("data",)} if fsdp else {}
     layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in SHAPES.items()}
     tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in SHAPES.items()})
     placement = place_state(abstract, tx, layouts, mesh)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    update = jax.jit(make_update(tx), out_shardings=(*placement.shardings, replicated))
+    update = compile_update(config, tx, placement.shardings, mesh)
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:
@@ -37,15 +47,19 @@ def updated(config: AdamConfig, devices: int, fsdp: bool) -> str:
     params = values()
     state = jax.jit(tx.init, out_shardings=placement.shardings.opt_state)(params)
     digest = hashlib.sha256()
-    for step in range(12):
-        scalars = (np.float32(7.3), np.float32(3.1), np.float32(1e6), np.float32(1e-3 * (step + 1)))
-        params, state, _ = update(params, state, values(), *scalars)
-        for leaf in jax.tree.leaves((params, state)):
+    for step in range(6):
+        scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}
+        curvature = values() if config.curvature is not None and step % 2 == 0 else None
+        given = {name: np.float32(x) for name, x in scalars.items()}
+        params, state, metrics = update(params, state, values(), curvature, given)
+        for leaf in jax.tree.leaves((params, state, metrics)):
             digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_the_update_has_the_same_bits_on_every_mesh(config: AdamConfig) -> None:
-    digests = {updated(config, devices, fsdp) for devices in (1, 2, 8) for fsdp in (True, False)}
-    assert len(digests) == 1
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_the_update_has_the_same_bits_on_every_mesh(config: OptimizerConfig) -> None:
+    reference = updated(config, 1, fsdp=True)
+    meshes = [(2, True), (2, False), (8, True)] if config.elementwise else [(2, True)]
+    for devices, fsdp in meshes:
+        assert updated(config, devices, fsdp) == reference, (devices, fsdp)

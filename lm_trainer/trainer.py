@@ -1,0 +1,426 @@
+"""`Trainer`: a run as an object, for one's own model, loss or loop. `lmt train` is built of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, Protocol, Self, overload
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from pydantic import SerializeAsAny
+
+from lm_trainer.checkpoint.store import CheckpointStore
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import Preempted
+from lm_trainer.core.mesh import AxisRules
+from lm_trainer.core.precision import Policy
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.core.steps import BatchSchedule, TokenSchedule
+from lm_trainer.hooks import HookFn, Hooks, StepInfo
+from lm_trainer.optim import OptimizerConfig
+from lm_trainer.profile.meter import Meter
+from lm_trainer.profile.peaks import datasheet_peak
+from lm_trainer.program import Program, check_devices, plan_program, promise, trace_module
+from lm_trainer.recorder import Recorder
+from lm_trainer.resume import save_state, start_state
+from lm_trainer.run_dir import RunDirectory
+from lm_trainer.signals import StopRequest
+from lm_trainer.trackers import Composite, Progress, open_trackers
+from lm_trainer.train_state import ModelDef, TrainState
+from lm_trainer.train_step import LossFn
+
+
+class TrainData(Protocol):
+    """Batches by their number: what `lm_trainer.data.open_data` returns, or anything like it."""
+
+    def train(
+        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
+    ) -> Iterator[Batch]:
+        """The batches of `num_steps` steps from `first_step`: of each the rows that `rows(batch size)` names."""
+        ...
+
+
+class EvalData(Protocol):
+    """A held-out set."""
+
+    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterable[Batch]:
+        """Some rows of every global batch, in order; the end is filled up with rows of weight 0."""
+        ...
+
+
+class Loader:
+    """The batches of a run from any step on."""
+
+    def __init__(self, start: Callable[[int], Iterator[Batch]]):
+        self._start = start
+
+    def iter_from(self, step: int) -> Iterator[Batch]:
+        """The batches of the steps after `step` steps."""
+        return self._start(step)
+
+
+class _Settings(Config):
+    """What decides a run that no configuration file describes."""
+
+    trainer: TrainerConfig
+    optimizer: SerializeAsAny[OptimizerConfig]
+
+
+class Trainer:
+    """Owns the run directory, checkpoints, trackers and hooks of one attempt at a run; use it as a context manager.
+
+    Args:
+        config: the `trainer` section; its `id` names the run, and the same id again resumes it.
+        optimizer: one of `lm_trainer.optim`.
+        loss_fn: `loss(model, batch, key)` returns three float32 scalars or a dict of them: the sum of the weighted
+            losses, the sum of the weights, and sums of what else to report.
+        settings: what is written down as the configuration of the run, by default the two above.
+        progress: what the person at the terminal sees.
+        add_default_hooks: whether metrics are recorded and checkpoints saved.
+
+    Attributes:
+        flops_per_token: of a training step, for the figure of MFU; 0 where it is not known.
+        seq_len: positions in a row, for schedules that count tokens.
+
+    Raises:
+        UserError: when the run directory is in use or holds another run, or the devices do not fit.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        optimizer: OptimizerConfig,
+        loss_fn: LossFn,
+        *,
+        settings: Config | None = None,
+        progress: Progress | None = None,
+        add_default_hooks: bool = True,
+    ):
+        self.config, self.optimizer, self.loss_fn = config, optimizer, loss_fn
+        self.progress = progress or Progress(config.num_train_steps)
+        self.hooks, self._last_hooks = Hooks(), Hooks()
+        self.flops_per_token = 0.0
+        self.seq_len: int | None = None
+        settings = settings or _Settings(trainer=config, optimizer=optimizer)
+        self._directory = RunDirectory(config, settings, config.id or "run")
+        self._stack, self._stop = ExitStack(), StopRequest()
+        self._facts: dict[str, Any] = {}
+        self._compiled_before = False
+        self._program: Program | None = None
+        self._tracker: Composite | None = None
+        self._recorder: Recorder | None = None
+        if add_default_hooks:
+            self.add_hook(lambda info: self.recorder.step_done(info))
+            self._last_hooks.add(self._save_when_due, 1)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(self._stop)
+            configure_jax(self.config.jax_config, self.config.jax_compilation_cache_dir)
+            self.config.distributed.start()
+            check_devices(self.config)
+            stack.enter_context(self._directory)
+            store = CheckpointStore(self._directory.checkpoints, self.config.checkpointer)
+            self.store = stack.enter_context(closing(store))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    @property
+    def run_id(self) -> str:
+        return self._directory.name
+
+    @property
+    def run_dir(self) -> Path:
+        """Configuration, environment, metrics and artifacts."""
+        return self._directory.path
+
+    @property
+    def checkpoint_path(self) -> Path:
+        return self._directory.checkpoints
+
+    @property
+    def mp(self) -> Policy:
+        """The precision of parameters, computation and output."""
+        return self.config.mp
+
+    @property
+    def num_train_steps(self) -> int:
+        return self.config.num_train_steps
+
+    @property
+    def program(self) -> Program:
+        """What runs; there from `initial_state` on."""
+        if self._program is None:
+            raise RuntimeError("call initial_state first: what runs depends on the model")
+        return self._program
+
+    @property
+    def device_mesh(self) -> Mesh:
+        return self.program.placement.mesh
+
+    @property
+    def parameter_axis_mapping(self) -> AxisRules:
+        """Logical axis to mesh axes for the state at rest."""
+        return self.config.param_rules()
+
+    @property
+    def compute_axis_mapping(self) -> AxisRules:
+        """Logical axis to mesh axes during computation."""
+        return self.config.compute_rules()
+
+    @property
+    def tracker(self) -> Composite:
+        """All trackers as one; there from `initial_state` on."""
+        if self._tracker is None:
+            raise RuntimeError("call initial_state first: trackers resume at the step of the state")
+        return self._tracker
+
+    @property
+    def recorder(self) -> Recorder:
+        """What the run has come to so far."""
+        if self._recorder is None:
+            raise RuntimeError("call initial_state first")
+        return self._recorder
+
+    @overload
+    def add_hook(self, fn: HookFn, *, every: int = 1) -> HookFn: ...
+
+    @overload
+    def add_hook(self, fn: None = None, *, every: int = 1) -> Callable[[HookFn], HookFn]: ...
+
+    def add_hook(self, fn: HookFn | None = None, *, every: int = 1) -> Any:
+        """Calls `fn(info)` after every `every`-th step and after the last one; also as a decorator.
+
+        Hooks run in the order in which they were added; a checkpoint, where one is due, comes after all of them.
+        """
+        if fn is None:
+            return lambda function: self.add_hook(function, every=every)
+        self.hooks.add(fn, every)
+        return fn
+
+    def run_hooks(self, info: StepInfo, force: bool = False) -> None:
+        """Calls the hooks that are due after a step, or with `force` all of them."""
+        self.hooks.run(info, force=force)
+        self._last_hooks.run(info, force=force)
+
+    def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
+        """Evaluates on a held-out set every `steps_per_eval` steps: `eval/loss`, or `eval/NAME/loss`.
+
+        Where the run averages its weights, the average is evaluated as well, as `eval/ema/loss`.
+        """
+        self.add_hook(lambda info: self._evaluate(info.state, eval_dataset, name), every=self.config.steps_per_eval)
+
+    def initial_state(
+        self,
+        training_key: jax.Array | None = None,
+        model: nnx.Module | None = None,
+        model_init: Callable[[], nnx.Module] | ModelDef | None = None,
+        *,
+        is_trainable: bool | Mapping[str, bool] | Callable[[str], bool] = True,
+        data_fingerprint: str = "",
+    ) -> TrainState:
+        """The run's newest checkpoint, or what the configuration says to start from, or a fresh state.
+
+        Args:
+            training_key: for the random numbers of training, such as dropout; by default of `trainer.seed`.
+            model: the model whose weights to start from, or
+            model_init: a function that makes a fresh one, called under `jit`.
+            is_trainable: which parameters are trained, by dotted name. The others have no gradient and no optimizer
+                state, and are in no checkpoint.
+            data_fingerprint: saved with each checkpoint, and compared on resume.
+
+        Raises:
+            UserError: when a checkpoint does not fit or cannot be used, or a sharding rule does not fit the model.
+            ValueError: unless exactly one of `model` and `model_init` is given.
+        """
+        if (model is None) == (model_init is None):
+            raise ValueError("give either model or model_init")
+        definition = model_init if isinstance(model_init, ModelDef) else None
+        if definition is None:
+            build: Any = model_init if model is None else lambda: model
+            definition = trace_module(build, self.mp.param_dtype, _selection(is_trainable))
+        program = plan_program(self.config, self.optimizer, definition, self.loss_fn, key=training_key)
+        self._program = program
+        tokens = None if self.seq_len is None else TokenSchedule(self.config.batch_schedule, self.seq_len)
+        self.schedule = self.optimizer.schedule(self.num_train_steps, tokens)
+        self._facts["data_fingerprint"] = data_fingerprint
+        init = program.init
+        if model is not None:
+            weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+            init = lambda: program.from_weights(weights)  # noqa: E731
+        state = start_state(self.config, program, self.store, init, data_fingerprint)
+        if state.step:
+            self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
+        if instead := promise(program.placement.mesh):
+            self.progress.note(instead)
+        self._open_trackers(state)
+        return state
+
+    def _open_trackers(self, state: TrainState) -> None:
+        opened = open_trackers(self.config.trackers, run_dir=self.run_dir, run_id=self.run_id, resume_step=state.step)
+        self._tracker = self._stack.enter_context(closing(opened))
+        self._tracker.log_config(self._directory.config.model_dump(mode="json"))
+        devices = self.device_mesh.devices
+        peak = datasheet_peak(devices.flat[0].device_kind, self.mp.compute)
+        self._meter = Meter(
+            flops_per_token=self.flops_per_token,
+            peak_flops=None if peak is None or not self.flops_per_token else peak.flops * devices.size,
+        )
+        self._recorder = Recorder(self.config, self._tracker, self.progress, self._meter)
+        self._stop.arm()
+
+    def data_loader(self, dataset: TrainData) -> Loader:
+        """The batches of this run from a dataset that knows them by number."""
+        local = self.program.step.devices.local_rows
+        plans = {plan.batch_size: plan for plan in self.program.step.plans.values}
+
+        def start(step: int) -> Iterator[Batch]:
+            return dataset.train(
+                self.config.batch_schedule,
+                rows=lambda batch_size: local(plans[batch_size]),
+                first_step=step,
+                num_steps=self.num_train_steps - step,
+            )
+
+        return Loader(start)
+
+    def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
+        """One step, without hooks; the arrays of `state` are consumed.
+
+        Args:
+            state: before the step.
+            batch: this process's rows of the global batch, as NumPy arrays.
+        """
+        started = time.perf_counter()
+        return self._step(state, batch, started)
+
+    def _step(self, state: TrainState, batch: Batch, started: float) -> StepInfo:
+        loading = time.perf_counter() - started
+        step = self.program.step
+        if not step.compiled(state.step):
+            self._compile(state.step, batch)
+        learning_rate = self.schedule(state.step)
+        seq_len = batch.tokens.shape[1]
+        tokens = step.plans.at(state.step).batch_size * seq_len
+        state, metrics = step(state, step.put(batch, state.step), learning_rate)
+        total = self.config.batch_schedule.rows_before(state.step) * seq_len
+        return StepInfo(state, metrics, learning_rate, tokens, total, loading)
+
+    def training_steps(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> Iterator[StepInfo]:
+        """Steps until `num_train_steps` or the end of the data, with hooks, each handed out after its hooks.
+
+        Raises:
+            Preempted: after a stop signal, with everything saved.
+            NonFiniteError: when the loss is not finite and the configuration says to stop.
+        """
+        batches = train_loader.iter_from(state.step) if isinstance(train_loader, Loader) else iter(train_loader)
+        total = self.num_train_steps
+        while state.step < total:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                self.progress.note(f"the data ended after step {state.step} of {total}")
+                return
+            info = self._step(state, batch, started)
+            state = info.state
+            self.run_hooks(info, force=state.step == total)
+            if self._stop.requested and state.step < total:
+                self.store.wait()
+                raise Preempted(
+                    f"stopped by {self._stop.requested} after step {state.step}; everything is saved, and the same "
+                    f"command goes on from here"
+                )
+            yield info
+
+    def train(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> TrainState:
+        """Steps to the end, with hooks, and waits for the last checkpoint. Raises as `training_steps`.
+
+        Returns:
+            The last state.
+        """
+        for info in self.training_steps(state, train_loader):
+            state = info.state
+        if self._recorder is not None:
+            self._recorder.flush()
+        self.store.wait()
+        if state.step not in self.store.steps():
+            self._save(state)
+            self.store.wait()
+        return state
+
+    def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
+        """Saves something beside the metrics, and hands it to the trackers.
+
+        Args:
+            name: the file's name in `RUN_DIR/artifacts`.
+            artifact: text, bytes, the path of a file to copy, or anything that JSON can hold.
+            type: what kind of thing it is, for trackers that sort by it.
+        """
+        file = self.run_dir / "artifacts" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(artifact, Path):
+            shutil.copyfile(artifact, file)
+        elif isinstance(artifact, bytes):
+            file.write_bytes(artifact)
+        else:
+            file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
+        self.tracker.log_artifact(name, file, type=type)
+        return file
+
+    def _compile(self, step: int, batch: Batch) -> None:
+        self.progress.phase("compiling the training step")
+        started = time.monotonic()
+        program = self.program.step.compile(batch, step).fingerprint()
+        self.progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {program}")
+        if self._compiled_before:
+            return
+        self._compiled_before = True
+        rows = self.program.step.plans.at(step).rows
+        before = self._directory.record_attempt(step=step, rows=rows, program=program)
+        if step and before and before.get("rows") == rows and before["program"] != program:
+            self.progress.note(
+                f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "
+                f"those of an uninterrupted run (see what changed in {self.run_dir / 'env.json'})"
+            )
+
+    def _evaluate(self, state: TrainState, dataset: EvalData, name: str | None) -> None:
+        self.recorder.flush()
+        evaluate = self.program.evaluate
+        self.progress.phase(f"evaluating{f' on {name}' if name else ''}")
+        for weights, params in self.program.weights(state).items():
+            batches = dataset.batches(
+                evaluate.batch_size, rows=evaluate.local_rows, max_batches=self.config.max_eval_batches
+            )
+            self.recorder.evaluated(state.step, "/".join(filter(None, (weights, name))), evaluate(params, batches))
+
+    def _save_when_due(self, info: StepInfo) -> None:
+        if info.step == self.num_train_steps or self._stop.requested or self.store.due(info.step):
+            self._save(info.state)
+
+    def _save(self, state: TrainState) -> None:
+        self.recorder.flush()
+        facts = {"train_loss": self.recorder.train_loss, "eval_losses": self.recorder.eval_losses}
+        save_state(self.store, state, self.program, {**self._facts, **facts})
+
+    def record(self, **facts: Any) -> None:
+        """Saves `facts` with every checkpoint from now on, as JSON."""
+        self._facts |= facts
+
+
+def _selection(is_trainable: bool | Mapping[str, bool] | Callable[[str], bool]) -> Callable[[str], bool]:
+    if isinstance(is_trainable, bool):
+        return lambda _: is_trainable
+    if isinstance(is_trainable, Mapping):
+        return lambda name: is_trainable.get(name, False)
+    return is_trainable
