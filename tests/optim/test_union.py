@@ -15,10 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig
-from tests.optim.common import PARAMS, Run, gradients
+from tests.optim.common import FEW, PARAMS, Run, gradients
 
 CONFIGS = typing.get_args(typing.get_args(AnyOptimizer)[0])
-FEW = {name: PARAMS[name] for name in ("embed.tokens", "stack.blocks.0.mlp.up.weight", "final_norm.scale")}
 every = pytest.mark.parametrize("config", [c() for c in CONFIGS], ids=[c().type for c in CONFIGS])
 
 
