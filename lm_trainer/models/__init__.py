@@ -7,15 +7,51 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.llama import LlamaConfig
+from lm_trainer.models.mistral import MistralConfig
+from lm_trainer.models.mpt import MptConfig
+from lm_trainer.models.neox import GptNeoxConfig
+from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
+from lm_trainer.models.phi import Phi3Config
+from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 
 AnyModel = Annotated[
-    Gpt2Config | LlamaConfig,
+    Gpt2Config
+    | LlamaConfig
+    | MistralConfig
+    | Qwen2Config
+    | Qwen3Config
+    | Olmo2Config
+    | Olmo3Config
+    | GemmaConfig
+    | Gemma2Config
+    | Gemma3Config
+    | Phi3Config
+    | GptNeoxConfig
+    | MptConfig,
     Field(discriminator="type"),
 ]
 """Whatever may stand under `model:`; told apart by `type`."""
 
 MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(get_args(AnyModel)[0])
 
-__all__ = ["MODEL_CONFIGS", "AnyModel", "DecoderConfig", "Gpt2Config", "LlamaConfig"]
+__all__ = [
+    "MODEL_CONFIGS",
+    "AnyModel",
+    "DecoderConfig",
+    "Gemma2Config",
+    "Gemma3Config",
+    "GemmaConfig",
+    "Gpt2Config",
+    "GptNeoxConfig",
+    "LlamaConfig",
+    "MistralConfig",
+    "MptConfig",
+    "Olmo2Config",
+    "Olmo3Config",
+    "Phi3Config",
+    "Qwen2Config",
+    "Qwen3Config",
+]

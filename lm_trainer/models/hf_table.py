@@ -30,6 +30,8 @@ class HfField:
     """Names that earlier versions wrote; read when `hf` is absent, never written."""
     read: Mapping[Any, Any] = field(default_factory=dict)
     """Values of the file that have another name here; others are taken as they are."""
+    write: Mapping[Any, Any] = field(default_factory=dict)
+    """Values of ours that have another name in the file."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,14 @@ def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{entry.hf: getattr(config, entry.ours) for entry in family.fields},
+        **{entry.hf: _written(entry, getattr(config, entry.ours)) for entry in family.fields},
         **computed,
         **family.fixed,
     }
+
+
+def _written(entry: HfField, value: Any) -> Any:
+    return entry.write.get(value, value) if isinstance(value, str) else value
 
 
 def read_tensors(

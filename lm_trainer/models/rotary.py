@@ -125,7 +125,7 @@ def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfFie
         HfField("intermediate_size", "intermediate_dim", 11008),
         HfField("num_hidden_layers", "num_layers", 32),
         HfField("num_attention_heads", "num_heads", 32),
-        HfField(activation, "activation_function", "silu", read=ACTIVATIONS),
+        HfField(activation, "activation_function", "silu", read=ACTIVATIONS, write={"gelu_new": "gelu_pytorch_tanh"}),
         HfField("initializer_range", "initializer_range", 0.02),
         HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),

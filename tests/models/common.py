@@ -9,23 +9,38 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lm_trainer.models import AnyModel, Gpt2Config, LlamaConfig
+from lm_trainer.models import (
+    AnyModel,
+    Gemma2Config,
+    Gemma3Config,
+    GemmaConfig,
+    Gpt2Config,
+    GptNeoxConfig,
+    LlamaConfig,
+    MistralConfig,
+    MptConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
 
 VOCAB, SEQ = 61, 16
 
-ROTARY: dict[str, Any] = {
+SMALL: dict[str, Any] = {
     "seq_len": SEQ,
     "hidden_dim": 32,
-    "intermediate_dim": 48,
-    "num_layers": 3,
+    "num_layers": 2,
     "num_heads": 4,
-    "num_kv_heads": 2,
     "initializer_range": 0.1,
     "gradient_checkpointing": False,
     "scan_layers": False,
 }
+ROTARY = {**SMALL, "intermediate_dim": 48, "num_kv_heads": 2}
 
 TINY: dict[str, AnyModel] = {
     "gpt2": Gpt2Config(
@@ -37,7 +52,18 @@ TINY: dict[str, AnyModel] = {
         gradient_checkpointing=False,
         scale_attn_by_inverse_layer_idx=True,
     ),
-    "llama": LlamaConfig(**ROTARY),
+    "llama": LlamaConfig(**{**ROTARY, "num_layers": 3}, rope=Llama3Rope(original_max_position_embeddings=8)),
+    "mistral": MistralConfig(**ROTARY, sliding_window=4, head_dim=12),
+    "qwen2": Qwen2Config(**ROTARY, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": Qwen3Config(**ROTARY, head_dim=12),
+    "olmo2": Olmo2Config(**ROTARY),
+    "olmo3": Olmo3Config(**ROTARY, sliding_window=4, sliding_window_pattern=2, rope=YarnRope(factor=4.0)),
+    "gemma": GemmaConfig(**{**ROTARY, "num_kv_heads": 1}, head_dim=12),
+    "gemma2": Gemma2Config(**ROTARY, head_dim=12, sliding_window=4, attn_logit_softcapping=2.0),
+    "gemma3": Gemma3Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
+    "phi3": Phi3Config(**ROTARY, partial_rotary_factor=0.5),
+    "gpt_neox": GptNeoxConfig(**SMALL, intermediate_dim=48),
+    "mpt": MptConfig(**{**SMALL, "num_heads": 2}, clip_qkv=0.5),
 }
 
 

@@ -1,0 +1,254 @@
+"""Gemma 1, 2 and 3 (Gemma team 2024, 2025), text only: norms with gains around 1, scaled embeddings, a gated MLP with
+GELU. Gemma 2 and 3 have norms before and after each part, and sliding windows in most layers.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lm_trainer.models.hf_table import HfFamily, HfField
+from lm_trainer.models.rope import AnyRope, DefaultRope, local_theta_from_hf, rope_from_hf, ropes_to_hf
+from lm_trainer.models.rotary import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    PRE_NORMS,
+    QK_NORM,
+    TIED,
+    RotaryConfig,
+    heads_from_hf,
+    hf_fields,
+    layer_norms,
+    layer_types,
+    pattern_from_hf,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import Activation, BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
+
+_FOUR_NORMS = layer_norms(
+    attention_pre_norm="input_layernorm",
+    attention_post_norm="post_attention_layernorm",
+    mlp_pre_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_FIXED = {"attention_dropout": 0.0, "attention_bias": False, "use_bidirectional_attention": False}
+_SHARED = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_CAPS = (
+    HfField("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
+    HfField("sliding_window", "sliding_window", 4096),
+)
+
+
+class _GemmaConfig(RotaryConfig):
+    """What all generations share."""
+
+    seq_len: int = Field(default=8192, gt=0)
+    """The longest sequence, in tokens."""
+    head_dim: int | None = Field(default=256, gt=0, multiple_of=2)
+    """Size of a head. `null`: hidden_dim / num_heads."""
+    activation_function: Activation = "gelu_new"
+    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    layer_norm_epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the mean square in the norms."""
+    tie_word_embeddings: bool = True
+    """Whether the output layer has the weights of the token embedding."""
+
+    def norm(self) -> NormSpec:
+        return replace(super().norm(), unit_offset=True)
+
+    def embedding(self) -> EmbeddingSpec:
+        """Embeddings as large as the square root of their size."""
+        return EmbeddingSpec(scale=math.sqrt(self.hidden_dim))
+
+
+class GemmaConfig(_GemmaConfig):
+    """The first Gemma family; the defaults are Gemma 7B."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        fields=hf_fields(
+            **_SHARED, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16
+        ),
+        tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed=_FIXED,
+        computed_from_hf=lambda hf: {"rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=16, head_dim=256)},
+        computed_to_hf=shared_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["gemma"] = "gemma"
+    """The family."""
+    hidden_dim: int = Field(default=3072, gt=0)
+    """Width of the residual stream."""
+    intermediate_dim: int = Field(default=24576, gt=0)
+    """Width of the MLP."""
+    num_layers: int = Field(default=28, gt=0)
+    """How many blocks the model has."""
+    num_heads: int = Field(default=16, gt=0)
+    """Query heads."""
+    num_kv_heads: int = Field(default=16, gt=0)
+    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        block = BlockSpec(self.attention(), self.mlp(), pre_norm=self.norm())
+        return self.decoder(vocab_size, (block,) * self.num_layers, embedding=self.embedding())
+
+
+def _from_hf(hf: Mapping[str, Any], pattern: int) -> dict[str, Any]:
+    return {"sliding_window_pattern": pattern_from_hf(hf, pattern), **heads_from_hf(hf, kv_heads=4, head_dim=256)}
+
+
+def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope": rope_from_hf(hf),
+        # Null in the file is none; what is absent is the default.
+        "attn_logit_softcapping": hf.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": hf.get("final_logit_softcapping", 30.0),
+        **_from_hf(hf, 2),
+    }
+
+
+def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope": rope_from_hf(hf, 1_000_000.0, layers="full_attention"),
+        "rope_local_base_freq": local_theta_from_hf(hf, 10_000.0),
+        "attn_logit_softcapping": hf.get("attn_logit_softcapping"),
+        "final_logit_softcapping": hf.get("final_logit_softcapping"),
+        **_from_hf(hf, 6),
+    }
+
+
+def _to_hf(config: "_WindowedGemmaConfig") -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "layer_types": layer_types(config.num_layers, config.sliding_window_pattern),
+        **shared_to_hf(config),
+    }
+
+
+def _gemma3_to_hf(config: "Gemma3Config") -> dict[str, Any]:
+    return {
+        **_to_hf(config),
+        **ropes_to_hf(config.rope, config.rope_local_base_freq),
+        "sliding_window_pattern": config.sliding_window_pattern,
+    }
+
+
+class _WindowedGemmaConfig(_GemmaConfig):
+    """What the second and third generation share."""
+
+    hidden_dim: int = Field(default=2304, gt=0)
+    """Width of the residual stream."""
+    intermediate_dim: int = Field(default=9216, gt=0)
+    """Width of the MLP."""
+    num_layers: int = Field(default=26, gt=0)
+    """How many blocks the model has."""
+    num_heads: int = Field(default=8, gt=0)
+    """Query heads."""
+    num_kv_heads: int = Field(default=4, gt=0)
+    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    query_pre_attn_scalar: float = Field(default=256, gt=0)
+    """Attention scores are divided by the square root of this."""
+    attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Bounds attention scores s to c * tanh(s / c); `null`: no bound."""
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
+    sliding_window: int = Field(default=4096, gt=0)
+    """How many positions a layer with a window sees, its own included."""
+    sliding_window_pattern: int = Field(default=6, gt=0)
+    """Every layer but each n-th has a window."""
+
+    def block(self) -> BlockSpec:
+        """A layer that sees all positions."""
+        scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=self.attn_logit_softcapping)
+        attention = replace(self.attention(), scores=scores)
+        return BlockSpec(attention, self.mlp(), pre_norm=self.norm(), post_norm=self.norm())
+
+    def patterned(self, vocab_size: int, whole: BlockSpec, local: BlockSpec) -> DecoderSpec:
+        """The model of both kinds of layers; `local` gets the window."""
+        local = replace(local, attention=replace(local.attention, window=self.sliding_window))
+        kinds = layer_types(self.num_layers, self.sliding_window_pattern)
+        blocks = tuple(whole if kind == "full_attention" else local for kind in kinds)
+        return self.decoder(vocab_size, blocks, embedding=self.embedding(), softcap=self.final_logit_softcapping)
+
+
+_WINDOWED = {
+    **_SHARED,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+_WINDOWED["hidden_activation"] = _WINDOWED.pop("hidden_act")
+
+
+class Gemma2Config(_WindowedGemmaConfig):
+    """The second Gemma family; the defaults are Gemma 2 2B."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        fields=(*hf_fields(activation="hidden_activation", **_WINDOWED), *_CAPS),
+        tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *MLP),
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed=_FIXED,
+        computed_from_hf=_gemma2_from_hf,
+        computed_to_hf=_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["gemma2"] = "gemma2"
+    """The family."""
+    attn_logit_softcapping: float | None = Field(default=50.0, gt=0)
+    """Bounds attention scores s to c * tanh(s / c); `null`: no bound."""
+    final_logit_softcapping: float | None = Field(default=30.0, gt=0)
+    """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
+    sliding_window_pattern: int = Field(default=2, gt=0)
+    """Every layer but each n-th has a window."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        return self.patterned(vocab_size, self.block(), self.block())
+
+
+class Gemma3Config(_WindowedGemmaConfig):
+    """The third Gemma family, without vision; the defaults are those of transformers."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        fields=(
+            *hf_fields(activation="hidden_activation", **{**_WINDOWED, "max_position_embeddings": 131072}),
+            *_CAPS,
+        ),
+        tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed=_FIXED,
+        computed_from_hf=_gemma3_from_hf,
+        computed_to_hf=_gemma3_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["gemma3"] = "gemma3"
+    """The family."""
+    seq_len: int = Field(default=131072, gt=0)
+    """The longest sequence, in tokens."""
+    rope: AnyRope = DefaultRope(theta=1_000_000.0)
+    """Rotary positions of the layers that see all positions."""
+    rope_local_base_freq: float = Field(default=10_000.0, gt=1)
+    """Theta of the layers with a window, whose positions are never scaled."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        block = self.block()
+        whole = replace(block, attention=replace(block.attention, qk_norm=QkNormSpec(self.norm())))
+        local = replace(whole, attention=replace(whole.attention, positions=RopeSpec(self.rope_local_base_freq)))
+        return self.patterned(vocab_size, whole, local)

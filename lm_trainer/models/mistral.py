@@ -1,0 +1,69 @@
+"""Mistral (Jiang et al. 2023): rotary positions, RMSNorm before each part, gated MLP, sliding windows."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lm_trainer.models.hf_table import HfFamily
+from lm_trainer.models.rope import rope_from_hf
+from lm_trainer.models.rotary import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    PRE_NORMS,
+    TIED,
+    RotaryConfig,
+    heads_from_hf,
+    hf_fields,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    window = hf.get("sliding_window", 4096)
+    return {"sliding_window": window, "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=8)}
+
+
+def _to_hf(config: "MistralConfig") -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window, **shared_to_hf(config)}
+
+
+_HF = HfFamily(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=hf_fields(intermediate_size=14336, max_position_embeddings=131072),
+    tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
+    prefix="model.",
+    bare=(HEAD.hf,),
+    fixed={"attention_dropout": 0.0},
+    computed_from_hf=_from_hf,
+    computed_to_hf=_to_hf,
+    buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    tied=TIED,
+)
+
+
+class MistralConfig(RotaryConfig):
+    """The Mistral family; the defaults are Mistral 7B."""
+
+    hf: ClassVar[HfFamily] = _HF
+
+    type: Literal["mistral"] = "mistral"
+    """The family."""
+    seq_len: int = Field(default=8192, gt=0)
+    """The longest sequence, in tokens."""
+    intermediate_dim: int = Field(default=14336, gt=0)
+    """Width of the MLP."""
+    num_kv_heads: int = Field(default=8, gt=0)
+    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    sliding_window: int | None = Field(default=4096, gt=0)
+    """How many positions attention sees, its own included; `null`: all before it."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        attention = replace(self.attention(), window=self.sliding_window)
+        block = BlockSpec(attention, self.mlp(), pre_norm=self.norm())
+        return self.decoder(vocab_size, (block,) * self.num_layers)

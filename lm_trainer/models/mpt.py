@@ -1,0 +1,143 @@
+"""MPT (MosaicML 2023): attention with linear biases instead of positions, no biases anywhere else."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
+
+MLP_RATIO = 4
+"""Width of the MLP over that of the model: transformers has no other, whatever `expansion_ratio` says."""
+
+_ATTENTION_ONLY = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "alibi": True}
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    attention = hf.get("attn_config") or {}
+    wrong = [
+        f"attn_config.{key}={attention[key]!r}"
+        for key, value in _ATTENTION_ONLY.items()
+        if attention.get(key, value) != value
+    ]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} is not supported")
+    return {
+        "attn_pdrop": attention.get("attn_pdrop", 0.0),
+        "clip_qkv": attention.get("clip_qkv"),
+        "softmax_scale": attention.get("softmax_scale"),
+        "alibi_bias_max": attention.get("alibi_bias_max", 8),
+    }
+
+
+def _to_hf(config: "MptConfig") -> dict[str, Any]:
+    return {
+        "expansion_ratio": MLP_RATIO,
+        "attn_config": {
+            **_ATTENTION_ONLY,
+            "model_type": "",
+            "attn_impl": "torch",
+            "attn_pdrop": config.attn_pdrop,
+            "clip_qkv": config.clip_qkv,
+            "softmax_scale": config.softmax_scale,
+            "alibi_bias_max": config.alibi_bias_max,
+        },
+    }
+
+
+class MptConfig(DecoderConfig):
+    """The MPT family; the defaults are those of transformers."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="mpt",
+        architecture="MptForCausalLM",
+        fields=(
+            HfField("max_seq_len", "seq_len", 2048),
+            HfField("d_model", "hidden_dim", 2048),
+            HfField("n_layers", "num_layers", 24),
+            HfField("n_heads", "num_heads", 16),
+            HfField("initializer_range", "initializer_range", 0.02),
+            HfField("layer_norm_epsilon", "layer_norm_epsilon", 1e-5),
+            HfField("resid_pdrop", "resid_pdrop", 0.0),
+            HfField("emb_pdrop", "embed_pdrop", 0.0),
+        ),
+        tensors=(
+            HfTensor("wte.weight", ("embed.tokens",)),
+            HfTensor("norm_f.weight", ("final_norm.scale",)),
+            HfTensor("blocks.{}.norm_1.weight", ("blocks.{}.attention_pre_norm.scale",)),
+            HfTensor("blocks.{}.norm_2.weight", ("blocks.{}.mlp_pre_norm.scale",)),
+            *linear("blocks.{}.attn.Wqkv", *(f"blocks.{{}}.attention.{name}" for name in "qkv")),
+            *linear("blocks.{}.attn.out_proj", "blocks.{}.attention.out"),
+            *linear("blocks.{}.ffn.up_proj", "blocks.{}.mlp.up"),
+            *linear("blocks.{}.ffn.down_proj", "blocks.{}.mlp.down"),
+        ),
+        prefix="transformer.",
+        fixed={"learned_pos_emb": True, "no_bias": True, "logit_scale": None, "tie_word_embeddings": True},
+        computed_from_hf=_from_hf,
+        computed_to_hf=_to_hf,
+        tied={"lm_head.weight": "wte.weight"},
+    )
+
+    type: Literal["mpt"] = "mpt"
+    """The family."""
+    seq_len: int = Field(default=2048, gt=0)
+    """The longest sequence, in tokens."""
+    num_layers: int = Field(default=24, gt=0)
+    """How many blocks the model has."""
+    hidden_dim: int = Field(default=2048, gt=0)
+    """Width of the residual stream; a multiple of num_heads."""
+    num_heads: int = Field(default=16, gt=0)
+    """Attention heads, each of size hidden_dim / num_heads."""
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
+    sqrt(2 * num_layers)."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in LayerNorm."""
+    alibi_bias_max: int = Field(default=8, gt=0)
+    """The slopes with which heads forget distance go down to 2 to the power of minus this."""
+    clip_qkv: float | None = Field(default=None, gt=0)
+    """Bounds the elements of queries, keys and values; unset: no bound."""
+    softmax_scale: float | None = Field(default=None, gt=0)
+    """Multiplies the attention scores; unset: 1 / sqrt(size of a head)."""
+    embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout after the embeddings."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what attention and MLP add to the residual stream."""
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the attention probabilities."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "MptConfig":
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
+        return self
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        norm = NormSpec(eps=self.layer_norm_epsilon, bias=False)
+        block = BlockSpec(
+            attention=AttentionSpec(
+                num_heads=self.num_heads,
+                head_dim=self.hidden_dim // self.num_heads,
+                bias=False,
+                out_bias=False,
+                positions=AlibiSpec(float(self.alibi_bias_max)),
+                clip=self.clip_qkv,
+                scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
+            ),
+            mlp=MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False),
+            pre_norm=norm,
+            dropout=self.resid_pdrop,
+        )
+        return DecoderSpec(
+            vocab_size=vocab_size,
+            hidden_dim=self.hidden_dim,
+            num_positions=self.seq_len,
+            blocks=(block,) * self.num_layers,
+            final_norm=norm,
+            embedding=EmbeddingSpec(dropout=self.embed_pdrop),
+            init_std=self.initializer_range,
+            scan=self.scan,
+            remat=self.remat,
+        )

@@ -1,0 +1,144 @@
+"""GPT-NeoX and Pythia (Black et al. 2022): attention and MLP in parallel, rotary positions on a part of each head."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.models.rope import AnyRope, DefaultRope, fraction_from_hf, fraction_to_hf, rope_from_hf, rope_to_hf
+from lm_trainer.models.rotary import ACTIVATIONS
+from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, HeadSpec, MlpSpec, NormSpec
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    theta = float(hf.get("rotary_emb_base") or 10_000.0)
+    return {"rope": rope_from_hf(hf, theta), "rotary_pct": fraction_from_hf(hf, 0.25, "rotary_pct")}
+
+
+def _to_hf(config: "GptNeoxConfig") -> dict[str, Any]:
+    rope = fraction_to_hf(rope_to_hf(config.rope), config.rotary_pct, "rotary_pct")
+    return {**rope, "rotary_emb_base": config.rope.theta}
+
+
+_TENSORS = (
+    HfTensor("embed_in.weight", ("embed.tokens",)),
+    HfTensor("embed_out.weight", ("head",)),
+    HfTensor("final_layer_norm.weight", ("final_norm.scale",)),
+    HfTensor("final_layer_norm.bias", ("final_norm.bias",)),
+    *(
+        HfTensor(f"layers.{{}}.{theirs}.{hf}", (f"blocks.{{}}.{ours}.{name}",))
+        for theirs, ours in {
+            "input_layernorm": "attention_pre_norm",
+            "post_attention_layernorm": "mlp_pre_norm",
+        }.items()
+        for hf, name in {"weight": "scale", "bias": "bias"}.items()
+    ),
+    *linear("layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), by_head=True),
+    *linear("layers.{}.attention.dense", "blocks.{}.attention.out"),
+    *linear("layers.{}.mlp.dense_h_to_4h", "blocks.{}.mlp.up"),
+    *linear("layers.{}.mlp.dense_4h_to_h", "blocks.{}.mlp.down"),
+)
+
+
+class GptNeoxConfig(DecoderConfig):
+    """The GPT-NeoX family, Pythia's; the defaults are GPT-NeoX 20B."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        fields=(
+            HfField("max_position_embeddings", "seq_len", 2048),
+            HfField("hidden_size", "hidden_dim", 6144),
+            HfField("intermediate_size", "intermediate_dim", 24576),
+            HfField("num_hidden_layers", "num_layers", 44),
+            HfField("num_attention_heads", "num_heads", 64),
+            HfField("hidden_act", "activation_function", "gelu", read=ACTIVATIONS),
+            HfField("initializer_range", "initializer_range", 0.02),
+            HfField("layer_norm_eps", "layer_norm_epsilon", 1e-5),
+            HfField("tie_word_embeddings", "tie_word_embeddings", False),
+            HfField("use_parallel_residual", "use_parallel_residual", True),
+            HfField("attention_bias", "use_bias", True),
+            HfField("attention_dropout", "attn_pdrop", 0.0),
+            HfField("hidden_dropout", "resid_pdrop", 0.0),
+        ),
+        tensors=_TENSORS,
+        prefix="gpt_neox.",
+        bare=("embed_out.weight",),
+        fixed={},
+        computed_from_hf=_from_hf,
+        computed_to_hf=_to_hf,
+        buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        tied={"embed_out.weight": "embed_in.weight"},
+    )
+
+    type: Literal["gpt_neox"] = "gpt_neox"
+    """The family."""
+    seq_len: int = Field(default=2048, gt=0)
+    """The longest sequence, in tokens."""
+    num_layers: int = Field(default=44, gt=0)
+    """How many blocks the model has."""
+    hidden_dim: int = Field(default=6144, gt=0)
+    """Width of the residual stream; a multiple of num_heads."""
+    intermediate_dim: int = Field(default=24576, gt=0)
+    """Width of the MLP."""
+    num_heads: int = Field(default=64, gt=0)
+    """Attention heads, each of size hidden_dim / num_heads."""
+    activation_function: Activation = "gelu"
+    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
+    sqrt(2 * num_layers)."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in LayerNorm."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer has the weights of the token embedding."""
+    use_parallel_residual: bool = True
+    """Whether attention and MLP read the same input; otherwise the MLP reads what attention made of it."""
+    use_bias: bool = True
+    """Whether the linear layers of attention have biases; those of the MLP and LayerNorm always do."""
+    rope: AnyRope = DefaultRope()
+    """Rotary positions."""
+    rotary_pct: float = Field(default=0.25, gt=0, le=1)
+    """Of each head's dimensions, from the first, that are rotated."""
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the attention probabilities."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what attention and MLP add to the residual stream."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> "GptNeoxConfig":
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
+        if (rotated := int(self.hidden_dim // self.num_heads * self.rotary_pct)) % 2 or not rotated:
+            raise ValueError(f"rotary_pct={self.rotary_pct} rotates {rotated} dimensions of a head; make that even")
+        return self
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        norm = NormSpec(eps=self.layer_norm_epsilon)
+        block = BlockSpec(
+            attention=AttentionSpec(
+                num_heads=self.num_heads,
+                head_dim=self.hidden_dim // self.num_heads,
+                bias=self.use_bias,
+                out_bias=self.use_bias,
+                positions=self.rope.spec(self.rotary_pct),
+                scores=self.scores(dropout=self.attn_pdrop),
+            ),
+            mlp=MlpSpec(self.intermediate_dim, self.activation_function),
+            pre_norm=norm,
+            dropout=self.resid_pdrop,
+            parallel=self.use_parallel_residual,
+        )
+        return DecoderSpec(
+            vocab_size=vocab_size,
+            hidden_dim=self.hidden_dim,
+            num_positions=self.seq_len,
+            blocks=(block,) * self.num_layers,
+            final_norm=norm,
+            head=HeadSpec(tied=self.tie_word_embeddings),
+            init_std=self.initializer_range,
+            scan=self.scan,
+            remat=self.remat,
+        )

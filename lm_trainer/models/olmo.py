@@ -1,0 +1,136 @@
+"""OLMo 2 and OLMo 3 (OLMo team 2024, 2025): norms after each part alone, and over all heads of queries and keys.
+
+OLMo 3 adds sliding windows in all but every fourth layer, and stretches the positions of that one alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lm_trainer.models.hf_table import HfFamily
+from lm_trainer.models.rope import AnyRope, DefaultRope, local_theta_from_hf, rope_from_hf, ropes_to_hf
+from lm_trainer.models.rotary import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    QK_NORM,
+    TIED,
+    RotaryConfig,
+    heads_from_hf,
+    hf_fields,
+    layer_norms,
+    layer_types,
+    pattern_from_hf,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec, RopeSpec
+
+_TENSORS = (
+    *EMBEDDING,
+    HEAD,
+    *layer_norms(attention_post_norm="post_attention_layernorm", mlp_post_norm="post_feedforward_layernorm"),
+    *ATTENTION,
+    *QK_NORM,
+    *MLP,
+)
+_FIELDS = hf_fields(rms_norm_eps=1e-5)
+_FIXED = {"attention_dropout": 0.0, "attention_bias": False}
+_THETA, _PATTERN = 500_000.0, 4
+
+
+def _olmo2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=None)}
+
+
+def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope": rope_from_hf(hf, _THETA, layers="full_attention"),
+        "rope_local_base_freq": local_theta_from_hf(hf, float(hf.get("rope_theta") or _THETA)),
+        "sliding_window": hf.get("sliding_window", 4096),
+        "sliding_window_pattern": pattern_from_hf(hf, _PATTERN),
+        **heads_from_hf(hf, kv_heads=None),
+    }
+
+
+def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
+    return {
+        **shared_to_hf(config),
+        **ropes_to_hf(config.rope, config.rope_local_base_freq),
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config.num_layers, config.sliding_window_pattern),
+    }
+
+
+class _OlmoConfig(RotaryConfig):
+    """What both generations share."""
+
+    def block(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
+        """One layer, with a window and other rotations where wanted."""
+        plain = self.attention()
+        attention = replace(
+            plain,
+            qk_norm=QkNormSpec(self.norm(), over="heads"),
+            window=window,
+            positions=rope or plain.positions,
+        )
+        return BlockSpec(attention, self.mlp(), post_norm=self.norm())
+
+
+class Olmo2Config(_OlmoConfig):
+    """The OLMo 2 family; the defaults are those of transformers."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        fields=_FIELDS,
+        tensors=_TENSORS,
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed=_FIXED,
+        computed_from_hf=_olmo2_from_hf,
+        computed_to_hf=shared_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["olmo2"] = "olmo2"
+    """The family."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        return self.decoder(vocab_size, (self.block(),) * self.num_layers)
+
+
+class Olmo3Config(_OlmoConfig):
+    """The OLMo 3 family; the defaults are those of transformers."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="olmo3",
+        architecture="Olmo3ForCausalLM",
+        fields=_FIELDS,
+        tensors=_TENSORS,
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed=_FIXED,
+        computed_from_hf=_olmo3_from_hf,
+        computed_to_hf=_olmo3_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["olmo3"] = "olmo3"
+    """The family."""
+    rope: AnyRope = DefaultRope(theta=_THETA)
+    """Rotary positions of the layers that see all positions."""
+    rope_local_base_freq: float = Field(default=_THETA, gt=1)
+    """Theta of the layers with a window, whose positions are never scaled."""
+    sliding_window: int = Field(default=4096, gt=0)
+    """How many positions a layer with a window sees, its own included."""
+    sliding_window_pattern: int = Field(default=_PATTERN, gt=0)
+    """Every layer but each n-th has a window."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        whole = self.block()
+        local = self.block(window=self.sliding_window, rope=RopeSpec(self.rope_local_base_freq))
+        kinds = layer_types(self.num_layers, self.sliding_window_pattern)
+        return self.decoder(vocab_size, tuple(whole if kind == "full_attention" else local for kind in kinds))

@@ -1,0 +1,96 @@
+"""Phi-3 (Abdin et al. 2024): as most models with rotary positions, but its files join what is multiplied together."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lm_trainer.models.hf_table import HfFamily, HfField, linear
+from lm_trainer.models.rope import fraction_from_hf, fraction_to_hf, rope_from_hf
+from lm_trainer.models.rotary import (
+    BLOCK,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    PRE_NORMS,
+    TIED,
+    RotaryConfig,
+    heads_from_hf,
+    hf_fields,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "rope": rope_from_hf(hf),
+        "partial_rotary_factor": fraction_from_hf(hf, 1.0),
+        "sliding_window": hf.get("sliding_window"),
+        **heads_from_hf(hf, kv_heads=None),
+    }
+
+
+def _to_hf(config: "Phi3Config") -> dict[str, Any]:
+    if config.head_size * config.num_heads != config.hidden_dim:
+        raise ValueError("its heads have the size hidden_dim / num_heads, but the model was made with another head_dim")
+    shared = shared_to_hf(config)
+    del shared["head_dim"]
+    return {
+        **fraction_to_hf(shared, config.partial_rotary_factor),
+        "sliding_window": config.sliding_window,
+    }
+
+
+_JOINED = (
+    *linear(f"{LAYER}.self_attn.qkv_proj", *(f"{BLOCK}.attention.{name}" for name in "qkv")),
+    *linear(f"{LAYER}.self_attn.o_proj", f"{BLOCK}.attention.out"),
+    *linear(f"{LAYER}.mlp.gate_up_proj", f"{BLOCK}.mlp.gate", f"{BLOCK}.mlp.up"),
+    *linear(f"{LAYER}.mlp.down_proj", f"{BLOCK}.mlp.down"),
+)
+
+
+class Phi3Config(RotaryConfig):
+    """The Phi-3 family; the defaults are Phi-3 mini."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        fields=(
+            *hf_fields(hidden_size=3072, intermediate_size=8192, max_position_embeddings=4096, rms_norm_eps=1e-5),
+            HfField("resid_pdrop", "resid_pdrop", 0.0),
+        ),
+        tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *_JOINED),
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed={"attention_dropout": 0.0, "embd_pdrop": 0.0},
+        computed_from_hf=_from_hf,
+        computed_to_hf=_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["phi3"] = "phi3"
+    """The family."""
+    seq_len: int = Field(default=4096, gt=0)
+    """The longest sequence, in tokens."""
+    hidden_dim: int = Field(default=3072, gt=0)
+    """Width of the residual stream."""
+    intermediate_dim: int = Field(default=8192, gt=0)
+    """Width of the MLP."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """How many positions attention sees, its own included. Unset: all before it."""
+    partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
+    """Of each head's dimensions, from the first, that are rotated."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what attention and MLP add to the residual stream."""
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        rope = self.rope.spec(self.partial_rotary_factor)
+        block = BlockSpec(
+            replace(self.attention(), positions=rope, window=self.sliding_window),
+            self.mlp(),
+            pre_norm=self.norm(),
+            dropout=self.resid_pdrop,
+        )
+        return self.decoder(vocab_size, (block,) * self.num_layers)
