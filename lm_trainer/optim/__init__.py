@@ -21,6 +21,7 @@ from lm_trainer.optim.params import Param, Params
 from lm_trainer.optim.rmsprop import RmsPropConfig
 from lm_trainer.optim.schedule_free import ScheduleFreeConfig
 from lm_trainer.optim.scion import ScionConfig
+from lm_trainer.optim.sophia import SophiaGConfig, SophiaHConfig
 
 AnyOptimizer = Annotated[
     AdamConfig
@@ -34,7 +35,9 @@ AnyOptimizer = Annotated[
     | MuonConfig
     | RmsPropConfig
     | ScheduleFreeConfig
-    | ScionConfig,
+    | ScionConfig
+    | SophiaGConfig
+    | SophiaHConfig,
     Field(discriminator="type"),
 ]
 """Whatever may stand under `optimizer:`; told apart by `type`."""
@@ -56,5 +59,7 @@ __all__ = [
     "RmsPropConfig",
     "ScheduleFreeConfig",
     "ScionConfig",
+    "SophiaGConfig",
+    "SophiaHConfig",
     "decays_by_default",
 ]

@@ -1,0 +1,103 @@
+"""Estimates of the diagonal of the loss's Hessian, for optimizers that scale each number's step by its curvature.
+
+Both give sums that add up over microbatches, and both need a key of each microbatch's own. With L the sum of the
+weighted losses of the whole batch and W the sum of the weights, the loss that is trained is L / W, and
+
+- `hutchinson` sums to an unbiased estimate of diag(H) of L: divide it by W;
+- `gauss_newton_bartlett` sums to a gradient g of L: the estimate is g * g / W.
+
+Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D hidden dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.decoder import Decoder
+
+Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
+"""`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
+
+_DROPOUT, _DRAWS = 0, 1
+
+
+def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
+    """U * (H u) for random signs u: Sophia-H's estimate (Liu et al. 2023, arXiv 2305.14342, algorithm 1).
+
+    Signs instead of normal numbers: the expectation is the same and the variance smaller (Hutchinson 1990). Costs about
+    two gradients, and their memory.
+
+    Returns:
+        A nested dict like the model's parameters, in their dtypes.
+    """
+    objective, params = _as_function(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.fold_in(key, _DRAWS), len(leaves))
+    signs = jax.tree.unflatten(
+        structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    )
+    _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
+    return jax.tree.map(jnp.multiply, signs, product)
+
+
+def gauss_newton_bartlett(
+    loss: Loss,
+    model: Decoder,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    block_size: int | None = None,
+) -> Any:
+    """The gradient of the loss on targets that the model itself draws: Sophia-G's estimate, before it is squared (Liu
+    et al. 2023, arXiv 2305.14342, algorithm 2). Costs a gradient and a forward pass.
+
+    Args:
+        loss: a cross-entropy of the targets; it may weight them.
+        model: the decoder.
+        batch: the rows; their targets are not looked at.
+        key: for the draws and for dropout.
+        dtype: compute dtype of the forward pass that draws.
+        block_size: how many tokens' logits exist at a time while drawing; None: all.
+
+    Returns:
+        A nested dict like the model's parameters, in their dtypes.
+    """
+    dropout_key = jax.random.fold_in(key, _DROPOUT)
+    h_BSD = model.hidden(
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.positions),
+        jnp.asarray(batch.segments),
+        dtype=dtype,
+        key=dropout_key,
+    )
+    targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
+    objective, params = _as_function(loss, model, batch._replace(targets=targets_BS), dropout_key)
+    return jax.grad(objective)(params)
+
+
+def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:
+    graphdef, state = nnx.split(model, nnx.Param)
+    return lambda params: loss(nnx.merge(graphdef, params), batch, key)[0], nnx.to_pure_dict(state)
+
+
+def _draw(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
+    """One token for each position, int32 [B, S], from the distribution that the model predicts there."""
+    h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
+    count = -(-h_ND.shape[0] // (block_size or h_ND.shape[0]))
+    size = -(-h_ND.shape[0] // count)
+    padded = jnp.pad(h_ND, [(0, count * size - h_ND.shape[0]), (0, 0)])
+
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        h_CD, block_key = block
+        return jax.random.categorical(block_key, model.logits(h_CD[None])[0]).astype(jnp.int32)
+
+    drawn = jax.lax.map(one, (padded.reshape(count, size, -1), jax.random.split(key, count)))
+    return drawn.reshape(-1)[: h_ND.shape[0]].reshape(h_BSD.shape[:-1])
