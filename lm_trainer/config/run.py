@@ -10,6 +10,7 @@ from pydantic import model_validator
 
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.steps import BatchSchedule, TokenSchedule, int_steps
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
@@ -27,6 +28,13 @@ _OPERATIONAL = {
             "sample_tokens",
             "log_dir",
             "tracker",
+            "watch",
+            "profiler",
+            "profiler_start_step",
+            "profiler_num_steps",
+            "profiler_perfetto_link",
+            "log_jaxprs",
+            "log_xla_hlo",
             "crash_on_nan",
             "crash_on_inf",
             "checkpointer",
@@ -42,6 +50,14 @@ _OPERATIONAL = {
             "require_accelerator",
             "allow_partial_checkpoint",
             "distributed",
+            "ray",
+            "watch",
+            "profiler",
+            "profiler_start_step",
+            "profiler_num_steps",
+            "profiler_perfetto_link",
+            "log_jaxprs",
+            "log_xla_hlo",
             "shutdown_at_exit",
         }
     ),
@@ -76,14 +92,15 @@ class RunConfig(Config):
 
 
 def numeric_identity(config: Config) -> dict[str, Any]:
-    """The part of a configuration that decides the run's numbers, as plain data."""
+    """The part of a configuration that decides the run's numbers, as plain data, without credentials in URLs."""
     plain = config.model_dump(mode="json")
     jax_config = plain["trainer"]["jax_config"]
     plain["trainer"]["jax_config"] = {k: v for k, v in jax_config.items() if not k.startswith(_OPERATIONAL_JAX)}
-    return {
+    sections = {
         section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
         for section, values in plain.items()
     }
+    return without_credentials(sections)
 
 
 def config_hash(config: RunConfig) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lm_trainer.core.credentials import without_credentials
+
 EXIT_CRASH = 1
 EXIT_CONFIG = 2
 EXIT_NON_FINITE = 3
@@ -15,10 +17,13 @@ class UserError(Exception):
     """A mistake or a state of the machine that the user can mend.
 
     The command line prints the message alone, without a traceback, and exits with `exit_code`.
-    The message says what is wrong, where, and what to do instead.
+    The message says what is wrong, where, and what to do instead; credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG
+
+    def __init__(self, message: str):
+        super().__init__(without_credentials(message))
 
 
 class ConfigError(UserError):
@@ -28,7 +33,7 @@ class ConfigError(UserError):
     """
 
     def __init__(self, problems: Iterable[str]):
-        self.problems = tuple(problems)
+        self.problems = tuple(without_credentials(problem) for problem in problems)
         super().__init__("\n".join(self.problems))
 
 

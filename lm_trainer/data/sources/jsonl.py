@@ -79,7 +79,7 @@ def _items(file: File) -> Iterator[tuple[str, Any]]:
             if number == 1 and suffix(file.url) == ".json" and line.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
                 yield from _array(file, line + stream.read())
                 return
-            yield f"{file.url}:{number}", line
+            yield f"{file.name}:{number}", line
 
 
 def _array(file: File, content: bytes) -> Iterator[tuple[str, Any]]:
@@ -88,4 +88,4 @@ def _array(file: File, content: bytes) -> Iterator[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file.url} begins like an array of JSON objects, but is none: {error}") from None
     for number, item in enumerate(items):
-        yield f"{file.url}[{number}]", item
+        yield f"{file.name}[{number}]", item

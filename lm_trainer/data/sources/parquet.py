@@ -71,7 +71,7 @@ class ParquetShard:
             for record in _records(batch):
                 if number >= start:
                     row = record if isinstance(record, BadRow) else read_record(record, self.text_key, self.fields)
-                    yield row._replace(number=number, where=f"{file.url}:{number - before + 1}")
+                    yield row._replace(number=number, where=f"{file.name}:{number - before + 1}")
                 number += 1
 
 

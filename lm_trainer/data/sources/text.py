@@ -70,10 +70,10 @@ def _pieces(file: File) -> Iterator[tuple[str, bytes, int, bool]]:
         while True:
             buffer = _fill(stream, buffer)
             if len(buffer) <= 2 * PIECE_BYTES:
-                yield file.url, buffer, line, True
+                yield file.name, buffer, line, True
                 return
             cut = _cut(buffer)
-            yield file.url, buffer[:cut], line, False
+            yield file.name, buffer[:cut], line, False
             line += buffer.count(b"\n", 0, cut)
             buffer = buffer[cut:]
 

@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import fsspec
 
+from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.zstd import open_zstd
 
@@ -41,8 +42,13 @@ class File(NamedTuple):
     def compressed(self) -> bool:
         return self.url.lower().endswith(COMPRESSIONS)
 
+    @property
+    def name(self) -> str:
+        """The URL without credentials, as it may be shown and written down."""
+        return without_credentials(self.url)
+
     def identity(self) -> dict[str, Any]:
-        return {"url": self.url, "size": self.size, "version": self.version}
+        return {"url": self.name, "size": self.size, "version": self.version}
 
 
 def expand_braces(url: str) -> list[str]:
