@@ -1,0 +1,201 @@
+"""Packing: the plan against one made by trying every row, its rows against the documents, and against the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.data import DataConfig, open_data
+from lm_trainer.data.builder import Build
+from lm_trainer.data.documents import document_lengths
+from lm_trainer.data.layout import token_dtype
+from lm_trainer.data.packing import PackedRows, Plan, best_fit, open_plan, packing_stats
+from lm_trainer.data.store import Store
+from lm_trainer.data.stream import TokenStream
+from lm_trainer.models.gpt2 import Gpt2Config
+from tests.data.conftest import MakeBuild
+
+EOS = 256
+
+
+def random_lengths(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(4, 1, count).astype(np.int64) + 2
+
+
+def plan_by_trying_every_row(lengths: list[int], seq_len: int, group: int) -> list[list[tuple[int, int]]]:
+    starts = np.cumsum([0, *lengths]).tolist()
+    rows: list[list[tuple[int, int]]] = []
+    for first in range(0, len(lengths), group):
+        rests = []
+        for start, length in list(zip(starts, lengths, strict=False))[first : first + group]:
+            inputs = length - 1
+            while inputs >= seq_len:
+                rows.append([(start, seq_len)])
+                start, inputs = start + seq_len, inputs - seq_len
+            rests.append((start, inputs))
+        here: list[list[tuple[int, int]]] = []
+        for start, inputs in sorted(rests, key=lambda rest: -rest[1]):
+            rooms = [(seq_len - sum(n for _, n in row), index) for index, row in enumerate(here)]
+            fitting = [room for room in rooms if room[0] >= inputs]
+            if not inputs:
+                continue
+            if fitting:
+                here[min(fitting)[1]].append((start, inputs))
+            else:
+                here.append([(start, inputs)])
+        rows += here
+    return rows
+
+
+def rows_of(plan: Plan) -> list[list[tuple[int, int]]]:
+    pieces = list(zip(plan.starts_P.tolist(), plan.lengths_P.tolist(), strict=True))
+    firsts = plan.firsts_R.tolist()
+    return [pieces[a:b] for a, b in itertools.pairwise(firsts)]
+
+
+@pytest.mark.parametrize("seq_len", [16, 100, 512])
+def test_the_plan_is_that_of_trying_every_row(seq_len: int) -> None:
+    lengths = random_lengths(300)
+    assert rows_of(best_fit(lengths, seq_len, group=64)) == plan_by_trying_every_row(lengths.tolist(), seq_len, 64)
+
+
+def test_every_target_is_in_one_row_and_few_positions_are_wasted() -> None:
+    lengths = random_lengths(20_000)
+    plan = best_fit(lengths, 256)
+    targets = np.concatenate([np.arange(s + 1, s + 1 + n) for row in rows_of(plan) for s, n in row])
+    first_tokens = np.cumsum(lengths) - lengths
+    expected = np.setdiff1d(np.arange(lengths.sum()), first_tokens)
+    np.testing.assert_array_equal(np.sort(targets), expected)
+    stats = packing_stats(lengths, 256)
+    assert stats["best_fit"].used == len(expected) / (plan.num_rows * 256)
+    assert stats["best_fit"].used > 0.99
+    assert stats["best_fit"].cut == (lengths > 257).mean()
+    assert stats["concat"].cut > 2 * stats["best_fit"].cut
+
+
+def test_concat_stats_are_those_of_counting() -> None:
+    lengths = random_lengths(500)
+    ends = np.zeros(lengths.sum(), bool)
+    ends[np.cumsum(lengths) - 1] = True
+    whole = len(ends) // 64 * 64
+    stats = packing_stats(lengths, 64)["concat"]
+    assert stats.rows == whole // 64
+    assert stats.used == (~ends[:whole]).mean()
+    starts = np.cumsum(lengths) - lengths
+    inputs = [np.arange(start, start + n - 1) // 64 for start, n in zip(starts, lengths, strict=True)]
+    assert stats.cut == np.mean([len(set(rows)) > 1 for rows in inputs])
+
+
+@pytest.fixture
+def build(make_build: MakeBuild) -> Build:
+    return make_build()
+
+
+def stream_of(build: Build) -> TokenStream:
+    return TokenStream(build.store, build.run(), token_dtype(257))
+
+
+def test_lengths_of_documents_are_put_together_across_parts(build: Build, documents: list[str]) -> None:
+    lengths = document_lengths(build.store, build.run())
+    texts = [text for first in range(3) for text in documents[first::3]]
+    assert lengths.tolist() == [len(text.encode()) + 1 for text in texts]
+
+
+def test_rows_hold_the_documents(build: Build) -> None:
+    stream, seq_len = stream_of(build), 4096
+    plan = open_plan(build.store, build.run(), seq_len)
+    rows = PackedRows(stream, plan, seq_len, EOS)
+    everything = stream.tail(0)
+    numbers = np.random.default_rng(0).permutation(rows.num_rows)
+    batch = rows.read(numbers)
+    assert [str(array.dtype) for array in batch] == ["int32", "int32", "float32", "int32", "int32"]
+    for index, number in enumerate(numbers.tolist()):
+        column = 0
+        for segment, (start, length) in enumerate(rows_of(plan)[number]):
+            here = slice(column, column + length)
+            np.testing.assert_array_equal(batch.tokens[index, here], everything[start : start + length])
+            np.testing.assert_array_equal(batch.targets[index, here], everything[start + 1 : start + 1 + length])
+            np.testing.assert_array_equal(batch.positions[index, here], np.arange(length))
+            assert (batch.segments[index, here] == segment).all()
+            assert (batch.weights[index, here] == 1).all()
+            column += length
+        assert (batch.segments[index, column:] == -1).all()
+        assert not batch.weights[index, column:].any()
+    for field, alone in zip(batch, rows.read(numbers[3:4]), strict=True):
+        np.testing.assert_array_equal(field[3], alone[0])
+
+
+def test_the_plan_is_kept_and_read_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = build.run()
+    made = open_plan(build.store, ledger, 512)
+    monkeypatch.setattr("lm_trainer.data.packing.document_lengths", lambda *_: pytest.fail("read, not made"))
+    for array, again in zip(made, open_plan(build.store, ledger, 512), strict=True):
+        np.testing.assert_array_equal(array, again)
+    (path,) = Path(build.store.url).glob("packing/*.bin")
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.undo()
+    for array, again in zip(made, open_plan(build.store, ledger, 512), strict=True):
+        np.testing.assert_array_equal(array, again)
+
+
+def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
+    local, remote = make_build(), make_build()
+    remote.store = Store("memory://packing/cache")
+    batches = []
+    for build in (local, remote, remote):
+        rows = PackedRows(stream_of(build), open_plan(build.store, build.run(), 700), 700, EOS)
+        batches.append(rows.read(np.arange(rows.num_rows)))
+    for one, *others in zip(*batches, strict=True):
+        for other in others:
+            np.testing.assert_array_equal(one, other)
+
+
+def test_packed_documents_have_the_logits_they_have_alone(build: Build) -> None:
+    """Attention and positions stay within a document, so that its row changes nothing."""
+    stream = stream_of(build)
+    rows = PackedRows(stream, best_fit(random_lengths(40), 64), 64, EOS)
+    row = max(range(rows.num_rows), key=lambda index: rows.plan.firsts_R[index + 1] - rows.plan.firsts_R[index])
+    config = Gpt2Config(seq_len=64, hidden_dim=32, num_layers=2, num_heads=2)
+    model = config.build(vocab_size=257, rngs=nnx.Rngs(0))
+    packed = rows.read(np.array([row]))
+    logits = np.asarray(jax.jit(model)(packed.tokens, packed.positions, packed.segments))[0]
+    pieces = rows_of(rows.plan)[row]
+    assert len(pieces) > 2
+    column = 0
+    for start, length in pieces:
+        tokens = np.full((1, 64), EOS, np.int32)
+        tokens[0, :length] = stream.read(np.array([start]), length)[0]
+        segments = np.where(np.arange(64) < length, 0, -1)[None].astype(np.int32)
+        alone = np.asarray(jax.jit(model)(tokens, np.arange(64, dtype=np.int32)[None], segments))[0]
+        np.testing.assert_allclose(logits[column : column + length], alone[:length], atol=2e-5)
+        column += length
+
+
+def test_packing_is_chosen_by_the_configuration(make_config: Callable[..., DataConfig]) -> None:
+    packed, concat = (open_data(make_config(packing=kind), seq_len=512, seed=0) for kind in ("best_fit", "concat"))
+    assert packed.fingerprint() != concat.fingerprint()
+    for data, has_padding in ((packed, True), (concat, False)):
+        (batch,) = data.train(data.num_train_windows, rows=range(data.num_train_windows), num_steps=1)
+        assert (batch.segments == -1).any() == has_padding
+    held_out = open_data(make_config(packing="best_fit", num_validation_sequences=3), seq_len=512, seed=0)
+    (evals,) = held_out.validation().values()
+    (train,) = held_out.train_sets
+    assert isinstance(train.rows, PackedRows)
+    plan = train.rows.plan
+    assert (plan.starts_P + plan.lengths_P).max() == evals.first_window * 512 - 1
+
+
+@pytest.fixture
+def make_config(corpus: Path, tmp_path: Path) -> Callable[..., DataConfig]:
+    def make(**keys: Any) -> DataConfig:
+        default = {"train_urls": str(corpus / "*.jsonl"), "tokenizer": "bytes", "cache_dir": str(tmp_path / "packed")}
+        return DataConfig.model_validate({**default, **keys})
+
+    return make
