@@ -1,0 +1,104 @@
+"""No secret gets from the environment, the configuration or the command line into anything that a run writes."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import pydoc_data.topics
+import sqlite3
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.trackers.test_wandb import frames
+
+ENVIRONMENT = {
+    "HF_TOKEN": "hf_canary1b5e2c7d9f",
+    "WANDB_API_KEY": "c0ffee42" * 5,
+    "AWS_SECRET_ACCESS_KEY": "canary2/a1b2c3d4",
+    "MY_PASSWORD": "canary3a9b8c7d6",
+}
+IN_CONFIG, ON_COMMAND_LINE, IN_REMOTE = "canary4e3f2a1b", "canary5d4c3b2a", "canary6f5e4d3c"
+CANARIES = [c.encode() for c in (*ENVIRONMENT.values(), IN_CONFIG, ON_COMMAND_LINE, IN_REMOTE)]
+
+
+def contents(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, and of what is packed in it."""
+    raw = file.read_bytes()
+    yield raw
+    if raw[:2] == b"\x1f\x8b":
+        yield gzip.decompress(raw)
+    if file.suffix == ".wandb":
+        yield from frames(file)
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            yield from (archive.read(name) for name in archive.namelist())
+    if raw.startswith(b"SQLite format 3"):
+        with contextlib.closing(sqlite3.connect(file)) as connection:
+            yield "\n".join(connection.iterdump()).encode()
+
+
+def leaks(root: Path) -> list[tuple[str, bytes]]:
+    files = [path for path in root.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    return [(str(f.relative_to(root)), c) for f in files for text in contents(f) for c in CANARIES if c in text]
+
+
+@pytest.mark.slow
+def test_no_secret_is_written_anywhere(run_lmt, tmp_path):
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    inputs, out = tmp_path / "in", tmp_path / "out"
+    out.mkdir()
+    # fsspec takes what follows file:// for a relative path, so these are files on this machine.
+    for name, secret in (("train", IN_CONFIG), ("validation", ON_COMMAND_LINE)):
+        directory = inputs / f"me:{secret}@host"
+        directory.mkdir(parents=True)
+        (directory / f"{name}.txt").write_text(pydoc_data.topics.topics["strings"] * 4, encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], cwd=inputs, check=True)
+    remote = f"https://{IN_REMOTE}:x-oauth-basic@github.com/o/r.git"
+    subprocess.run(["git", "remote", "add", "origin", remote], cwd=inputs, check=True)
+    config = {
+        "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        "data": {
+            "tokenizer": "bytes",
+            "num_workers": 0,
+            "cache_dir": str(out / "cache"),
+            "train_urls": [f"file://me:{IN_CONFIG}@host/train.txt"],
+        },
+        "trainer": {
+            "id": "run",
+            "num_train_steps": 2,
+            "train_batch_size": 8,
+            "sample_tokens": 4,
+            "log_dir": str(out / "logs"),
+            "tracker": [
+                {"type": "wandb", "mode": "offline"},
+                {"type": "tensorboard", "logdir": str(out / "boards")},
+                {"type": "trackio", "project": "canary"},
+                {"type": "jsonl", "path": str(out / "copies")},
+            ],
+            "checkpointer": {"base_path": str(out / "checkpoints")},
+        },
+    }
+    (inputs / "run.yaml").write_text(yaml.safe_dump(config))
+    environment = {
+        **ENVIRONMENT,
+        "TRACKIO_DIR": str(out / "trackio"),
+        "WANDB_DATA_DIR": str(out / "wandb-data"),
+        "WANDB_CACHE_DIR": str(out / "wandb-cache"),
+        "HOME": str(out / "home"),
+        "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
+    }
+    command_line = f"--data.validation_urls=[file://me:{ON_COMMAND_LINE}@host/validation.txt]"
+    done = run_lmt("train", "run.yaml", command_line, cwd=inputs, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert [c for c in CANARIES if c in (done.stdout + done.stderr).encode()] == []
+    for tracker in ("logs/run/wandb", "boards/run", "trackio/canary.db", "copies/run/metrics.jsonl", "checkpoints/run"):
+        assert (out / tracker).exists(), tracker
+    assert leaks(out) == []
