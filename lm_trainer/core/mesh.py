@@ -19,7 +19,7 @@ from lm_trainer.core.errors import UserError
 MESH_AXES = ("replica_dcn", "replica", "data", "model")
 BATCH_AXES = ("replica_dcn", "replica", "data")
 """The mesh axes that the rows of a batch are cut over, outermost first."""
-LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "layers")
+LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
 
 AxisRules = Mapping[str, tuple[str, ...]]
 """From a logical axis to the mesh axes it is cut over; an absent axis is not cut."""

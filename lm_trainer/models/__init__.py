@@ -11,11 +11,13 @@ from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.gpt2 import Gpt2Config
 from lm_trainer.models.llama import LlamaConfig
 from lm_trainer.models.mistral import MistralConfig
+from lm_trainer.models.mixtral import MixtralConfig
 from lm_trainer.models.mpt import MptConfig
 from lm_trainer.models.neox import GptNeoxConfig
 from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
+from lm_trainer.models.qwen_moe import Qwen3MoeConfig
 
 AnyModel = Annotated[
     Gpt2Config
@@ -30,6 +32,8 @@ AnyModel = Annotated[
     | Gemma3Config
     | Phi3Config
     | GptNeoxConfig
+    | MixtralConfig
+    | Qwen3MoeConfig
     | MptConfig,
     Field(discriminator="type"),
 ]
@@ -48,10 +52,12 @@ __all__ = [
     "GptNeoxConfig",
     "LlamaConfig",
     "MistralConfig",
+    "MixtralConfig",
     "MptConfig",
     "Olmo2Config",
     "Olmo3Config",
     "Phi3Config",
     "Qwen2Config",
     "Qwen3Config",
+    "Qwen3MoeConfig",
 ]

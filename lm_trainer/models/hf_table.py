@@ -97,7 +97,7 @@ class Leaf:
     @property
     def experts(self) -> int:
         """How many experts each layer has; 0: the parameter has no such axis."""
-        return self.shape[self.stacked] if "experts" in self.axes else 0
+        return self.shape[self.stacked] if self.axes[self.stacked] == "experts" else 0
 
     @property
     def part_axes(self) -> tuple[str, ...]:

@@ -118,7 +118,8 @@ class YarnRope(RopeConfig):
         )
 
     def to_hf(self) -> dict[str, Any]:
-        plain = self.model_dump(exclude={"type", "theta", "mscale", "attention_factor", "truncate"})
+        plain = self.model_dump(include={"factor", "original_max_position_embeddings"})
+        plain |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
         scaling = self.scaling()
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
             plain["attention_factor"] = scaling.magnitude

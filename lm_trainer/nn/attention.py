@@ -37,6 +37,8 @@ class Context(NamedTuple):
     """int32, those of the keys."""
     biases_B1ST: Mapping[Window, jax.Array]
     """float32, added to the scores: 0 or `MASKED`. One for each window that a layer has."""
+    counted_BS: jax.Array
+    """bool, false for padding."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
@@ -46,15 +48,15 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
 
 def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
     """For rows that attend to themselves."""
-    return Context(positions_BS, positions_BS, {window: causal_bias(segments_BS, window) for window in windows(blocks)})
+    biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
+    return Context(positions_BS, positions_BS, biases, segments_BS >= 0)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
     """For new positions that attend to a cache, themselves included."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
-    return Context(
-        positions_BT, slots_1C, {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
-    )
+    biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
+    return Context(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:

@@ -13,8 +13,9 @@ from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mlp import Mlp
+from lm_trainer.nn.moe import Moe, RouterStats
 from lm_trainer.nn.norm import make_norm
-from lm_trainer.nn.spec import BlockSpec
+from lm_trainer.nn.spec import BlockSpec, MoeSpec
 
 
 class Block(nnx.Module):
@@ -31,7 +32,8 @@ class Block(nnx.Module):
         self.attention = Attention(spec.attention, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         self.mlp_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        self.mlp = Mlp(spec.mlp, dim, init=init)
+        moe = isinstance(spec.mlp, MoeSpec)
+        self.mlp = Moe(spec.mlp, dim, init=init) if moe else Mlp(spec.mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
 
     def __call__(
@@ -42,10 +44,14 @@ class Block(nnx.Module):
         *,
         key: jax.Array | None = None,
         cache: KvCache | None = None,
-    ) -> tuple[jax.Array, KvCache | None]:
-        """`key` is this layer's own; None switches dropout off."""
+    ) -> tuple[jax.Array, KvCache | None, RouterStats | None]:
+        """The stream after this layer, the cache, and what the router did where there is one.
+
+        `key` is this layer's own; None switches dropout off.
+        """
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         a_BSD, cache = self.attention(self.attention_pre_norm(x_BSD), context, layer, key=inner, cache=cache)
         y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
-        m_BSD = self.mlp(self.mlp_pre_norm(x_BSD if self.parallel else y_BSD))
-        return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache
+        h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
+        m_BSD, stats = self.mlp(h_BSD, context.counted_BS) if isinstance(self.mlp, Moe) else (self.mlp(h_BSD), None)
+        return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache, stats

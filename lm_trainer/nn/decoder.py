@@ -16,6 +16,7 @@ from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import dropout
+from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
@@ -74,12 +75,24 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """What the head reads, [B, S, D] in `dtype`.
+        """What the head reads, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
+        return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)[0]
+
+    def hidden_and_stats(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        segments_BS: jax.Array,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """What the head reads, [B, S, D] in `dtype`, and the sums over layers of what routers did, if there are any.
 
         Args:
             tokens_BS: int32.
             positions_BS: int32, position inside the document.
-            segments_BS: int32; a position attends only to earlier ones of its row in the same segment.
+            segments_BS: int32; a position attends only to earlier ones of its row in the same segment; -1 is padding.
             dtype: of activations and of the operands of matrix products.
             key: for dropout; None switches it off.
         """
@@ -87,8 +100,8 @@ class Decoder(nnx.Module):
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         x_BSD = dropout(x_BSD, self.spec.embedding.dropout, embed_key)
         context = make_context(self.spec.blocks, positions_BS, segments_BS)
-        x_BSD, _ = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
-        return self.final_norm(x_BSD)
+        x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
+        return self.final_norm(x_BSD), stats
 
     def head_weight(self) -> jax.Array:
         """The matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
@@ -126,6 +139,6 @@ class Decoder(nnx.Module):
         """
         x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
         context = make_cache_context(self.spec.blocks, positions_BT, cache.k.shape[2])
-        x_BTD, filled = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
+        x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert filled is not None
         return self.final_norm(x_BTD), filled

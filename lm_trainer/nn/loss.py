@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.spec import MoeSpec
 
 
 def token_loss(
@@ -24,9 +25,22 @@ def token_loss(
     key: jax.Array | None = None,
     block_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of -log p(target) in nats, and the sum of the weights; float32 scalars.
+    """The first two results of `token_loss_and_metrics`."""
+    return token_loss_and_metrics(model, batch, dtype=dtype, key=key, block_size=block_size)[:2]
 
-    Sums, because they add up over microbatches where means do not.
+
+def token_loss_and_metrics(
+    model: Decoder,
+    batch: Batch,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    key: jax.Array | None = None,
+    block_size: int | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
+
+    Float32 scalars; sums, because they add up over microbatches where means do not. The penalties of routers are part
+    of the gradient of the loss but not of its value, which so means the same for every model.
 
     Args:
         model: the decoder.
@@ -36,20 +50,22 @@ def token_loss(
         block_size: how many tokens are processed together in the head; None: all. Smaller blocks need less memory
             (`block_size` x V logits at a time); from about 512 on they cost no time.
     """
-    h_BSD = model.hidden(
+    h_BSD, stats = model.hidden_and_stats(
         jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype, key=key
     )
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
-    loss: jax.Array = weighted_nll(
-        h_ND,
-        model.head_weight(),
-        jnp.asarray(batch.targets).reshape(-1),
-        weights_N,
-        block_size,
-        model.spec.head.softcap,
-    )
-    return loss, jnp.sum(weights_N)
+    targets_N = jnp.asarray(batch.targets).reshape(-1)
+    head = model.spec.head
+    loss: jax.Array = weighted_nll(h_ND, model.head_weight(), targets_N, weights_N, block_size, head.softcap)
+    weight = jnp.sum(weights_N)
+    if stats is None:
+        return loss, weight, {}
+    routers = sum(isinstance(block.mlp, MoeSpec) for block in model.spec.blocks)
+    tokens = jnp.maximum(jnp.sum(jnp.asarray(batch.segments) >= 0), 1).astype(jnp.float32)
+    means = jax.tree.map(lambda total: total * (weight / (routers * tokens)), stats)
+    metrics = {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
+    return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -150,11 +150,29 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """Gated MLPs without biases, of which a router chooses a few for each token (Shazeer et al. 2017)."""
+
+    hidden_dim: int
+    """Width of one expert."""
+    num_experts: int
+    top_k: int
+    """Experts of each token."""
+    activation: Activation = "silu"
+    renormalize: bool = True
+    """Makes the weights of a token's experts sum to 1."""
+    balance_coef: float = 0.0
+    """Of the loss for experts that do not share the tokens equally, a mean over layers."""
+    z_coef: float = 0.0
+    """Of the loss for large router logits, a mean over layers."""
+
+
+@dataclass(frozen=True)
 class BlockSpec:
     """One layer: `x += post(f(pre(x)))`, with attention and then the MLP as f."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
     dropout: float = 0.0

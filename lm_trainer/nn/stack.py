@@ -18,7 +18,8 @@ from lm_trainer.nn.attention import Context
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init, stacked
-from lm_trainer.nn.spec import DecoderSpec, Remat
+from lm_trainer.nn.moe import RouterStats, no_stats
+from lm_trainer.nn.spec import DecoderSpec, MoeSpec, Remat
 
 _POLICIES = {
     "full": None,
@@ -26,7 +27,7 @@ _POLICIES = {
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
-_Carry = tuple[jax.Array, KvCache | None]
+_Carry = tuple[jax.Array, KvCache | None, RouterStats | None]
 _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
@@ -53,7 +54,10 @@ def run_blocks(
     key: jax.Array | None = None,
     cache: KvCache | None = None,
 ) -> _Carry:
-    """Runs all layers in order; with a cache nothing is rematerialised, since no gradient is taken."""
+    """Runs all layers in order; with a cache nothing is rematerialised, since no gradient is taken.
+
+    Returns the stream, the cache, and the sums over layers of what routers did, None without routers.
+    """
     slots = [blocks[str(j)] for j in range(spec.period)]
     apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
 
@@ -61,7 +65,8 @@ def run_blocks(
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-    return (_run_as_loop if spec.scan else _run_unrolled)(run, (x_BSD, cache), slots, len(spec.blocks))
+    stats = no_stats() if any(isinstance(block.mlp, MoeSpec) for block in spec.blocks) else None
+    return (_run_as_loop if spec.scan else _run_unrolled)(run, (x_BSD, cache, stats), slots, len(spec.blocks))
 
 
 def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
@@ -91,8 +96,9 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
 
 
 def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key: jax.Array | None) -> _Carry:
-    x_BSD, cache = carry
-    return block(x_BSD, context, layer, key=key, cache=cache)
+    x_BSD, cache, total = carry
+    x_BSD, cache, stats = block(x_BSD, context, layer, key=key, cache=cache)
+    return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
 def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec
 
 
 class FlopsCount(NamedTuple):
@@ -24,7 +24,8 @@ class FlopsCount(NamedTuple):
     attention_softmax: int
     """Mask and softmax: 3 * seq_len * heads, over all layers."""
     mlp: int
-    """2 * (number of matrices) * hidden * mlp width, over all layers."""
+    """2 * (number of matrices) * hidden * mlp width, over all layers; of experts, those that a token uses, and the
+    router."""
     head: int
     """2 * hidden * vocabulary."""
 
@@ -57,7 +58,7 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         attention_out=2 * spec.hidden_dim * width,
         attention_product=4 * seq_len * width,
         attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions),
-        mlp=sum(2 * _mlp_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
+        mlp=sum(2 * _active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
     )
 
@@ -72,11 +73,8 @@ def parameter_count(spec: DecoderSpec) -> int:
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
-    mlp = _mlp_weights(block.mlp, hidden)
-    if block.mlp.bias:
-        mlp += (1 + block.mlp.gated) * block.mlp.hidden_dim + hidden
     norms = _norm_parameters(block.pre_norm, hidden) + _norm_parameters(block.post_norm, hidden)
-    return _attention_parameters(block.attention, hidden) + mlp + 2 * norms
+    return _attention_parameters(block.attention, hidden) + _mlp_parameters(block.mlp, hidden) + 2 * norms
 
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
@@ -92,7 +90,17 @@ def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
     return total
 
 
-def _mlp_weights(spec: MlpSpec, hidden: int) -> int:
+def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+    if isinstance(spec, MoeSpec):
+        return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+    weights = (2 + spec.gated) * hidden * spec.hidden_dim
+    return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
+
+
+def _active_weights(spec: MlpSpec | MoeSpec, hidden: int) -> int:
+    """Those that a token is multiplied with: of experts, the chosen ones and the router."""
+    if isinstance(spec, MoeSpec):
+        return spec.num_experts * hidden + spec.top_k * 3 * hidden * spec.hidden_dim
     return (2 + spec.gated) * hidden * spec.hidden_dim
 
 

@@ -18,12 +18,14 @@ from lm_trainer.models import (
     GptNeoxConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     MptConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
@@ -63,6 +65,10 @@ TINY: dict[str, AnyModel] = {
     "gemma3": Gemma3Config(**{**ROTARY, "num_layers": 3}, head_dim=12, sliding_window=4, sliding_window_pattern=2),
     "phi3": Phi3Config(**ROTARY, partial_rotary_factor=0.5),
     "gpt_neox": GptNeoxConfig(**SMALL, intermediate_dim=48),
+    "mixtral": MixtralConfig(**ROTARY, n_routed_experts=3),
+    "qwen3_moe": Qwen3MoeConfig(
+        **ROTARY, head_dim=12, moe_intermediate_dim=20, n_routed_experts=4, num_experts_per_tok=2, mlp_only_layers=(0,)
+    ),
     "mpt": MptConfig(**{**SMALL, "num_heads": 2}, clip_qkv=0.5),
 }
 

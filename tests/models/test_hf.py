@@ -14,7 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.models import AnyModel, Gpt2Config, hf
+from lm_trainer.models import DecoderConfig, Gpt2Config, hf
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import parameter_count
@@ -43,7 +43,7 @@ def _run(spec: DecoderSpec) -> Any:
     return jax.jit(lambda p, *args: nnx.merge(graph, p)(*args))
 
 
-def our_logits(config: AnyModel, vocab_size: int, tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+def our_logits(config: DecoderConfig, vocab_size: int, tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     params = hf.params_from_hf(config, vocab_size, tensors)
     positions = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
     return np.asarray(_run(config.spec(vocab_size))(params, ids.astype(np.int32), positions, np.zeros_like(positions)))
@@ -153,7 +153,7 @@ def test_tensors_that_do_not_fit(tiny):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "bert"}, "model_type='bert' is not supported; supported: gpt2"),
+        ({"model_type": "bert"}, "model_type='bert' is not supported; supported: gemma, "),
         ({"n_inner": 33}, "n_inner=33 is not supported, only multiples of n_embd=32"),
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported, only True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),

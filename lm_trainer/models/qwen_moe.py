@@ -1,0 +1,126 @@
+"""Qwen3 with experts (Yang et al. 2025): a mixture of many small experts in the place of most MLPs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.experts import ExpertsConfig, expert_tensors
+from lm_trainer.models.hf_table import HfFamily, HfField
+from lm_trainer.models.rope import rope_from_hf
+from lm_trainer.models.rotary import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    MLP,
+    PRE_NORMS,
+    QK_NORM,
+    TIED,
+    heads_from_hf,
+    hf_fields,
+    shared_to_hf,
+)
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, QkNormSpec
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    experts = hf.get("num_experts") or hf.get("num_local_experts") or 128
+    return {
+        "n_routed_experts": experts,
+        "mlp_only_layers": tuple(hf.get("mlp_only_layers") or ()),
+        "sliding_window": hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None,
+        "rope": rope_from_hf(hf),
+        **heads_from_hf(hf, kv_heads=4),
+    }
+
+
+def _to_hf(config: "Qwen3MoeConfig") -> dict[str, Any]:
+    return {
+        "num_experts": config.n_routed_experts,
+        "mlp_only_layers": list(config.mlp_only_layers),
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        **shared_to_hf(config),
+    }
+
+
+class Qwen3MoeConfig(ExpertsConfig):
+    """The Qwen3 family with experts; the defaults are those of transformers."""
+
+    hf: ClassVar[HfFamily] = HfFamily(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        fields=(
+            *hf_fields(hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, max_position_embeddings=32768),
+            HfField("moe_intermediate_size", "moe_intermediate_dim", 768),
+            HfField("num_experts_per_tok", "num_experts_per_tok", 8),
+            HfField("norm_topk_prob", "norm_topk_prob", False),
+            HfField("decoder_sparse_step", "decoder_sparse_step", 1),
+            HfField("router_aux_loss_coef", "lbl_coef", 0.001),
+        ),
+        tensors=(
+            *EMBEDDING,
+            HEAD,
+            *PRE_NORMS,
+            *ATTENTION,
+            *QK_NORM,
+            *MLP,
+            *expert_tensors(
+                f"{LAYER}.mlp.gate",
+                {name: f"{LAYER}.mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down")},
+            ),
+        ),
+        prefix="model.",
+        bare=(HEAD.hf,),
+        fixed={"attention_dropout": 0.0, "attention_bias": False},
+        computed_from_hf=_from_hf,
+        computed_to_hf=_to_hf,
+        tied=TIED,
+    )
+
+    type: Literal["qwen3_moe"] = "qwen3_moe"
+    """The family."""
+    seq_len: int = Field(default=32768, gt=0)
+    """The longest sequence, in tokens."""
+    hidden_dim: int = Field(default=2048, gt=0)
+    """Width of the residual stream."""
+    num_layers: int = Field(default=24, gt=0)
+    """How many blocks the model has."""
+    num_kv_heads: int = Field(default=4, gt=0)
+    """Key and value heads, each for num_heads / num_kv_heads query heads."""
+    intermediate_dim: int = Field(default=6144, gt=0)
+    """Width of the MLP of layers without experts."""
+    moe_intermediate_dim: int = Field(default=768, gt=0)
+    """Width of an expert."""
+    n_routed_experts: int = Field(default=128, gt=0)
+    """How many experts each layer has."""
+    num_experts_per_tok: int = Field(default=8, gt=0)
+    """How many of them compute each token."""
+    norm_topk_prob: bool = False
+    """Makes the weights of a token's experts sum to 1."""
+    decoder_sparse_step: int = Field(default=1, gt=0)
+    """Every n-th layer has experts, the others a plain MLP."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Layers, from 0, that have a plain MLP in any case."""
+    sliding_window: int | None = Field(default=None, gt=0)
+    """How many positions attention sees, its own included. Unset: all before it."""
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> "Qwen3MoeConfig":
+        if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_layers]:
+            raise ValueError(f"mlp_only_layers: there is no layer {wrong[0]}; they are 0 to {self.num_layers - 1}")
+        return self
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        norm = self.norm()
+        attention = replace(self.attention(), qk_norm=QkNormSpec(norm), window=self.sliding_window)
+        plain = BlockSpec(attention, self.mlp(), pre_norm=norm)
+        sparse = replace(plain, mlp=self.experts(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
+
+        def block(layer: int) -> BlockSpec:
+            dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
+            return plain if dense else sparse
+
+        return self.decoder(vocab_size, tuple(block(layer) for layer in range(self.num_layers)))

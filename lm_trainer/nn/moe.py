@@ -1,0 +1,109 @@
+"""A mixture of experts in the place of the MLP: each token is computed by the few experts that its router chooses.
+
+Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, F width of an expert, E experts, K experts of
+each token, A assignments (M x K).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm_trainer.nn.init import Init
+from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.spec import MoeSpec
+
+
+class RouterStats(NamedTuple):
+    """What routers did, as sums over layers and tokens that are no padding; float32."""
+
+    balance: jax.Array
+    """Times tokens: E * sum_e f_e P_e, with f the assignments of an expert per token and P its mean probability (Fedus
+    et al. 2021, equation 4). K where experts share the tokens equally, more otherwise."""
+    z: jax.Array
+    """log(sum(exp(router logits)))^2 (Zoph et al. 2022, equation 5)."""
+    overload: jax.Array
+    """Times tokens: the assignments of the busiest expert over their mean."""
+    penalty: jax.Array
+    """Times tokens: what the spec's coefficients make of `balance` and `z`."""
+
+
+def no_stats() -> RouterStats:
+    """The sums of nothing."""
+    return RouterStats(*(jnp.zeros((), jnp.float32),) * len(RouterStats._fields))
+
+
+class Moe(nnx.Module):
+    """Every token gets all its experts (no capacity, nothing dropped); their results are added by router weight."""
+
+    def __init__(self, spec: MoeSpec, dim: int, *, init: Init):
+        self.spec = spec
+        up = {"experts": spec.num_experts, "embed": dim, "mlp": spec.hidden_dim}
+        down = {"experts": spec.num_experts, "mlp": spec.hidden_dim, "embed": dim}
+        self.router = init.normal({"embed": dim, "experts": spec.num_experts})
+        self.gate = init.normal(up)
+        self.up = init.normal(up)
+        self.down = init.normal(down, residual=True)
+
+    def __call__(self, x_BSD: jax.Array, counted_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
+        """The result and what the router did with the tokens of `counted_BS`, which is boolean."""
+        spec = self.spec
+        x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        logits_ME = x_MD.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        probs_ME = jax.nn.softmax(logits_ME, axis=-1)
+        weights_MK, experts_MK = jax.lax.top_k(probs_ME, spec.top_k)
+        if spec.renormalize:
+            weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
+        y_MKD = self._compute(x_MD, experts_MK)
+        y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
+        stats = _stats(spec, logits_ME, probs_ME, experts_MK, counted_BS.reshape(-1))
+        return y_MD.reshape(x_BSD.shape), stats
+
+    def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
+        """What each token's experts make of it, [M, K, D]: the assignments in the order of the experts, and back."""
+        dtype, top_k = x_MD.dtype, self.spec.top_k
+        experts_A = experts_MK.reshape(-1)
+        order_A = jnp.argsort(experts_A, stable=True)
+        inverse_A = jnp.argsort(order_A, stable=True)
+        counts_E = jnp.bincount(experts_A, length=self.spec.num_experts).astype(jnp.int32)
+        x_AD = _permute(jnp.repeat(x_MD, top_k, axis=0), order_A, inverse_A)
+        gate_AF = jax.lax.ragged_dot(x_AD, self.gate[...].astype(dtype), counts_E)
+        up_AF = jax.lax.ragged_dot(x_AD, self.up[...].astype(dtype), counts_E)
+        h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
+        y_AD = jax.lax.ragged_dot(h_AF, self.down[...].astype(dtype), counts_E)
+        return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
+
+
+@jax.custom_vjp
+def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order]; its gradient is a permutation as well, where a gather's would add in an order that is not fixed."""
+    del inverse
+    return x[order]
+
+
+def _permute_forward(x: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _permute(x, order, inverse), inverse
+
+
+def _permute_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent[inverse], None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+def _stats(
+    spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, counted_M: jax.Array
+) -> RouterStats:
+    counted_M1 = counted_M.astype(jnp.float32)[:, None]
+    tokens = jnp.sum(counted_M1)
+    one = 1.0 / jnp.maximum(tokens, 1.0)
+    chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts), axis=1)
+    load_E = one * jnp.sum(chosen_ME * counted_M1, axis=0)
+    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * tokens
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * counted_M1)
+    overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
+    return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)
