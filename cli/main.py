@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, config, generate, hf, train
+from cli import bench, config, data, generate, hf, train
 from cli.common import OVERRIDES, report
 from lm_trainer.core.errors import UserError
 
@@ -46,6 +46,7 @@ app.command("export-hf")(hf.export_hf)
 app.command("import-hf")(hf.import_hf)
 app.command()(generate.generate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(data.app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.cluster import RayConfig, run_on_ray
 from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.layout import BUILDER, PART_BYTES, Ledger, check_manifest, claim, make_manifest, shard_key
 from lm_trainer.data.pool import run_in_processes
@@ -35,12 +36,20 @@ class BuildProgress(NamedTuple):
     total_bytes: int | None
     """None where only reading tells how much text there is (compressed files)."""
     tokens: int
+    share: float = 0.0
+    """Of the whole that is done; of compressed files only those count that are done."""
+    rate: float = 0.0
+    """Text bytes per second since this attempt began."""
+    seconds_left: float | None = None
 
     def __str__(self) -> str:
         if self.name == "tokenizer":
             return "training the tokenizer"
         of_total = "" if self.total_bytes is None else f" of {self.total_bytes / 1e6:.1f}"
-        return f"tokenising the {self.name} text: {self.done_bytes / 1e6:.1f}{of_total} MB, {self.tokens:,} tokens"
+        pace = f", {self.rate / 1e6:.1f} MB/s" if self.rate else ""
+        left = f", {self.seconds_left:.0f} s left" if self.seconds_left else ""
+        text = f"{self.done_bytes / 1e6:.1f}{of_total} MB"
+        return f"tokenising the {self.name} text: {text}, {self.tokens:,} tokens{pace}{left}"
 
 
 OnProgress = Callable[[BuildProgress], None]
@@ -55,6 +64,8 @@ class BuildOptions:
     raise_on_bad_row: bool = True
     max_bad_rows: float = 0.01
     part_bytes: tuple[int, int] = PART_BYTES
+    ray: RayConfig | None = None
+    """A cluster to build on, in place of processes of this machine."""
 
     def workers(self, shards: Sequence[Shard]) -> int:
         if self.num_workers is not None:
@@ -75,6 +86,8 @@ class Build:
     options: BuildOptions = field(default_factory=BuildOptions)
     on_progress: OnProgress | None = None
     format: FormatConfig = field(default_factory=TextFormat)
+    _begun: tuple[float, int, float] | None = field(default=None, init=False)
+    """When this attempt first reported, and the bytes and the share that were done by then."""
 
     def run(self) -> Ledger:
         """Builds what is missing and returns the finished ledger.
@@ -102,7 +115,9 @@ class Build:
         todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
         jobs = [self._job(index) for index in todo]
         workers = self.options.workers([self.shards[index] for index in todo])
-        if workers:
+        if self.options.ray is not None and jobs:
+            run_on_ray(jobs, self.options.ray, keeper.tick)
+        elif workers:
             run_in_processes(jobs, workers, keeper.tick)
         else:
             for job in jobs:
@@ -118,7 +133,17 @@ class Build:
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         done = sum(ledger.text_bytes) + uncommitted
         done = done if total is None else min(done, total)
-        self.on_progress(BuildProgress(self.name, done, total, ledger.num_tokens))
+        stored = sum(shard.size for shard in self.shards)
+        read = sum(shard.size for shard in self.shards[: ledger.next[0]])
+        share = done / total if total else read / stored if stored else 0.0
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = (now, done, share)
+        began, done_before, share_before = self._begun
+        seconds, gained = now - began, share - share_before
+        left = seconds / gained * (1 - share) if gained > 0 else None
+        rate = (done - done_before) / seconds if seconds > 0 else 0.0
+        self.on_progress(BuildProgress(self.name, done, total, ledger.num_tokens, share, rate, left))
 
     def _job(self, index: int) -> Job:
         options = self.options

@@ -145,6 +145,10 @@ class DataConfig(SetConfig):
     num_workers: int | None = Field(default=None, ge=0)
     """Processes that tokenise; 0 is none but this one. If absent, by the size of the source and the number of cores."""
 
+    packing: Literal["concat", "best_fit"] = "concat"
+    """How documents fill rows. `concat` lays them end to end and cuts the whole into rows, through documents.
+    `best_fit` cuts only documents longer than a row, and leaves a little padding. In both, attention stays within a
+    document."""
     configs: dict[str, SetConfig] = {}
     """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""

@@ -16,6 +16,8 @@ from lm_trainer.data.layout import Ledger, fingerprint
 from lm_trainer.data.loader import HostRows, TrainIterator
 from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.order import TrainOrder, TrainSet
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.store import Store
 from lm_trainer.data.stream import TokenStream
 from lm_trainer.data.tokenizer import Tokenizer
 
@@ -24,8 +26,10 @@ from lm_trainer.data.tokenizer import Tokenizer
 class OpenSet:
     """One split of one set, as it stands in its cache."""
 
+    store: Store
     stream: TokenStream
     ledger: Ledger
+    shards: tuple[Shard, ...]
 
 
 @dataclass(eq=False)
@@ -73,6 +77,7 @@ class Data:
             "seq_len": self.seq_len,
             "orders": orders,
             "stages": stages,
+            "packing": config.packing,
             "limits": [config.of_set(config.max_train_batches, train.name) for train in self.train_sets],
         }
         return fingerprint(parts)

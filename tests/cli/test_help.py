@@ -13,7 +13,7 @@ from cli import main
 from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
 from tests.conftest import RunLmt, lmt_environment
 
-COMMANDS = ("train", "config", "export-hf", "import-hf", "generate", "bench")
+COMMANDS = ("train", "config", "export-hf", "import-hf", "generate", "bench", "data")
 HEAVY = (
     "jax",
     "flax",

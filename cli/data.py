@@ -1,0 +1,185 @@
+"""`lmt data`: build caches ahead of training, and look into them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli import data_at
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.data.builder import BuildProgress
+
+app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
+
+app.command(context_settings=OVERRIDES)(data_at.at)
+
+_CACHE = typer.Option(
+    "--cache", metavar="NAME", help="`train`, `validation`, or in a mixture `NAME/train`.", show_default="train"
+)
+
+
+@app.command(context_settings=OVERRIDES)
+def build(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Tokenise on a Ray cluster: that of trainer.ray, or one that is started here.")
+    ] = False,
+) -> None:
+    """Tokenise all text of a configuration, or what is missing of it. A build that was stopped goes on where it was.
+
+    For example:
+
+        lmt data build my.yaml data.num_workers=8
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data import RayConfig
+    from lm_trainer.data.caches import plan_caches
+
+    cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
+    with _progress() as show:
+        plan = plan_caches(run.data, show, cluster)
+        ledgers = [(cache.name, cache.run()) for cache in plan.builds.values()]
+    for name, ledger in ledgers:
+        bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
+        typer.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")
+    typer.echo(f"in {plan.directory}")
+
+
+@app.command(context_settings=OVERRIDES)
+def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Say how far each cache of a configuration is."""
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data import report
+
+    for found in report.status(run.data):
+        typer.echo(str(found))
+
+
+@app.command(context_settings=OVERRIDES)
+def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Read every file of the caches and compare it with the digests that were noted when it was written."""
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.core.errors import MachineError
+    from lm_trainer.data import report
+    from lm_trainer.data.caches import find_caches
+    from lm_trainer.data.layout import Ledger
+    from lm_trainer.data.store import Store
+
+    wrong: list[str] = []
+    for place in find_caches(run.data)[1].values():
+        store = Store(place.url)
+        ledger = Ledger.read(store)
+        found = report.verify(store, ledger)
+        wrong += found
+        outcome = f"{len(found)} files wrong" if found else "all whole"
+        typer.echo(f"{place.title}: {len(ledger.parts)} parts, {outcome}")
+    if wrong:
+        lines = "\n".join(f"  {line}" for line in wrong)
+        raise MachineError(f"the caches are damaged:\n{lines}\nRemove the directory to build it again")
+
+
+@app.command(context_settings=OVERRIDES)
+def inspect(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    cache: Annotated[str, _CACHE] = "train",
+    first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Number of the first document.")] = 0,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many documents.")] = 3,
+    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 300,
+) -> None:
+    """Print documents as the cache holds them: where they came from, their tokens, and their text."""
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data import report
+    from lm_trainer.generate.text import for_terminal
+
+    for shown in report.inspect(run.data, cache, first, count):
+        typer.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.learnt} of them learnt")
+        cut = chars and len(shown.text) > chars
+        typer.echo(for_terminal(shown.text[:chars] + " ..." if cut else shown.text))
+
+
+@app.command(context_settings=OVERRIDES)
+def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+    """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data import report
+    from lm_trainer.data.caches import find_caches
+    from lm_trainer.data.layout import Ledger
+    from lm_trainer.data.store import Store
+
+    seq_len = run.model.seq_len
+    for place in find_caches(run.data)[1].values():
+        store = Store(place.url)
+        found = report.stats(store, Ledger.read(store), seq_len)
+        counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
+        typer.echo(f"{place.title}: {counts}, {found.text_bytes / found.tokens:.2f} bytes per token")
+        lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
+        typer.echo(f"  tokens per document: {lengths}")
+        for name, packed in found.packing.items():
+            typer.echo(
+                f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
+                f"{packed.cut:.1%} of documents cut"
+            )
+
+
+@app.command("train-tokenizer", context_settings=OVERRIDES)
+def train_tokenizer(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="Where to write it.", show_default=False)
+    ] = Path("tokenizer"),
+) -> None:
+    """Train a byte-level BPE on the training text and write it as a directory that data.tokenizer can name.
+
+    Its size is that of data.tokenizer, such as data.tokenizer.type=trained_bpe data.tokenizer.vocab_size=8192.
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data.caches import find_caches
+    from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
+
+    wanted = run.data.tokenizer_config
+    if not isinstance(wanted, TrainedBpe):
+        kind = wanted.model_dump()["type"]
+        raise UserError(f"data.tokenizer is {kind}, which is not trained; set data.tokenizer.type=trained_bpe")
+    if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
+        raise UserError(f"{output} exists; choose another directory with --output")
+    places = find_caches(run.data)[1]
+    shards = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
+    tokenizer = train_bpe(wanted, shards)
+    tokenizer.save(output)
+    typer.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
+    """Shows how far a build is: a bar with rate and time left on a terminal, otherwise a line now and then."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
+    last = {"name": "", "time": 0.0}
+
+    def line(at: "BuildProgress") -> None:
+        if at.name != last["name"] or time.monotonic() - last["time"] > 30:
+            last.update(name=at.name, time=time.monotonic())
+            typer.echo(str(at), err=True)
+
+    if not console.is_terminal:
+        yield line
+        return
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda at: bar.update(task, completed=at.share, description=str(at))

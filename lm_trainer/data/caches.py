@@ -1,0 +1,144 @@
+"""Which caches a configuration needs, where they are, and what builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.builder import Build, BuildOptions, BuildProgress, OnProgress
+from lm_trainer.data.cluster import RayConfig
+from lm_trainer.data.config import DataConfig, SetConfig
+from lm_trainer.data.layout import fingerprint, make_manifest
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.store import MISSING, Store
+from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TrainedBpe, train_bpe
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.data.tokenizer.hf import load_pretrained
+
+DEFAULT_CACHE = "cache"
+_RECIPE = "tokenizer/recipe.json"
+
+Shards = dict[str, dict[str, list[Shard]]]
+"""The shards of every split of every set."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """The caches of a configuration, built or not."""
+
+    directory: str
+    """Where the tokenizer is, and the caches, but for those with a directory of their own."""
+    tokenizer: HfTokenizer
+    builds: dict[str, Build]
+    """By `NAME/train` and `NAME/validation`."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cache and what is to be in it."""
+
+    title: str
+    url: str
+    shards: list[Shard]
+    config: SetConfig
+
+
+def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: RayConfig | None = None) -> CachePlan:
+    """Lists the sources and loads the tokenizer, or trains it where none was trained yet; tokenises nothing.
+
+    Raises:
+        UserError: for missing data, or a tokenizer that was trained by another recipe.
+    """
+    directory, places = find_caches(config)
+    everything = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
+    tokenizer = _tokenizer(config, directory, everything, on_progress)
+    options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows, ray=ray)
+    builds = {
+        name: Build(place.title, Store(place.url), place.shards, tokenizer, options, on_progress, place.config.format)
+        for name, place in places.items()
+    }
+    return CachePlan(directory, tokenizer, builds)
+
+
+def find_caches(config: DataConfig) -> tuple[str, dict[str, Place]]:
+    """The directory of all, and every cache by `NAME/train` and `NAME/validation`.
+
+    Raises:
+        UserError: for missing data.
+    """
+    shards = {name: _shards(config, name) for name in config.sets}
+    cache_dir = config.cache_dir or _default_directory(config, config, shards)
+    places = {}
+    for name, one in config.sets.items():
+        directory = cache_dir if one is config else one.cache_dir or _set_directory(config, one, name, shards)
+        for split in (split for split, found in shards[name].items() if found):
+            title = split if one is config else f"{name} {split}"
+            places[f"{name}/{split}"] = Place(title, f"{directory}/{split}", shards[name][split], one)
+    return cache_dir, places
+
+
+def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:
+    one = config.sets[name]
+    return {"train": one.shards("train") if name in config.trained else [], "validation": one.shards("validation")}
+
+
+def _set_directory(config: DataConfig, one: SetConfig, name: str, shards: Shards) -> str:
+    """Where a set of a mixture has its cache: it does not depend on the other sets, unless the tokenizer does."""
+    return f"{config.cache_dir}/{name}" if config.cache_dir else _default_directory(config, one, {name: shards[name]})
+
+
+def _default_directory(config: DataConfig, one: SetConfig, shards: Shards) -> str:
+    """A directory below `cache/` that changes with the source and the tokenizer."""
+    kind = "mixture" if one is config and config.configs else getattr(one.source_config, "type", "files")
+    wanted = config.tokenizer_config
+    recipe: Any = wanted.model_dump()
+    if isinstance(wanted, TrainedBpe):
+        recipe = wanted.recipe([shard for name in config.sets for shard in _shards(config, name)["train"]])
+    manifests: dict[str, Any] = {
+        split: make_manifest([shard for found in shards.values() for shard in found[split]], ByteTokenizer())
+        for split in ("train", "validation")
+    }
+    if one.format.fields():
+        manifests["format"] = one.format.model_dump()
+    return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")
+
+
+def _tokenizer(
+    config: DataConfig, cache_dir: str, shards: Sequence[Shard], on_progress: OnProgress | None
+) -> HfTokenizer:
+    wanted = config.tokenizer_config
+    if isinstance(wanted, BytesTokenizer):
+        return ByteTokenizer()
+    if isinstance(wanted, Pretrained):
+        return load_pretrained(wanted)
+    assert isinstance(wanted, TrainedBpe)
+    return _trained(wanted, Store(cache_dir), shards, on_progress)
+
+
+def _trained(config: TrainedBpe, store: Store, shards: Sequence[Shard], on_progress: OnProgress | None) -> HfTokenizer:
+    """Trains the tokenizer, or reads what an earlier run trained by the same recipe."""
+    recipe = config.recipe(shards)
+    found = store.read_json(_RECIPE)
+    if found is None:
+        if on_progress:
+            on_progress(BuildProgress("tokenizer", 0, config.sample_bytes, 0))
+        tokenizer = train_bpe(config, shards)
+        for name, content in tokenizer.files().items():
+            store.write(f"tokenizer/{name}", content)
+        # The recipe is the commit: without it the files beside it do not count.
+        store.write_json(_RECIPE, recipe, if_generation=MISSING)
+        return tokenizer
+    if found != recipe:
+        changed = [key for key in recipe if found.get(key) != recipe[key]]
+        raise UserError(
+            f"{store.url}/tokenizer was trained by another recipe ({fingerprint(found)}, now {fingerprint(recipe)}); "
+            f"what differs: {', '.join(changed)}. Set data.cache_dir to another directory, or remove {store.url}"
+        )
+    contents = {key.removeprefix("tokenizer/"): store.read(key) for key in store.list("tokenizer/")}
+    content = contents["tokenizer.json"]
+    if content is None:
+        raise UserError(f"{store.url}/tokenizer has lost tokenizer.json; remove {store.url} to build it again")
+    return HfTokenizer(content.decode(), origin=f"{store.url}/tokenizer")

@@ -1,0 +1,190 @@
+"""What is in the caches of a configuration: how far they are, whether they are whole, and what they hold.
+
+Shape letters: D documents.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.caches import CachePlan, Place, find_caches, plan_caches
+from lm_trainer.data.config import DataConfig
+from lm_trainer.data.documents import document_lengths, read_lengths
+from lm_trainer.data.layout import BUILDER, MANIFEST, Ledger, fingerprint, part_key, token_dtype
+from lm_trainer.data.marks import LEARN, unpack_marks
+from lm_trainer.data.packing import PackingStats, packing_stats
+from lm_trainer.data.store import Store
+
+
+@dataclass(frozen=True)
+class CacheStatus:
+    """How far one cache is."""
+
+    name: str
+    """`train` or `validation`, with the name of the set before it in a mixture."""
+    url: str
+    fingerprint: str | None
+    """Of the manifest; None where there is no cache yet."""
+    ledger: Ledger
+    num_shards: int
+    builder: str | None
+    """Who builds it, and when it was last heard of."""
+
+    def __str__(self) -> str:
+        ledger = self.ledger
+        if self.fingerprint is None:
+            return f"{self.name}: not begun ({self.url})"
+        state = "finished" if ledger.finished else f"{ledger.next[0]} of {self.num_shards} shards done"
+        bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
+        by = f", {self.builder} builds it" if self.builder else ""
+        return (
+            f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
+            f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{bad}{by} "
+            f"({self.url}, {self.fingerprint})"
+        )
+
+
+def status(config: DataConfig) -> list[CacheStatus]:
+    """How far each cache is; reads no source and changes nothing."""
+    return [_status(place) for place in find_caches(config)[1].values()]
+
+
+def _status(place: Place) -> CacheStatus:
+    store = Store(place.url)
+    manifest, builder = store.read_json(MANIFEST), store.read_json(BUILDER)
+    who = None
+    if builder is not None:
+        who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
+    found = None if manifest is None else fingerprint(manifest)
+    return CacheStatus(place.title, store.url, found, Ledger.read(store), len(place.shards), who)
+
+
+def verify(store: Store, ledger: Ledger) -> list[str]:
+    """Reads every file of a cache and compares it with its record; what is wrong, one line for each file."""
+    wrong = []
+    for name, tokens in zip(ledger.parts, ledger.tokens, strict=True):
+        record = store.read_json(part_key(name, "json"))
+        if record is None:
+            wrong.append(f"{store.url}/{part_key(name, 'json')} is missing")
+            continue
+        if record["tokens"] != tokens:
+            wrong.append(f"{store.url}/{part_key(name, 'json')} says {record['tokens']} tokens, the ledger {tokens}")
+        wrong += [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
+    return wrong
+
+
+def _compare(store: Store, name: str, kind: str, blob: dict[str, Any]) -> str | None:
+    key = part_key(name, kind)
+    content = store.read(key)
+    if content is None:
+        return f"{store.url}/{key} is missing"
+    if len(content) != blob["bytes"]:
+        return f"{store.url}/{key} has {len(content)} bytes, {blob['bytes']} were written"
+    if hashlib.sha256(content).hexdigest() != blob["sha256"]:
+        return f"{store.url}/{key} has changed since it was written"
+    return None
+
+
+class CacheStats(NamedTuple):
+    """What the documents of a cache are like."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    quantiles: dict[str, int]
+    """Tokens of a document, end included: the least, the median, ..."""
+    packing: dict[str, PackingStats]
+
+
+def stats(store: Store, ledger: Ledger, seq_len: int) -> CacheStats:
+    """Lengths of documents, and how well they fill rows of `seq_len`.
+
+    Raises:
+        UserError: if nothing has been built yet.
+    """
+    lengths_D = document_lengths(store, ledger)
+    if not len(lengths_D):
+        raise UserError(f"{store.url} holds no documents yet; run: lmt data build")
+    points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
+    quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
+    text_bytes = sum(ledger.text_bytes)
+    return CacheStats(len(lengths_D), ledger.num_tokens, text_bytes, quantiles, packing_stats(lengths_D, seq_len))
+
+
+class Shown(NamedTuple):
+    """A document as the cache holds it."""
+
+    number: int
+    where: str
+    """Where it came from: the file and the line or row."""
+    tokens: int
+    learnt: int
+    """How many of them the loss counts."""
+    text: str
+
+
+def inspect(config: DataConfig, name: str, first: int, count: int) -> Iterator[Shown]:
+    """Some documents of a built cache, as the model sees them.
+
+    Args:
+        config: what was built.
+        name: `NAME/train` or `NAME/validation`; `train` and `validation` where there is one set.
+        first: number of the first document.
+        count: how many.
+
+    Raises:
+        UserError: for a cache that does not exist, or has no such document.
+    """
+    plan = plan_caches(config)
+    build = plan.builds[full_name(plan, name)]
+    ledger = Ledger.read(build.store)
+    if first >= ledger.num_documents:
+        raise UserError(f"{build.store.url} holds {ledger.num_documents} documents; there is no number {first}")
+    number = 0
+    for part, documents in zip(ledger.parts, ledger.documents, strict=True):
+        if number + documents > first:
+            for shown in _documents(plan, build.store, build.shards, part):
+                if first <= number < first + count:
+                    yield shown._replace(number=number)
+                number += 1
+        else:
+            number += documents
+        if number >= first + count:
+            return
+
+
+def _documents(plan: CachePlan, store: Store, shards: list[Any], part: str) -> Iterator[Shown]:
+    """The documents and pieces of documents of one part."""
+    record = store.read_json(part_key(part, "json"))
+    tokens = np.frombuffer(store.read(part_key(part, "bin")) or b"", token_dtype(plan.tokenizer.vocab_size))
+    rows = np.frombuffer(store.read(part_key(part, "row")) or b"", "<u4")
+    learn = np.ones(len(tokens), bool)
+    if "msk" in record["blobs"]:
+        packed = np.frombuffer(store.read(part_key(part, "msk")) or b"", np.uint8)
+        learn = (unpack_marks(packed, 0, len(tokens)) & LEARN) != 0
+    start = 0
+    for row, length in zip(rows.tolist(), read_lengths(store, part).tolist(), strict=True):
+        ids = tokens[start : start + length]
+        where = next(shards[record["shard"]].rows(record["rows"][0] + row)).where
+        text = plan.tokenizer.decode(ids.tolist())
+        yield Shown(0, where, length, int(learn[start : start + length].sum()), text)
+        start += length
+
+
+def full_name(plan: CachePlan, name: str) -> str:
+    """The name of a cache: `train` means that of the only set.
+
+    Raises:
+        UserError: naming those that exist.
+    """
+    for known in plan.builds:
+        if name in (known, known.partition("/")[2] if len({k.partition("/")[0] for k in plan.builds}) == 1 else known):
+            return known
+    raise UserError(f"there is no cache {name}; there are: {', '.join(plan.builds)}")

@@ -1,0 +1,92 @@
+"""`lmt data` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Lmt, refused
+
+
+@pytest.fixture
+def config(in_tmp_path: Path) -> Path:
+    lines = [json.dumps({"text": f"document {i} " * (i + 1)}) + "\n" for i in range(40)]
+    Path("train.jsonl").write_text("".join(lines))
+    Path("held.jsonl").write_text('{"text": "held out"}\n')
+    text = (
+        "model: {seq_len: 64}\n"
+        "data: {train_urls: [train.jsonl], validation_urls: [held.jsonl], tokenizer: bytes, cache_dir: mine}\n"
+    )
+    Path("run.yaml").write_text(text)
+    return Path("run.yaml")
+
+
+def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
+    assert "train: not begun" in lmt("data", "status", config).stdout
+    refused(lmt("data", "inspect", config), "holds 0 documents")
+    refused(lmt("data", "stats", config), "holds no documents yet; run: lmt data build")
+    built = lmt("data", "build", config)
+    assert built.returncode == 0, built.stderr
+    assert "train: 40 documents" in built.stdout
+    assert "validation: 1 documents, 9 tokens" in built.stdout
+    assert "tokenising the train text" in built.stderr
+
+    status = lmt("data", "status", config).stdout
+    assert "train: finished; 1 parts, 40 documents" in status
+    shown = lmt("data", "inspect", config, "--first", "2", "--count", "2", "--chars", "20").stdout.splitlines()
+    assert shown[0].startswith("[2] train.jsonl:3: 34 tokens, 34 of them learnt")
+    assert shown[1] == "document 2 document  ..."
+    assert shown[2].startswith("[3] train.jsonl:4:")
+    assert "held out" in lmt("data", "inspect", config, "--cache", "validation").stdout
+    refused(lmt("data", "inspect", config, "--cache", "test"), "there is no cache test", "train/train")
+
+    stats = lmt("data", "stats", config).stdout
+    assert "least 12" in stats
+    assert "packing concat" in stats
+    assert "packing best_fit" in stats
+
+    assert "train: 1 parts, all whole" in lmt("data", "verify", config).stdout
+    part = Path("mine/train/parts/00000-00000.bin")
+    content = bytearray(part.read_bytes())
+    content[7] ^= 1
+    part.write_bytes(content)
+    damaged = lmt("data", "verify", config)
+    assert damaged.returncode == 1
+    assert "00000-00000.bin has changed since it was written" in damaged.stderr
+    part.unlink()
+    assert "00000-00000.bin is missing" in lmt("data", "verify", config).stderr
+
+
+def test_a_second_build_changes_nothing_and_another_tokenizer_is_refused(lmt: Lmt, config: Path) -> None:
+    lmt("data", "build", config)
+    before = {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()}
+    assert lmt("data", "build", config).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in Path("mine").rglob("*") if path.is_file()} == before
+    refused(
+        lmt("data", "build", config, "data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300"),
+        "was built from something else: it is the cache",
+        "this configuration makes",
+    )
+
+
+def test_train_tokenizer_writes_one_that_can_be_named(lmt: Lmt, config: Path) -> None:
+    trained = ("data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300")
+    result = lmt("data", "train-tokenizer", config, "--output", "words", *trained)
+    assert result.returncode == 0, result.stderr
+    assert "tokens in words" in result.stdout
+    refused(lmt("data", "train-tokenizer", config, "--output", "words", *trained), "words exists")
+    refused(lmt("data", "train-tokenizer", config, "--output", "x"), "data.tokenizer is bytes, which is not trained")
+    built = lmt("data", "build", config, "data.tokenizer=words", "data.cache_dir=other")
+    assert built.returncode == 0, built.stderr
+    assert not Path("other/tokenizer").exists()
+
+
+def test_bad_rows_are_named_and_counted(lmt: Lmt, config: Path) -> None:
+    with Path("train.jsonl").open("a") as file:
+        file.write("{broken\n")
+    refused(lmt("data", "build", config), "train.jsonl:41: not JSON", "data.on_bad_row: skip")
+    built = lmt("data", "build", config, "data.on_bad_row=skip", "data.max_bad_rows=0.1")
+    assert "train: 40 documents" in built.stdout
+    assert "1 bad rows left out" in built.stdout
