@@ -26,6 +26,10 @@ class Rows(Protocol):
         """Some of the rows, each number in [0, num_rows)."""
         ...
 
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        """(start in the stream, number of inputs) of each run of tokens that a row holds."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainSet:

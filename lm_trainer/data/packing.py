@@ -173,6 +173,10 @@ class PackedRows:
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
 
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        pieces = slice(int(self.plan.firsts_R[row]), int(self.plan.firsts_R[row + 1]))
+        return list(zip(self.plan.starts_P[pieces].tolist(), self.plan.lengths_P[pieces].tolist(), strict=True))
+
     def _copy(
         self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
     ) -> None:

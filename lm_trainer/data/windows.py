@@ -31,6 +31,9 @@ class Windows:
     def read(self, rows_B: np.ndarray) -> Batch:
         return read_windows(self.stream, rows_B, self.seq_len, self.eos_id)
 
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        return [(row * self.seq_len, self.seq_len)]
+
 
 def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:
     """The rows of some windows; a window beyond the end of the stream is all padding.

@@ -1,0 +1,41 @@
+"""`lmt data at`: print what a step trains on."""
+
+from typing import Annotated
+
+import typer
+
+from cli.common import ConfigArgument, OverridesArgument, load_run_config
+
+
+def at(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step, counted from 0.")] = 0,
+    row: Annotated[
+        int | None,
+        typer.Option("--row", metavar="R", min=0, help="One row of its batch, counted from 0.", show_default="all"),
+    ] = None,
+    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 200,
+) -> None:
+    """Print the documents that a step trains on: where each comes from, from which token on, and its text.
+
+    For example:
+
+        lmt data at my.yaml --step 12000 --row 3
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.data import open_data
+    from lm_trainer.data.trace import trace
+    from lm_trainer.generate.text import for_terminal
+
+    data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed)
+    for traced in trace(data, run.trainer.batch_schedule, step, row):
+        origin = traced.origin
+        of_set = f" of {origin.set.name}" if run.data.configs else ""
+        typer.echo(f"step {step}, row {traced.row}: row {origin.row}{of_set}, epoch {origin.epoch}")
+        for passage in traced.passages:
+            typer.echo(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
+            cut = chars and len(passage.text) > chars
+            text = for_terminal(passage.text[:chars] + " ..." if cut else passage.text)
+            typer.echo("\n".join(f"    | {line}" for line in text.splitlines()))
