@@ -29,6 +29,7 @@ def train(
     tuned = prepare_process()  # before anything imports jax
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench import dry_run as plan
+    from lm_trainer.shutdown import shut_down_at_exit
     from lm_trainer.trackers import Progress
     from lm_trainer.train import train as run_training
 
@@ -36,6 +37,7 @@ def train(
         for line in plan(run, name=config.stem):
             typer.echo(line)
         return
+    shut_down_at_exit(run.trainer.shutdown_at_exit)
     with Progress(run.trainer.num_train_steps) as progress:
         for change in tuned:
             progress.note(change)

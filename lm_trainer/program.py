@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,16 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
 from lm_trainer.evaluate import Evaluator
+from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.optim import OptimizerConfig, Param
 from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, fresh_state, place_state, state_from_params
-from lm_trainer.train_step import LossFn, TrainStep, UpdateRule
+from lm_trainer.train_step import CurvatureFn, LossFn, TrainStep, UpdateRule
 
 _INIT, _DROPOUT = 0, 1
+
+_DRAWN_TOGETHER = 1024
+"""Tokens whose logits exist at a time while targets are drawn; another number would draw others."""
 
 AVERAGED = "ema"
 """The name of the averaged weights among those that are evaluated."""
@@ -119,7 +124,7 @@ def plan_program(
     step = TrainStep(
         model,
         loss,
-        UpdateRule(optimizer, tx, trainer.model_averaging),
+        UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, trainer.mp.compute_dtype)),
         placement=placement,
         plans=plans,
         key=jax.random.fold_in(jax.random.key(trainer.seed), _DROPOUT) if key is None else key,
@@ -134,6 +139,17 @@ def plan_program(
         averages=trainer.model_averaging is not None,
         freezes=len(trained) < len(model.shapes),
     )
+
+
+def _curvature(optimizer: OptimizerConfig, loss: LossFn, dtype: Any) -> CurvatureFn | None:
+    """The estimate that the optimizer takes."""
+    match optimizer.curvature:
+        case None:
+            return None
+        case "hutchinson":
+            return functools.partial(hutchinson, loss)
+        case "gauss_newton_bartlett":
+            return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_DRAWN_TOGETHER)
 
 
 def check_devices(trainer: TrainerConfig) -> None:

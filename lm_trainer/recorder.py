@@ -14,6 +14,7 @@ from lm_trainer.hooks import StepInfo, scalar
 from lm_trainer.profile.meter import Meter
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
+from lm_trainer.watch import Watcher
 
 _NAMED = ("loss", "grad_norm", "tokens")
 
@@ -37,8 +38,9 @@ class Recorder:
         eval_losses: of the last evaluation, by name.
     """
 
-    def __init__(self, config: TrainerConfig, trackers: Composite, progress: Progress, meter: Meter):
+    def __init__(self, config: TrainerConfig, trackers: Composite, progress: Progress, meter: Meter, watcher: Watcher):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
+        self._watcher = watcher
         self._pending: _Pending | None = None
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
@@ -75,7 +77,15 @@ class Recorder:
         if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
             self._trackers.log(metrics, step=pending.step)
         self._progress.log(pending.step, metrics)
+        self._record_watched(pending.step)
         self._check_finite(pending.step, values)
+
+    def _record_watched(self, step: int) -> None:
+        for watched in self._watcher.report(until=step):
+            if watched.scalars:
+                self._trackers.log(watched.scalars, step=watched.step)
+            for name, (counts, edges) in watched.histograms.items():
+                self._trackers.log_histogram(name, counts, edges, step=watched.step)
 
     def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
         """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""

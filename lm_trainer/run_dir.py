@@ -17,10 +17,9 @@ from lm_trainer.config.render import to_yaml
 from lm_trainer.config.run import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
-
-_PACKAGES = ("lm_trainer", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 
 
 def run_id(config: RunConfig, config_name: str) -> str:
@@ -81,7 +80,7 @@ class RunDirectory:
                     + "\n  ".join(differences)
                     + "\nSet trainer.id to another name to start a new run, or undo these changes to resume this one"
                 )
-        text = to_yaml(self.config)
+        text = without_credentials(to_yaml(self.config))
         for directory in (self.path, self.checkpoints):
             write_atomically(directory / "config.yaml", text)
         content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": identity}
@@ -108,19 +107,12 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": dict(sorted((d.name.lower(), d.version) for d in metadata.distributions() if d.name)),
         "git": _git_commit(),
         "devices": [d.device_kind for d in jax.devices()],
         "processes": jax.process_count(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -159,4 +159,10 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
     def on_progress(at: BuildProgress) -> None:
         progress.phase(str(at))
 
-    return open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed, on_progress=on_progress)
+    return open_data(
+        config.data,
+        seq_len=config.model.seq_len,
+        seed=config.trainer.seed,
+        on_progress=on_progress,
+        ray=config.trainer.ray,
+    )

@@ -28,6 +28,7 @@ from lm_trainer.hooks import HookFn, Hooks, StepInfo
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
+from lm_trainer.profile.trace import Profiler
 from lm_trainer.program import Program, check_devices, plan_program, promise, trace_module
 from lm_trainer.recorder import Recorder
 from lm_trainer.resume import save_state, start_state
@@ -36,6 +37,7 @@ from lm_trainer.signals import StopRequest
 from lm_trainer.trackers import Composite, Progress, open_trackers
 from lm_trainer.train_state import ModelDef, TrainState
 from lm_trainer.train_step import LossFn
+from lm_trainer.watch import Watcher
 
 
 class TrainData(Protocol):
@@ -277,8 +279,25 @@ class Trainer:
             flops_per_token=self.flops_per_token,
             peak_flops=None if peak is None or not self.flops_per_token else peak.flops * devices.size,
         )
-        self._recorder = Recorder(self.config, self._tracker, self.progress, self._meter)
+        axes = self.program.model.axes
+        self._watcher = Watcher(self.config.watch, self.program.placement, axes)
+        self._recorder = Recorder(self.config, self._tracker, self.progress, self._meter, self._watcher)
+        if self.config.profiler:
+            self._profile(state.step)
         self._stop.arm()
+
+    def _profile(self, step: int) -> None:
+        """Traces the steps that the configuration names."""
+        profiler = Profiler(
+            self.run_dir / "tensorboard",
+            start_step=self.config.profiler_start_step,
+            num_steps=self.config.profiler_num_steps,
+            perfetto_link=self.config.profiler_perfetto_link,
+            on_trace=lambda path: self.tracker.log_artifact("profile", path, type="profile"),
+        )
+        self._stack.enter_context(profiler)
+        profiler.on_step(step)
+        self._last_hooks.add(lambda info: profiler.on_step(info.step, info.metrics), 1)
 
     def data_loader(self, dataset: TrainData) -> Loader:
         """The batches of this run from a dataset that knows them by number."""
@@ -313,7 +332,8 @@ class Trainer:
         learning_rate = self.schedule(state.step)
         seq_len = batch.tokens.shape[1]
         tokens = step.plans.at(state.step).batch_size * seq_len
-        state, metrics = step(state, step.put(batch, state.step), learning_rate)
+        observer = self._watcher if self._watcher.due(state.step + 1) else None
+        state, metrics = step(state, step.put(batch, state.step), learning_rate, observer)
         total = self.config.batch_schedule.rows_before(state.step) * seq_len
         return StepInfo(state, metrics, learning_rate, tokens, total, loading)
 
@@ -381,13 +401,20 @@ class Trainer:
     def _compile(self, step: int, batch: Batch) -> None:
         self.progress.phase("compiling the training step")
         started = time.monotonic()
-        program = self.program.step.compile(batch, step).fingerprint()
+        lanes = self.program.step.compile(batch, step)
+        program = lanes.fingerprint()
         self.progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {program}")
         if self._compiled_before:
             return
         self._compiled_before = True
+        if self.config.log_jaxprs:
+            self.write_artifact("train_step.jaxpr.txt", lanes.jaxpr(), type="program")
+        if self.config.log_xla_hlo:
+            self.write_artifact("train_step.hlo.txt", lanes.hlo(), type="program")
         rows = self.program.step.plans.at(step).rows
         before = self._directory.record_attempt(step=step, rows=rows, program=program)
+        for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
+            self.tracker.log_artifact(name, self.run_dir / name, type=kind)
         if step and before and before.get("rows") == rows and before["program"] != program:
             self.progress.note(
                 f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "

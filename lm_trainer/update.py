@@ -26,7 +26,7 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
     Its arguments are parameters, optimizer state, summed gradients, the optimizer's curvature estimate (None where it
     takes none at this step), and a dict of float32 scalars: `loss`, `weight` and what else the loss reports, as sums;
     `squares`, the sum of squares of the gradients; `learning_rate`. A step whose loss or gradient is not finite leaves
-    parameters and optimizer as they were.
+    parameters and optimizer as they were, but for the count of skipped steps.
     """
 
     def update(
@@ -39,12 +39,13 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
         mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
         given = {"learning_rate": learning_rate, "grad_norm": grad_norm, "loss": means["loss"]}
         if optimizer.curvature is not None:
-            given["curvature"] = curvature
+            given |= {"curvature": curvature, "weight": weight}
         updates, new_opt_state = tx.update(mean_grads, opt_state, params, **given)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-        kept = jax.tree.map(keep, new_opt_state, opt_state)
+        # An optimizer that skips bad steps leaves all but its history as it was, and counts the step.
+        kept = new_opt_state if optimizer.skip_bad_steps else jax.tree.map(keep, new_opt_state, opt_state)
         metrics = {**means, "grad_norm": grad_norm, "tokens": weight, **optimizer.metrics(kept)}
         return new_params, kept, metrics
 

@@ -106,10 +106,11 @@ class Watcher:
         }
         self._pending.append((state.step, (weight, self._measure(given))))
 
-    def report(self) -> list[Watched]:
-        """What was seen since the last report; waits until it is computed."""
-        pending, self._pending = self._pending, []
-        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in pending]
+    def report(self, until: int | None = None) -> list[Watched]:
+        """What was seen since the last report, up to the step `until`; waits until it is computed."""
+        due = [(step, values) for step, values in self._pending if until is None or step <= until]
+        self._pending = self._pending[len(due) :]
+        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
 
     def _values(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """By target: `squares` [1 or layers], `counts` and `edges` by name; those of `grads` are of the sums."""

@@ -51,13 +51,6 @@ _OPERATIONAL = {
             "allow_partial_checkpoint",
             "distributed",
             "ray",
-            "watch",
-            "profiler",
-            "profiler_start_step",
-            "profiler_num_steps",
-            "profiler_perfetto_link",
-            "log_jaxprs",
-            "log_xla_hlo",
             "shutdown_at_exit",
         }
     ),

@@ -13,10 +13,12 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.mesh import BATCH_AXES, MeshShape, check_logical_axis, parse_rules
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
+from lm_trainer.data.cluster import RayConfig
 from lm_trainer.distributed import DistributedConfig
 from lm_trainer.microbatch import MicrobatchPlan
 from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
+from lm_trainer.watch import WatchConfig
 
 Resources = dict[str, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
@@ -30,17 +32,7 @@ class TrainerConfig(Config):
         "per_device_train_parallelism": "renamed; use `per_device_parallelism`",
         "wandb": "deprecated; use `tracker` with `type: wandb`",
         **dict.fromkeys(
-            (
-                "quantization",
-                "watch",
-                "profiler",
-                "profiler_start_step",
-                "profiler_num_steps",
-                "profiler_perfetto_link",
-                "log_jaxprs",
-                "log_xla_hlo",
-                "ray",
-            ),
+            ("quantization",),
             _LATER,
         ),
     }
@@ -87,6 +79,20 @@ class TrainerConfig(Config):
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
     tracker: AnyTracker | tuple[AnyTracker, ...] = TensorboardConfig()
     """Where metrics go besides metrics.jsonl: one tracker or a list."""
+    watch: WatchConfig = WatchConfig()
+    profiler: bool = False
+    """Record a trace of some steps, for TensorBoard's profiler: `tensorboard --logdir` on the run directory shows it
+    with the package tensorboard-plugin-profile."""
+    profiler_start_step: NonNegativeInt = 5
+    """How many steps are done when the trace begins; a few, so that nothing is compiled in it."""
+    profiler_num_steps: PositiveInt = 100
+    """How many steps are traced."""
+    profiler_perfetto_link: bool = False
+    """After the trace, print a link to the Perfetto viewer and wait until it has been opened."""
+    log_jaxprs: bool = True
+    """Write what was traced of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
+    log_xla_hlo: bool = True
+    """Write the compiled program of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
     crash_on_nan: bool = True
     """Stop when the loss or the gradient is NaN. The step is not applied in any case."""
     crash_on_inf: bool = True
@@ -127,6 +133,7 @@ class TrainerConfig(Config):
     """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
     directory."""
     distributed: DistributedConfig = DistributedConfig()
+    ray: RayConfig = RayConfig()
     require_accelerator: bool = False
     """Refuse to run on a CPU."""
     shutdown_at_exit: bool | NonNegativeFloat = False

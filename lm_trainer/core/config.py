@@ -36,6 +36,12 @@ class Config(BaseModel):
     refused_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other frameworks' configurations that are refused here, each with the reason or the replacement."""
 
+    @property
+    def changed_fields(self) -> set[str]:
+        """The keys whose values are not the defaults; unlike `model_fields_set` the same after writing and reading."""
+        fields = type(self).model_fields.items()
+        return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
+
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION_PATTERN = r"^\s*(?=\d)(\d+(\.\d+)?(ms|s|m|h|d)|(\d+d)?(\d+h)?(\d+m)?(\d+(\.\d+)?s)?)\s*$"

@@ -73,7 +73,7 @@ class SetConfig(Config):
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:
-        if "text_key" in self.model_fields_set and (self.format.fields() or getattr(self.format, "text_key", None)):
+        if "text_key" in self.changed_fields and (self.format.fields() or getattr(self.format, "text_key", None)):
             raise ValueError(
                 f"text_key has no effect beside format: {self.format.type}, which names its fields; remove it"
             )
@@ -85,7 +85,7 @@ class SetConfig(Config):
             return self
         if self.id is not None and (self.source or self.train_urls or self.validation_urls):
             raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
-        if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.model_fields_set):
+        if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.changed_fields):
             raise ValueError(f"{', '.join(sorted(unused))} can only be set with id, a data set of the hub")
         takes_urls = bool(self.train_urls) if self.source is None else self.source.takes_urls
         if takes_urls and not self.train_urls:
@@ -104,7 +104,7 @@ class SetConfig(Config):
     def source_config(self) -> SourceConfig | None:
         """The source in use; None = each file by its name."""
         if self.id is not None:
-            keys = {"id", "name", "revision", "stream", "splits"} & self.model_fields_set
+            keys = {"id", "name", "revision", "stream", "splits"} & self.changed_fields
             return HuggingFace(**{key: getattr(self, key) for key in keys})
         return self.source or (None if self.train_urls or self.validation_urls else Embedded())
 
@@ -202,7 +202,7 @@ class DataConfig(SetConfig):
         return self
 
     def _check_sets(self) -> None:
-        if here := sorted((self.model_fields_set & SetConfig.model_fields.keys()) - {"cache_dir"}):
+        if here := sorted((self.changed_fields & SetConfig.model_fields.keys()) - {"cache_dir"}):
             raise ValueError(f"{here[0]} belongs to a single set; with configs, write it below configs.NAME")
         if bad := [name for name in self.configs if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".")]:
             raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-` and `.`")

@@ -56,7 +56,7 @@ class HuggingFace(SourceConfig):
         repository = _look_up(self)
         paths = repository.data_files(self.name, wanted)
         if not paths:
-            if split == "validation" and "splits" not in self.model_fields_set:
+            if split == "validation" and "splits" not in self.changed_fields:
                 return []
             of_name = f" of {self.name!r}" if self.name else ""
             raise UserError(
