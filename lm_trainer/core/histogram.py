@@ -31,8 +31,12 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
     low = jnp.min(x, axis=over, initial=jnp.inf, where=finite)
     high = jnp.max(x, axis=over, initial=-jnp.inf, where=finite)
     edges_GE = jnp.broadcast_to(_edges(low, high), (x.shape[0], BINS + 1))
-    inner = edges_GE[:, 1:-1].reshape(x.shape[0], *(1,) * len(inside), BINS - 1)
-    below = jnp.sum((x[..., None] < inner) & finite[..., None], axis=inside, dtype=jnp.int32)
+
+    def count_below(edge_G: jax.Array) -> jax.Array:
+        return jnp.sum((x < jnp.expand_dims(edge_G, inside)) & finite, axis=inside, dtype=jnp.int32)
+
+    # One pass for each edge: comparing with all edges at once is six times slower on a CPU.
+    below = jax.lax.map(count_below, edges_GE[:, 1:-1].T).T
     total = jnp.sum(finite, axis=inside, dtype=jnp.int32)[:, None]
     counts_GB = jnp.diff(jnp.concatenate([jnp.zeros_like(total), below, total], axis=1), axis=1)
     return counts_GB, edges_GE
