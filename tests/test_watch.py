@@ -14,9 +14,14 @@ import pytest
 from jax.sharding import NamedSharding
 from pydantic import ValidationError
 
+from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.batch import Batch
 from lm_trainer.core.histogram import BINS, histogram
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import MeshShape, build_mesh
+from lm_trainer.models import Gpt2Config
+from lm_trainer.program import build_program
 from lm_trainer.train_state import TrainState
 from lm_trainer.watch import WatchConfig, Watched, Watcher
 
@@ -220,3 +225,28 @@ def test_unusual_values_are_counted_right(x, counted, ends):
     assert (np.diff(edges[0]) > 0).all()
     finite = np.asarray([v for v in x if np.isfinite(v)], np.float32)
     assert counts[0].tolist() == np.histogram(finite, edges[0])[0].tolist()
+
+
+def trained(observed: bool) -> dict[str, bytes]:
+    """The parameters after three steps of a tiny model."""
+    model = Gpt2Config(seq_len=8, hidden_dim=16, num_layers=2, num_heads=2)
+    trainer = TrainerConfig(train_batch_size=2, elastic_shards=1, num_train_steps=3)
+    program = build_program(RunConfig(model=model, trainer=trainer), 31, jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(0, 31, (2, 8)).astype(np.int32)
+    positions, segments = np.tile(np.arange(8, dtype=np.int32), (2, 1)), np.zeros_like(tokens)
+    batch = Batch(tokens, np.roll(tokens, -1, 1), np.ones((2, 8), np.float32), positions, segments)
+    config = WatchConfig(watch_targets=("grads", "updates"), interval=1)
+    watcher = Watcher(config, program.placement, program.model.axes) if observed else None
+    program.step.compile(batch)
+    state = program.init()
+    for _ in range(3):
+        state, metrics = program.step(state, program.step.put(batch), 0.01, watcher)
+        if watcher is not None:
+            (seen,) = watcher.report()
+            assert seen.scalars["grads/norm/total"] == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
+    return {name: np.asarray(x).tobytes() for name, x in state.params.items()}
+
+
+@pytest.mark.slow
+def test_watching_changes_no_bit_of_what_is_trained():
+    assert trained(observed=True) == trained(observed=False)
