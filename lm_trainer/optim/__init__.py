@@ -21,6 +21,7 @@ from lm_trainer.optim.params import Param, Params
 from lm_trainer.optim.rmsprop import RmsPropConfig
 from lm_trainer.optim.schedule_free import ScheduleFreeConfig
 from lm_trainer.optim.scion import ScionConfig
+from lm_trainer.optim.soap import SoapConfig
 from lm_trainer.optim.sophia import SophiaGConfig, SophiaHConfig
 
 AnyOptimizer = Annotated[
@@ -36,6 +37,7 @@ AnyOptimizer = Annotated[
     | RmsPropConfig
     | ScheduleFreeConfig
     | ScionConfig
+    | SoapConfig
     | SophiaGConfig
     | SophiaHConfig,
     Field(discriminator="type"),
@@ -59,6 +61,7 @@ __all__ = [
     "RmsPropConfig",
     "ScheduleFreeConfig",
     "ScionConfig",
+    "SoapConfig",
     "SophiaGConfig",
     "SophiaHConfig",
     "decays_by_default",
