@@ -17,6 +17,7 @@ def show(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     origin: Annotated[bool, typer.Option("--origin", help="Say of each value where it comes from.")] = False,
+    decays: Annotated[bool, typer.Option("--decays", help="List instead which parameters decay.")] = False,
 ) -> None:
     """Print the whole configuration, with includes, settings and defaults resolved.
 
@@ -25,13 +26,23 @@ def show(
     from lm_trainer.config.render import to_yaml
 
     loaded = load_run(ctx, config, overrides)
+    if decays:
+        from lm_trainer.parameters import weight_decay
+
+        for name, decaying in weight_decay(loaded).items():
+            typer.echo(f"{'decays' if decaying else '-':8}{name}")
+        return
     typer.echo(to_yaml(loaded.config, loaded.origin if origin else None), nl=False)
 
 
 @app.command(context_settings=OVERRIDES)
 def check(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Check a configuration; exits with 2 and all problems, each with its position, if there are any."""
-    load_run(ctx, config, overrides)
+    loaded = load_run(ctx, config, overrides)
+    if loaded.config.optimizer.weight_decay_modules:
+        from lm_trainer.parameters import weight_decay
+
+        weight_decay(loaded)
     typer.echo(f"{config}: ok")
 
 

@@ -49,8 +49,9 @@ class OptimizerConfig(Config):
     weight_decay_modules: str | tuple[str, ...] | None = None
     """Which parameters decay: a regular expression that matches a dotted name from its start, such as
     `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. `attn`, `token_embeddings`, `position_embeddings` and
-    `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`. A pattern that matches no
-    parameter is an error."""
+    `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after what
+    is a weight without saying so. `lmt config show --decays` lists what is found. A pattern that matches no parameter
+    is an error."""
     default_weight_decay_mask: bool | None = None
     """Whether matrices and heads decay, but no biases, norms and embedding tables. null: if no weight_decay_modules
     are set; true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything

@@ -21,6 +21,8 @@ ALIASES: Mapping[str, str] = {
 }
 """Parts of parameter names -> how other frameworks' configurations write them; patterns may use either."""
 
+_KINDS = ("weight", "bias", "scale")
+
 
 def decays_by_default(param: Param) -> bool:
     """Whether a parameter decays: matrices and heads do; biases, norms, embedding and position tables do not."""
@@ -28,10 +30,14 @@ def decays_by_default(param: Param) -> bool:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The names under which patterns find a parameter: its own, and that with every part replaced by its alias."""
+    """The names under which patterns find a parameter: its own, and that with every part replaced by its alias and
+    `.weight` at the end of what does not say its kind, such as a table.
+    """
     alias = name
     for ours, theirs in ALIASES.items():
         alias = re.sub(rf"(?<![^.]){re.escape(ours)}(?![^.])", theirs, alias)
+    if alias.rsplit(".", 1)[-1] not in _KINDS:
+        alias += ".weight"
     return (name,) if alias == name else (name, alias)
 
 

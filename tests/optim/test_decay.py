@@ -80,7 +80,10 @@ def test_what_is_no_regular_expression_is_refused() -> None:
     ("name", "alias"),
     [
         ("stack.blocks.0.attention.q.weight", "stack.blocks.0.attn.q.weight"),
-        ("embed.tokens", "token_embeddings"),
+        ("embed.tokens", "token_embeddings.weight"),
+        ("blocks.0.mlp.up", "blocks.0.mlp.up.weight"),
+        ("head", "lm_head.weight"),
+        ("blocks.0.norm.scale", None),
         ("head.weight", "lm_head.weight"),
         ("stack.blocks.0.attention_norm.scale", None),
         ("heads.weight", None),
