@@ -13,11 +13,12 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 from lm_trainer.core.config import Config
 from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.mixture import shares
-from lm_trainer.data.shuffle import AnyShuffle, FullShuffle, NoShuffle, ShuffleConfig
+from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
+from lm_trainer.data.tokenizer.fast import Backend
 
 
 def _as_list(value: Any) -> Any:
@@ -135,9 +136,12 @@ class DataConfig(SetConfig):
     tokenizer: str | AnyTokenizer | None = None
     """`bytes`, a directory with a `tokenizer.json`, a Hugging Face name, or a block with a `type`. If absent, a
     byte-level BPE of 4096 tokens is trained on the training text."""
-    shuffle: bool | AnyShuffle = True
-    """The order of training: `true` draws all windows at random, anew in every epoch, `false` in their order; or a
-    block with a `type`."""
+    tokenizer_backend: Backend = "auto"
+    """What runs the tokenizer: the package `tokenizers`, or `fastokens`, which is several times as fast. `auto` takes
+    `fastokens` for a new cache where it is installed and gives the same ids for a sample of every source."""
+    shuffle: bool | PositiveInt | AnyShuffle = True
+    """The order of training: `true` draws all rows at random, anew in every epoch, `false` in their order; a number
+    draws at random within eras of so many rows, one era after the other; or a block with a `type`."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """What to do with a row that is no text, such as broken UTF-8 or JSON: stop, or leave it out and count it."""
     max_bad_rows: float = Field(default=0.01, ge=0, le=1)
@@ -238,6 +242,8 @@ class DataConfig(SetConfig):
     def shuffle_config(self) -> ShuffleConfig:
         if isinstance(self.shuffle, bool):
             return FullShuffle() if self.shuffle else NoShuffle()
+        if isinstance(self.shuffle, int):
+            return EraShuffle(first=self.shuffle, growth=1, largest=self.shuffle)
         return self.shuffle
 
     @property

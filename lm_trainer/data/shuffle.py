@@ -92,7 +92,8 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
     """A permutation of [0, size) chosen by a key, one index at a time.
 
     A Feistel network over the smallest even number of bits that holds `size`, its rounds the finaliser of splitmix64
-    (Steele, Lea and Flood, 2014), walked on until the value is below `size`.
+    (Steele, Lea and Flood, 2014), walked on until the value is below `size`. Below 8 bits, 4 rounds can be told from
+    chance, so there are 8.
 
     Args:
         indices_N: int [N], each in [0, size).
@@ -105,8 +106,16 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
     values_N = np.array(indices_N, dtype=_U)
     sizes, keys = np.asarray(size, _U), np.asarray(key, _U)
     half = np.maximum((_bit_length(sizes - _U(1)) + _U(1)) // _U(2), _U(1))
+    small = half < 4
+    if small.any() and not small.all():
+        result = np.empty(len(values_N), np.int64)
+        keys_N = np.broadcast_to(keys, small.shape)
+        for part in (small, ~small):
+            result[part] = permute(values_N[part], sizes[part], keys_N[part])
+        return result
     mask = (_U(1) << half) - _U(1)
-    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in range(1, _ROUNDS + 1)]
+    rounds = 2 * _ROUNDS if small.any() else _ROUNDS
+    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in range(1, rounds + 1)]
     walking = np.arange(len(values_N))
     while len(walking):
         # All at once as long as none has left, and one number for all where there is one: most calls end so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lm_trainer.data import DataConfig
 from lm_trainer.data.shuffle import EraShuffle, FullShuffle, NoShuffle, ShuffleConfig, permute
 
 ERAS = EraShuffle(first=4, growth=2, largest=16)
@@ -38,7 +39,7 @@ def permute_in_plain_python(index: int, size: int, key: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for number in range(1, 5):
+        for number in range(1, 9 if half < 4 else 5):
             round_key = mix((key + 0x9E3779B97F4A7C15 * number) & word)
             left, right = right, left ^ (mix(right ^ round_key) & mask)
         index = left << half | right
@@ -46,13 +47,19 @@ def permute_in_plain_python(index: int, size: int, key: int) -> int:
             return index
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 1000, 2**33 + 5])
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 1000, 2**33 + 5])
 def test_permute_is_what_its_documentation_says(size: int) -> None:
     """Runs must give the same order for ever, so the numbers themselves are part of the interface."""
     for key in (0, 1, 2**64 - 1, 0x123456789ABCDEF):
         indices = np.unique(np.linspace(0, size - 1, 50).astype(np.int64))
         expected = [permute_in_plain_python(int(index), size, key) for index in indices]
         assert permute(indices, size, key).tolist() == expected
+
+
+def test_sizes_may_differ_from_index_to_index() -> None:
+    sizes, keys = np.array([5, 70, 5, 300, 64]), np.array([1, 2, 3, 4, 5])
+    expected = [permute_in_plain_python(3, size, key) for size, key in zip(sizes.tolist(), keys.tolist(), strict=True)]
+    assert permute(np.full(5, 3), sizes, keys).tolist() == expected
 
 
 def test_permute_looks_random() -> None:
@@ -64,6 +71,43 @@ def test_permute_looks_random() -> None:
     assert counts.max() < 20, "an affine permutation repeats its differences hundreds of times"
     others = permute(np.arange(size), size, 100)
     assert (others == values).sum() < 10
+
+
+def chi_square(counts: np.ndarray) -> float:
+    """The distance from equal counts, in standard deviations of what chance alone makes of it."""
+    counts = counts.reshape(-1)
+    expected, freedom = counts.mean(), counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
+def pair_counts(values: np.ndarray, size: int, bins: int = 24) -> np.ndarray:
+    """How often each pair of neighbours falls into each pair of bins."""
+    cells = values * bins // size
+    return np.bincount(cells[:-1] * bins + cells[1:], minlength=bins * bins)
+
+
+@pytest.mark.parametrize("size", [100_003, 1 << 17, 300_000])
+def test_pairs_are_as_evenly_spread_as_those_of_numpy(size: int) -> None:
+    """Neighbours in the order, and what the lowest bits of an index say about its value."""
+    orders = [permute(np.arange(size), size, key) for key in range(4)]
+    twins = [np.random.default_rng(key).permutation(size) for key in range(4)]
+    for found in (orders, twins):
+        assert max(abs(chi_square(pair_counts(values, size))) for values in found) < 4.5
+        by_low_bits = [np.bincount(np.arange(size) % 16 * 16 + values % 16, minlength=256) for values in found]
+        assert max(abs(chi_square(counts)) for counts in by_low_bits) < 4.5
+    affine = (np.arange(size) * 48_271 + 12_345) % size
+    assert abs(chi_square(pair_counts(affine, size))) > 100, "the measure must be able to fail"
+
+
+def test_each_value_of_a_small_permutation_is_as_likely_anywhere() -> None:
+    """Over many keys, every index of 12 takes every value, and every pair of indices every pair of values."""
+    size, keys = 12, 40_000
+    values = permute(np.tile(np.arange(size), keys), size, np.repeat(np.arange(keys), size)).reshape(keys, size)
+    places = np.stack([np.bincount(values[:, index], minlength=size) for index in range(size)])
+    assert abs(chi_square(places)) < 4.5
+    pairs = np.bincount(values[:, 3] * size + values[:, 4], minlength=size * size).reshape(size, size)
+    assert abs(chi_square(pairs[~np.eye(size, dtype=bool)])) < 4.5
+    assert not np.diag(pairs).any()
 
 
 @pytest.mark.parametrize("shuffle", [FullShuffle(), NoShuffle(), ERAS], ids=lambda shuffle: shuffle.type)
@@ -101,3 +145,13 @@ def test_any_part_of_the_order_is_the_same_alone() -> None:
     draws = np.arange(10**12, 10**12 + 64)
     whole = FullShuffle().locate(draws, 1001, seed=3)
     np.testing.assert_array_equal(whole[20:30], FullShuffle().locate(draws[20:30], 1001, seed=3))
+
+
+def test_a_number_is_a_length_of_eras() -> None:
+    shuffle = DataConfig(shuffle=10).shuffle_config
+    order = shuffle.locate(np.arange(50), 25, seed=1)
+    for start, stop in ((0, 10), (10, 20), (20, 25), (25, 35), (35, 45), (45, 50)):
+        assert sorted(order[start:stop]) == list(range(start % 25, start % 25 + stop - start))
+    assert isinstance(DataConfig(shuffle=True).shuffle_config, FullShuffle)
+    assert isinstance(DataConfig(shuffle=False).shuffle_config, NoShuffle)
+    assert DataConfig.model_validate({"shuffle": 1}).shuffle_config == EraShuffle(first=1, growth=1, largest=1)
