@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.files import write_atomically
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, batch_shards
 
@@ -150,26 +148,3 @@ def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) ->
     return jax.make_array_from_single_device_arrays(
         shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards
     )
-
-
-def write_program(lanes: Lanes, run_dir: Path, name: str, *, jaxpr: bool, hlo: bool) -> dict[str, Path]:
-    """Writes what was compiled, without tracing or compiling anything again.
-
-    Args:
-        lanes: compiled.
-        run_dir: gets `jaxprs/NAME.txt` and `hlo/NAME.txt`.
-        name: such as `microbatch_of_4`.
-        jaxpr: whether to write what JAX traced.
-        hlo: whether to write what XLA made of it.
-
-    Returns:
-        The files, by kind: `jaxprs`, `hlo`.
-    """
-    wanted = {"jaxprs": lanes.jaxpr if jaxpr else None, "hlo": lanes.hlo if hlo else None}
-    files = {}
-    for kind, text in wanted.items():
-        if text is not None:
-            files[kind] = run_dir / kind / f"{name}.txt"
-            files[kind].parent.mkdir(exist_ok=True)
-            write_atomically(files[kind], text())
-    return files

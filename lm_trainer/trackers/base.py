@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -59,7 +60,7 @@ class Tracker(Protocol):
         """A file or directory that belongs to the run and is complete; the same name again is a newer version.
 
         Args:
-            name: such as `config`.
+            name: such as `config`, of letters, digits, `.`, `_` and `-`.
             path: it exists, and may change or go once this returns.
             type: what it is, such as `config`, `environment`, `program` or `profile`.
         """
@@ -138,8 +139,12 @@ class Composite:
         self._each(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
-        """Hands a file or directory of the run to the trackers that keep such; arguments as for `Tracker`."""
-        self._each(lambda tracker: tracker.log_artifact(name, path, type=type))
+        """Hands a file or directory of the run to the trackers that keep such; arguments as for `Tracker`.
+
+        Other characters of the name become `-`.
+        """
+        clean = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+        self._each(lambda tracker: tracker.log_artifact(clean, path, type=type))
 
     def close(self) -> None:
         """Closes every tracker, even where one of them fails; safe to call twice."""

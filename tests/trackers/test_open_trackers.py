@@ -69,6 +69,13 @@ def call_all(trackers: Any, step: int) -> None:
     trackers.log_artifact("f", Path(__file__), type="test")
 
 
+def test_names_of_artifacts_are_those_that_services_take(tmp_path):
+    configs: Any = [Fake(tracker := Recording())]
+    with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log_artifact("my plots/loss (1).png", tmp_path, type="plot")
+    assert tracker.calls[0][1] == ("my-plots-loss--1-.png", tmp_path)
+
+
 @pytest.mark.parametrize("fails_in", CALLS)
 def test_a_tracker_that_raises_is_reported_once_and_switched_off(tmp_path, caplog, fails_in):
     bad, good = Recording((fails_in, "close")), Recording()
