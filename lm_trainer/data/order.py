@@ -14,6 +14,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.shuffle import ShuffleConfig
+from lm_trainer.data.windows import Windows, read_together
 
 
 class Rows(Protocol):
@@ -68,11 +69,15 @@ class TrainOrder:
 
     def read(self, positions_B: np.ndarray) -> Batch:
         """The rows at some positions."""
-        parts = [(here, train.rows.read(train.locate(draws))) for here, train, draws in self._by_set(positions_B)]
+        parts = [(here, train.rows, train.locate(draws)) for here, train, draws in self._by_set(positions_B)]
         if len(parts) == 1:
-            return parts[0][1]
-        batch = Batch(*(np.empty((len(positions_B), *field.shape[1:]), field.dtype) for field in parts[0][1]))
-        for here, part in parts:
+            return parts[0][1].read(parts[0][2])
+        windows = [(here, rows, numbers) for here, rows, numbers in parts if isinstance(rows, Windows)]
+        if len(windows) == len(parts):
+            return read_together(windows)
+        found = [(here, rows.read(numbers)) for here, rows, numbers in parts]
+        batch = Batch(*(np.empty((len(positions_B), *field.shape[1:]), field.dtype) for field in found[0][1]))
+        for here, part in found:
             for whole, field in zip(batch, part, strict=True):
                 np.asarray(whole)[here] = field
         return batch

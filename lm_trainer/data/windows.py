@@ -5,6 +5,7 @@ Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,27 +45,42 @@ def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_i
         seq_len: S.
         eos_id: ends every document of the stream.
     """
-    starts_B = np.asarray(windows_B, np.int64) * seq_len
+    return read_together([(np.arange(len(windows_B)), Windows(stream, seq_len, eos_id), windows_B)])
+
+
+def read_together(parts: Sequence[tuple[np.ndarray, Windows, np.ndarray]]) -> Batch:
+    """One batch of windows of several streams that have the same S and the same EOS.
+
+    Args:
+        parts: (rows of the batch, windows, numbers of the windows that stand in those rows) for each stream.
+    """
+    seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
+    rows = sum(len(here) for here, _, _ in parts)
     # One block for everything: a block of this size is taken from the allocator and given back without its pages being
     # touched anew each time, which would cost several times what filling it does.
-    block = np.empty(len(starts_B) * (4 * seq_len + 1), np.int32)
-    tokens_BT = block[3 * len(starts_B) * seq_len :].reshape(-1, seq_len + 1)
-    _read(stream, starts_B, tokens_BT, fill=eos_id)
-    marks_BT = None
-    if stream.marks is not None:
-        marks_BT = _read(stream.marks, starts_B, np.empty_like(tokens_BT), fill=0)
-    rest = block[: 3 * len(starts_B) * seq_len].reshape(3, -1, seq_len)
-    return make_batch(tokens_BT, np.maximum(len(stream) - starts_B, 0), eos_id, marks_BT, out=rest)
+    block = np.empty(rows * (4 * seq_len + 1), np.int32)
+    tokens_BT = block[3 * rows * seq_len :].reshape(rows, seq_len + 1)
+    marks_BT = None if all(windows.stream.marks is None for _, windows, _ in parts) else np.empty_like(tokens_BT)
+    available_B = np.empty(rows, np.int64)
+    for here, windows, numbers in parts:
+        stream, starts_N = windows.stream, np.asarray(numbers, np.int64) * seq_len
+        available_B[here] = np.maximum(len(stream) - starts_N, 0)
+        _read(stream, starts_N, tokens_BT, here, fill=eos_id)
+        if marks_BT is not None and stream.marks is not None:
+            _read(stream.marks, starts_N, marks_BT, here, fill=0)
+        elif marks_BT is not None:
+            marks_BT[here] = np.where(tokens_BT[here] == eos_id, LEARN | END, LEARN)
+    rest = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
+    return make_batch(tokens_BT, available_B, eos_id, marks_BT, out=rest)
 
 
-def _read(stream: TokenStream, starts_B: np.ndarray, out_BT: np.ndarray, fill: int) -> np.ndarray:
-    """Reads rows from places that may lie beyond the end of the stream."""
-    there_B = starts_B < len(stream)
-    if there_B.all():
-        return stream.read(starts_B, out_BT.shape[1], fill, out=out_BT)
-    out_BT[:] = fill
-    out_BT[there_B] = stream.read(starts_B[there_B], out_BT.shape[1], fill)
-    return out_BT
+def _read(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
+    """Reads runs of T tokens into rows; they may begin and end beyond the end of the stream."""
+    length = out_BT.shape[1]
+    counts_N = np.clip(len(stream) - starts_N, 0, length)
+    out_BT[rows_N[counts_N < length]] = fill
+    there = np.flatnonzero(counts_N)
+    stream.copy(starts_N[there], counts_N[there], out_BT.reshape(-1), rows_N[there] * length)
 
 
 def make_batch(

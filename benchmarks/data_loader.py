@@ -1,0 +1,173 @@
+"""How fast training data is loaded, against a plain loop over a memory map, and what a seek costs.
+
+Every figure is CPU time (user and system, all threads), since wall time depends on what else the machine does. The two
+sides take turns within one process, and medians are reported with the spread of the samples.
+
+    python benchmarks/data_loader.py                     # synthetic tokens in a temporary directory
+    python benchmarks/data_loader.py --json loader.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from lm_trainer.core.steps import BatchSchedule
+from lm_trainer.data.layout import Ledger
+from lm_trainer.data.loader import TrainIterator
+from lm_trainer.data.mixture import Mixture, shares
+from lm_trainer.data.order import TrainOrder, TrainSet
+from lm_trainer.data.packing import PackedRows, best_fit
+from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
+from lm_trainer.data.store import Store
+from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.windows import Windows
+
+EOS, PART, DTYPE = 0, 1 << 22, np.dtype("<u2")
+SEEKS = (0, 10**3, 10**6, 10**9)
+
+
+def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
+    """Parts of random tokens with documents as long as those of web text; their lengths."""
+    rng = np.random.default_rng(0)
+    (directory / "parts").mkdir()
+    names = [f"00000-{part:05d}" for part in range(parts)]
+    lengths = []
+    for name in names:
+        tokens = rng.integers(1, 50_000, PART).astype(DTYPE)
+        ends = np.cumsum(rng.lognormal(6.2, 0.9, PART // 300).astype(np.int64) + 2)
+        ends = np.append(ends[ends < PART - 2], PART) - 1
+        tokens[ends] = EOS
+        lengths.append(np.diff(ends, prepend=-1))
+        tokens.tofile(directory / f"parts/{name}.bin")
+    return Ledger(parts=names, tokens=[PART] * parts), np.concatenate(lengths)
+
+
+def plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
+    """What one writes by hand: rows at random places of memory-mapped files, copied one by one. No documents."""
+    maps = [np.memmap(directory / f"parts/00000-{part:05d}.bin", DTYPE, "r") for part in range(parts)]
+    order = np.random.default_rng(0).permutation(parts * PART // seq_len - 1)
+
+    def run(step: int) -> None:
+        rows = np.empty((batch, seq_len + 1), np.int32)
+        for row in range(batch):
+            part, offset = divmod(int(order[(step * batch + row) % len(order)]) * seq_len, PART)
+            found = maps[part][offset : offset + seq_len + 1]
+            rows[row, : len(found)] = found
+
+    return run
+
+
+def cost(run: Callable[[int], object], steps: range) -> float:
+    """CPU seconds of a step."""
+    started = time.process_time()
+    for step in steps:
+        run(step)
+    return (time.process_time() - started) / len(steps)
+
+
+def cost_of_iterator(order: TrainOrder, batch: int, steps: int) -> float:
+    """CPU seconds of a step through the threads that read ahead; the steps read but not taken are counted in."""
+    ahead = 6
+    iterator = TrainIterator(order, BatchSchedule.constant(batch), range(batch), range(steps + ahead))
+    for _ in range(ahead):
+        next(iterator)
+    found = cost(lambda _: next(iterator), range(steps))
+    iterator.close()
+    return found
+
+
+def summary(seconds: list[float], tokens: int) -> dict[str, float]:
+    rates = sorted(tokens / second / 1e6 for second in seconds)
+    return {"median": statistics.median(rates), "least": rates[0], "most": rates[-1], "samples": len(rates)}
+
+
+def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[str, TrainOrder]:
+    windows = Windows(stream, seq_len, EOS)
+
+    def single(shuffle: ShuffleConfig) -> TrainOrder:
+        return TrainOrder([TrainSet("train", windows, windows.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
+
+    packed = PackedRows(stream, best_fit(lengths, seq_len), seq_len, EOS)
+    sets = [TrainSet(name, windows, windows.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
+    return {
+        "no shuffle": single(NoShuffle()),
+        "full shuffle": single(FullShuffle()),
+        "mixture of three": TrainOrder(sets, Mixture([(0, shares((0.5, 0.3, 0.2)))])),
+        "best-fit packing": TrainOrder(
+            [TrainSet("train", packed, packed.num_rows, FullShuffle(), 0)], Mixture([(0, (1,))])
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--parts", type=int, default=16, help=f"of {PART:,} tokens")
+    parser.add_argument("--steps", type=int, default=40, help="in a sample")
+    parser.add_argument("--samples", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    batch, seq_len, tokens = args.batch, args.seq_len, args.batch * args.seq_len
+
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        ledger, lengths = write_tokens(directory, args.parts)
+        orders = orders_of(TokenStream(Store(name), ledger, DTYPE), lengths, seq_len)
+        plain = plain_loop(directory, args.parts, batch, seq_len)
+        full = orders["full shuffle"]
+        seconds: dict[str, list[float]] = {}
+        seeks: dict[int, list[float]] = {step: [] for step in SEEKS}
+        for _ in range(args.samples):
+            seconds.setdefault("plain loop", []).append(cost(plain, range(args.steps)))
+            for label, order in orders.items():
+                read = order.read
+                found = cost(
+                    lambda step, read=read: read(np.arange(step * batch, (step + 1) * batch)), range(args.steps)
+                )
+                seconds.setdefault(label, []).append(found)
+            seconds.setdefault("full shuffle, iterator", []).append(cost_of_iterator(full, batch, args.steps))
+            for step in SEEKS:
+                first = step * batch
+                seeks[step].append(
+                    cost(lambda i, first=first: full.read(np.arange(first, first + batch) + i), range(20))
+                )
+    result = {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        "batch": batch,
+        "seq_len": seq_len,
+        "million_tokens_per_cpu_second": {label: summary(found, tokens) for label, found in seconds.items()},
+        "cost_over_plain_loop": {
+            label: statistics.median(a / b for a, b in zip(found, seconds["plain loop"], strict=True))
+            for label, found in seconds.items()
+        },
+        "seek_over_step_0": {
+            str(step): statistics.median(a / b for a, b in zip(found, seeks[0], strict=True))
+            for step, found in seeks.items()
+        },
+    }
+    for label, found in result["million_tokens_per_cpu_second"].items():
+        ratio = result["cost_over_plain_loop"][label]
+        print(
+            f"{label:24} {found['median']:6.0f} Mtok per CPU-s ({found['least']:.0f} to {found['most']:.0f}), "
+            f"{ratio:.2f} times the plain loop's cost"
+        )
+    for step, ratio in result["seek_over_step_0"].items():
+        print(f"a batch at step {step:>10}: {ratio:.2f} times the cost of that at step 0")
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
