@@ -119,7 +119,6 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope": rope_from_hf(hf, 1_000_000.0, layers="full_attention"),
         "rope_local_base_freq": local_theta_from_hf(hf, 10_000.0),
-        "attn_logit_softcapping": hf.get("attn_logit_softcapping"),
         "final_logit_softcapping": hf.get("final_logit_softcapping"),
         **_from_hf(hf, 6),
     }
@@ -127,11 +126,14 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_hf(config: "_WindowedGemmaConfig") -> dict[str, Any]:
     return {
-        "attn_logit_softcapping": config.attn_logit_softcapping,
         "final_logit_softcapping": config.final_logit_softcapping,
         "layer_types": layer_types(config.num_layers, config.sliding_window_pattern),
         **shared_to_hf(config),
     }
+
+
+def _gemma2_to_hf(config: "Gemma2Config") -> dict[str, Any]:
+    return {**_to_hf(config), "attn_logit_softcapping": config.attn_logit_softcapping}
 
 
 def _gemma3_to_hf(config: "Gemma3Config") -> dict[str, Any]:
@@ -155,10 +157,8 @@ class _WindowedGemmaConfig(_GemmaConfig):
     """Query heads."""
     num_kv_heads: int = Field(default=4, gt=0)
     """Key and value heads, each for num_heads / num_kv_heads query heads."""
-    query_pre_attn_scalar: float = Field(default=256, gt=0)
+    query_pre_attn_scalar: int = Field(default=256, gt=0)
     """Attention scores are divided by the square root of this."""
-    attn_logit_softcapping: float | None = Field(default=None, gt=0)
-    """Bounds attention scores s to c * tanh(s / c); `null`: no bound."""
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window: int = Field(default=4096, gt=0)
@@ -166,9 +166,9 @@ class _WindowedGemmaConfig(_GemmaConfig):
     sliding_window_pattern: int = Field(default=6, gt=0)
     """Every layer but each n-th has a window."""
 
-    def block(self) -> BlockSpec:
-        """A layer that sees all positions."""
-        scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=self.attn_logit_softcapping)
+    def block(self, softcap: float | None = None) -> BlockSpec:
+        """A layer that sees all positions; `softcap` bounds its scores."""
+        scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=softcap)
         attention = replace(self.attention(), scores=scores)
         return BlockSpec(attention, self.mlp(), pre_norm=self.norm(), post_norm=self.norm())
 
@@ -202,7 +202,7 @@ class Gemma2Config(_WindowedGemmaConfig):
         bare=(HEAD.hf,),
         fixed=_FIXED,
         computed_from_hf=_gemma2_from_hf,
-        computed_to_hf=_to_hf,
+        computed_to_hf=_gemma2_to_hf,
         tied=TIED,
     )
 
@@ -216,7 +216,8 @@ class Gemma2Config(_WindowedGemmaConfig):
     """Every layer but each n-th has a window."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        return self.patterned(vocab_size, self.block(), self.block())
+        block = self.block(self.attn_logit_softcapping)
+        return self.patterned(vocab_size, block, block)
 
 
 class Gemma3Config(_WindowedGemmaConfig):
@@ -232,7 +233,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
         bare=(HEAD.hf,),
-        fixed=_FIXED,
+        fixed={**_FIXED, "attn_logit_softcapping": None},
         computed_from_hf=_gemma3_from_hf,
         computed_to_hf=_gemma3_to_hf,
         tied=TIED,

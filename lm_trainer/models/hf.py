@@ -60,6 +60,8 @@ def config_to_hf(
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
+        # Some families' default is a token of their first vocabulary, which this one may not have.
+        "pad_token_id": None,
     }
 
 

@@ -12,7 +12,13 @@ from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec,
 MLP_RATIO = 4
 """Width of the MLP over that of the model: transformers has no other, whatever `expansion_ratio` says."""
 
-_ATTENTION_ONLY = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False, "alibi": True}
+_ATTENTION_ONLY = {
+    "attn_type": "multihead_attention",
+    "prefix_lm": False,
+    "qk_ln": False,
+    "alibi": True,
+    "alibi_bias_max": 8,
+}
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +34,6 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attn_pdrop": attention.get("attn_pdrop", 0.0),
         "clip_qkv": attention.get("clip_qkv"),
         "softmax_scale": attention.get("softmax_scale"),
-        "alibi_bias_max": attention.get("alibi_bias_max", 8),
     }
 
 
@@ -39,10 +44,10 @@ def _to_hf(config: "MptConfig") -> dict[str, Any]:
             **_ATTENTION_ONLY,
             "model_type": "",
             "attn_impl": "torch",
-            "attn_pdrop": config.attn_pdrop,
+            # transformers takes a whole number as none.
+            "attn_pdrop": config.attn_pdrop or 0,
             "clip_qkv": config.clip_qkv,
             "softmax_scale": config.softmax_scale,
-            "alibi_bias_max": config.alibi_bias_max,
         },
     }
 
@@ -95,8 +100,6 @@ class MptConfig(DecoderConfig):
     sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the variance in LayerNorm."""
-    alibi_bias_max: int = Field(default=8, gt=0)
-    """The slopes with which heads forget distance go down to 2 to the power of minus this."""
     clip_qkv: float | None = Field(default=None, gt=0)
     """Bounds the elements of queries, keys and values; unset: no bound."""
     softmax_scale: float | None = Field(default=None, gt=0)
@@ -122,7 +125,7 @@ class MptConfig(DecoderConfig):
                 head_dim=self.hidden_dim // self.num_heads,
                 bias=False,
                 out_bias=False,
-                positions=AlibiSpec(float(self.alibi_bias_max)),
+                positions=AlibiSpec(),
                 clip=self.clip_qkv,
                 scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
             ),

@@ -90,7 +90,7 @@ _FIELDS = (
 
 
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_from_hf(hf), "head_dim": hf.get("head_dim", 128)}
+    return {**_from_hf(hf), **heads_from_hf(hf, kv_heads=32, head_dim=128)}
 
 
 class Qwen2Config(_QwenConfig):

@@ -136,11 +136,10 @@ def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfFie
 
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
     """The sizes of heads; `kv_heads` and `head_dim` are what transformers takes where the keys are absent."""
-    found = hf.get("num_key_value_heads", kv_heads)
-    return {
-        "num_kv_heads": hf.get("num_attention_heads", 32) if found is None else found,
-        "head_dim": hf.get("head_dim", head_dim),
-    }
+    heads = hf.get("num_attention_heads", 32)
+    found, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
+    usual = size is None or size * heads == hf.get("hidden_size")
+    return {"num_kv_heads": heads if found is None else found, "head_dim": None if usual else size}
 
 
 def shared_to_hf(config: RotaryConfig) -> dict[str, Any]:

@@ -57,7 +57,7 @@ TINY: dict[str, AnyModel] = {
     "llama": LlamaConfig(**{**ROTARY, "num_layers": 3}, rope=Llama3Rope(original_max_position_embeddings=8)),
     "mistral": MistralConfig(**ROTARY, sliding_window=4, head_dim=12),
     "qwen2": Qwen2Config(**ROTARY, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "qwen3": Qwen3Config(**ROTARY, head_dim=12),
+    "qwen3": Qwen3Config(**ROTARY, head_dim=12, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "olmo2": Olmo2Config(**ROTARY),
     "olmo3": Olmo3Config(**ROTARY, sliding_window=4, sliding_window_pattern=2, rope=YarnRope(factor=4.0)),
     "gemma": GemmaConfig(**{**ROTARY, "num_kv_heads": 1}, head_dim=12),

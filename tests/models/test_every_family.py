@@ -22,7 +22,17 @@ from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import SEQ, TINY, VOCAB, change, graphdef, params, positions, tokens
 
-pytestmark = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+EVERY = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+FEATURES = ("gpt2", "llama", "gemma3", "qwen3_moe")
+"""Families that together have every part of the trunk that execution could treat differently."""
+QUICK = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=() if name in FEATURES else pytest.mark.slow)
+        for name, config in TINY.items()
+    ],
+)
+"""All families, those that repeat the parts of others among the slow tests."""
 
 
 def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array:
@@ -40,22 +50,25 @@ def _forward(spec: DecoderSpec) -> Any:
     return jax.jit(lambda p, *args: run(nnx.merge(graph, p), *args))
 
 
-def loss_and_grads(config: AnyModel, *, key: jax.Array | None = None, block: int | None = None) -> Any:
+def training_rows() -> Batch:
     rows = tokens(2, SEQ + 1)
     weights = np.ones((2, SEQ), np.float32)
-    batch = Batch(rows[:, :-1], rows[:, 1:], weights, positions(), np.zeros((2, SEQ), np.int32))
-    graph = graphdef(config)
+    return Batch(rows[:, :-1], rows[:, 1:], weights, positions(), np.zeros((2, SEQ), np.int32))
+
+
+def loss_and_grads(config: AnyModel, *, key: jax.Array | None = None, block: int | None = None) -> Any:
+    batch, graph = training_rows(), graphdef(config)
 
     def loss(p: Any) -> jax.Array:
-        return token_loss(nnx.merge(graph, p), batch, key=key, block_size=block)[0] / weights.sum()
+        return token_loss(nnx.merge(graph, p), batch, key=key, block_size=block)[0] / batch.weights.sum()
 
     return jax.jit(jax.value_and_grad(loss))(params(config))
 
 
-@pytest.fixture(scope="module")
-def plain() -> Any:
-    """Loss and gradients of every family, unrolled and without rematerialisation, computed once."""
-    return {name: loss_and_grads(config) for name, config in TINY.items()}
+@functools.cache
+def plain(name: str) -> Any:
+    """Loss and gradients, unrolled and without rematerialisation."""
+    return loss_and_grads(TINY[name])
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -65,16 +78,19 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(leaf, want[name], rtol=1e-4, atol=2e-6, err_msg=name)
 
 
+@EVERY
 def test_every_family_is_tested(config):
     assert {type(tiny) for tiny in TINY.values()} == set(MODEL_CONFIGS)
     assert TINY[config.type] is config
 
 
+@EVERY
 def test_a_block_chooses_its_family_by_type(config):
     written = config.model_dump(mode="json")
     assert TypeAdapter(AnyModel).validate_python(written) == config
 
 
+@EVERY
 def test_causal_and_inside_segments(config):
     """The gradient of a logit with respect to what it must not see is zero, exactly."""
     graph, weights, row = graphdef(config), params(config), tokens(1)
@@ -95,6 +111,7 @@ def test_causal_and_inside_segments(config):
     assert (influence[allowed] > 0).all()
 
 
+@EVERY
 def test_packed_equals_unpacked(config):
     first, second = tokens(1, 6, seed=1), tokens(1, 9, seed=2)
     packed = np.concatenate([first, second, tokens(1, 1)], axis=1)
@@ -108,6 +125,7 @@ def test_packed_equals_unpacked(config):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@QUICK
 @pytest.mark.parametrize(
     "fields",
     [
@@ -119,16 +137,28 @@ def test_packed_equals_unpacked(config):
     ],
     ids=str,
 )
-def test_execution_changes_no_number(config, fields, plain):
+def test_execution_changes_no_number(config, fields):
     other = change(config, **fields)
     jax.tree.map(np.testing.assert_array_equal, params(other), params(config))
-    assert_close(loss_and_grads(other), plain[config.type])
+    assert_close(loss_and_grads(other), plain(config.type))
 
 
-def test_blockwise_loss_equals_whole(config, plain):
-    assert_close(loss_and_grads(config, block=5), plain[config.type])
+@EVERY
+def test_a_step_against_the_gradient_lowers_the_loss(config):
+    value, grads = plain(config.type)
+    stepped = jax.tree.map(lambda p, g: p - 0.3 * g, params(config), grads)
+    batch, graph = training_rows(), graphdef(config)
+    after = jax.jit(lambda p: token_loss(nnx.merge(graph, p), batch)[0])(stepped) / batch.weights.sum()
+    assert after < value - 0.01
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(grads)), "a parameter without a gradient"
 
 
+@QUICK
+def test_blockwise_loss_equals_whole(config):
+    assert_close(loss_and_grads(config, block=5), plain(config.type))
+
+
+@QUICK
 def test_gradient_checkpointing_keeps_less(config):
     def kept(policy: Any) -> int:
         wide = change(config, gradient_checkpointing=policy, num_layers=6, scan_layers=False)
@@ -143,6 +173,7 @@ def test_gradient_checkpointing_keeps_less(config):
     assert kept("full") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
 
 
+@EVERY
 def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
     rows = tokens(3)
     expected = logits(config, rows, positions(3), np.zeros((3, SEQ), np.int32))
@@ -161,6 +192,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
             np.testing.assert_allclose(found[:, 0], expected[np.arange(3), at], atol=1e-5)
 
 
+@QUICK
 def test_dropout(config):
     fields = [name for name in type(config).model_fields if name.endswith("_pdrop")]
     if not fields:
@@ -185,11 +217,13 @@ def test_dropout(config):
         assert abs(np.mean(others) - exact) < 0.1 * exact, name
 
 
+@EVERY
 def test_parameter_count(config):
     counted = sum(leaf.size for leaf in jax.tree.leaves(params(config)))
     assert parameter_count(config.spec(VOCAB)) == counted
 
 
+@EVERY
 def test_flops_are_those_of_the_compiled_program(config):
     wide = change(config, num_layers=2, hidden_dim=128, seq_len=64, scan_layers=False)
     graph, rows = graphdef(wide), tokens(2, 64)

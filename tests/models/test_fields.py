@@ -1,0 +1,165 @@
+"""Settings of every family: each is noticed, and defaults are those of the models that they name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from lm_trainer.models import (
+    MODEL_CONFIGS,
+    DecoderConfig,
+    Gemma2Config,
+    Gemma3Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+from lm_trainer.models.rope import DefaultRope, Llama3Rope, YarnRope
+from lm_trainer.nn.spec import QkNormSpec, RopeSpec
+from lm_trainer.profile.flops import flops_per_token, parameter_count
+from tests.models.common import TINY, VOCAB, change
+
+OTHER: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "head_dim": 20,
+    "activation_function": "relu",
+    "gradient_checkpointing": "dots",
+    "attn_backend": "auto",
+    "use_flash_attention": True,
+    "flash_attention_block_size": 8,
+    "scan_layers": True,
+    "rope": {"type": "default", "theta": 77.0},
+    "partial_rotary_factor": 0.75,
+    "rotary_pct": 0.5,
+    "sliding_window": 7,
+    "attn_logit_softcapping": 9.0,
+    "final_logit_softcapping": 9.0,
+    "clip_qkv": 9.0,
+    "softmax_scale": 9.0,
+    "num_experts_per_tok": 1,
+    "mlp_only_layers": (1,),
+    "hidden_dim": 64,
+}
+"""A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
+NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint", "tokenizer"}
+
+
+def another(name: str, value: Any) -> Any:
+    if name in OTHER:
+        return OTHER[name]
+    if isinstance(value, bool):
+        return not value
+    return value * 2 if value else 0.25
+
+
+@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
+def test_every_field_matters(config):
+    spec = config.spec(VOCAB)
+    for name in type(config).model_fields.keys() - NOT_IN_THE_SPEC:
+        fields = {name: another(name, getattr(config, name))}
+        if name == "use_sliding_window":
+            fields["sliding_window"] = None
+        assert change(config, **fields).spec(VOCAB) != spec, name
+
+
+@pytest.mark.parametrize("config_class", MODEL_CONFIGS, ids=lambda c: c.__name__)
+def test_every_field_is_described(config_class):
+    assert not [name for name, field in config_class.model_fields.items() if not field.description]
+
+
+def test_defaults_are_llama_2_7b():
+    config = LlamaConfig()
+    assert parameter_count(config.spec(32000)) == 6_738_415_616
+    assert config.scan
+    assert config.remat == "full"
+
+
+@pytest.mark.parametrize(
+    ("config", "vocab_size", "parameters"),
+    [
+        (MistralConfig(), 32000, 7_241_732_096),
+        (
+            LlamaConfig(intermediate_dim=14336, num_kv_heads=8, seq_len=8192, rope=Llama3Rope()),
+            128256,
+            8_030_261_248,
+        ),
+        (Gemma2Config(), 256000, 2_614_341_888),
+        (
+            Qwen3Config(
+                hidden_dim=1024, intermediate_dim=3072, num_layers=28, num_heads=16, num_kv_heads=8,
+                tie_word_embeddings=True,
+            ),
+            151936,
+            596_049_920,
+        ),
+    ],
+    ids=["Mistral 7B", "Llama 3 8B", "Gemma 2 2B", "Qwen3 0.6B"],
+)  # fmt: skip
+def test_published_sizes(config, vocab_size, parameters):
+    assert parameter_count(config.spec(vocab_size)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("config", "seq_len", "vocab_size", "forward"),
+    [
+        (LlamaConfig(), 4096, 32000, 15_374_221_312),
+        (LlamaConfig(intermediate_dim=14336, num_kv_heads=8), 8192, 128256, 19_329_449_984),
+    ],
+    ids=["Llama 2 7B", "Llama 3 8B"],
+)
+def test_published_flops(config, seq_len, vocab_size, forward):
+    """What Levanter computes for the same models."""
+    assert flops_per_token(config.spec(vocab_size), seq_len).forward == forward
+
+
+def windows(config: DecoderConfig) -> list[int | None]:
+    return [block.attention.window for block in config.spec(VOCAB).blocks]
+
+
+def test_layers_with_a_window():
+    tiny: dict[str, Any] = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 4, "num_layers": 7}
+    assert windows(MistralConfig(**tiny, sliding_window=5)) == [5] * 7
+    assert windows(Gemma2Config(**tiny, sliding_window=5)) == [5, None, 5, None, 5, None, 5]
+    assert windows(Gemma3Config(**tiny, sliding_window=5)) == [5, 5, 5, 5, 5, None, 5]
+    assert windows(Olmo3Config(**tiny, sliding_window=5)) == [5, 5, 5, None, 5, 5, 5]
+    late = Qwen2Config(**tiny, use_sliding_window=True, sliding_window=5, max_window_layers=4)
+    assert windows(late) == [None] * 4 + [5] * 3
+    ropes = [
+        block.attention.positions for block in Gemma3Config(**tiny, rope=DefaultRope(factor=8.0)).spec(VOCAB).blocks
+    ]
+    assert ropes[0] == RopeSpec(10_000.0)
+    assert ropes[5] == DefaultRope(factor=8.0).spec()
+
+
+def test_what_llama_can_add():
+    norm = LlamaConfig().norm()
+    spec = LlamaConfig(hybrid_norm=True, use_qk_norm=True, input_embedding_norm=True, num_layers=1).spec(VOCAB)
+    assert spec.blocks[0].pre_norm == spec.blocks[0].post_norm == spec.embedding.norm == spec.final_norm == norm
+    assert spec.blocks[0].attention.qk_norm == QkNormSpec(norm)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (LlamaConfig, {"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not a multiple of num_kv_heads=4"),
+        (LlamaConfig, {"hidden_dim": 100}, "hidden_dim=100 is not a multiple of 2 \\* num_heads=64; set head_dim"),
+        (LlamaConfig, {"head_dim": 5}, "multiple of 2"),
+        (LlamaConfig, {"rope": {"type": "other"}}, "'default', 'linear', 'llama3', 'yarn'"),
+        (Qwen2Config, {"sliding_window": 8}, "sliding_window has no effect without use_sliding_window: true"),
+    ],
+)
+def test_wrong_values_are_refused(config_class, fields, message):
+    with pytest.raises(ValidationError, match=message):
+        config_class(**fields)
+
+
+def test_rope_blocks_agree_with_themselves():
+    with pytest.raises(ValidationError, match=r"low_freq_factor=4.0 must be below"):
+        Llama3Rope(low_freq_factor=4.0)
+    with pytest.raises(ValidationError, match="attention_factor and mscale set the same thing"):
+        YarnRope(attention_factor=1.0, mscale=2.0)
+    assert DefaultRope(type="linear", factor=2.0).spec() == DefaultRope(factor=2.0).spec()

@@ -1,0 +1,248 @@
+"""Every family against transformers on torch, through files: what is read, what is computed, what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.models import MODEL_CONFIGS, DecoderConfig, hf
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.profile.flops import parameter_count
+from tests.models.common import change
+
+WINDOW = 16
+"""A third of the reference input's length."""
+SHARED: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+SCALARS = [{"rms_norm_eps": 0.1}, {"hidden_act": "relu"}, {"rope_parameters": {**PLAIN, "rope_theta": 100.0}}]
+GEMMA_SCALARS = [{"query_pre_attn_scalar": 4}, {"attn_logit_softcapping": 1.0}, {"final_logit_softcapping": 1.0}]
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], list[dict[str, Any]]]] = {
+    "llama": (
+        "Llama",
+        SHARED,
+        [*SCALARS, {"rope_parameters": LINEAR}, {"rope_parameters": LLAMA3}, {"rope_parameters": YARN},
+         {"rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}},
+         {"rope_parameters": {**YARN, "attention_factor": 2.0}}, {"num_key_value_heads": 4},
+         {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 12}],
+    ),
+    "mistral": ("Mistral", {**SHARED, "sliding_window": WINDOW, "head_dim": 12}, [{"sliding_window": 8}, *SCALARS]),
+    "qwen2": (
+        "Qwen2",
+        {**SHARED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+        [{"use_sliding_window": False}, {"max_window_layers": 0}, {"sliding_window": 8}, *SCALARS],
+    ),
+    "qwen3": ("Qwen3", {**SHARED, "head_dim": 12}, SCALARS),
+    "olmo2": ("Olmo2", SHARED, SCALARS),
+    "olmo3": (
+        "Olmo3",
+        {**SHARED, "sliding_window": WINDOW, "num_hidden_layers": 4,
+         "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}},
+        [{"sliding_window": 8}, {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": YARN, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
+    ),
+    "gemma": ("Gemma", {**SHARED, "num_key_value_heads": 1, "head_dim": 12}, SCALARS),
+    "gemma2": (
+        "Gemma2",
+        {**SHARED, "head_dim": 12, "sliding_window": WINDOW},
+        [*GEMMA_SCALARS, {"sliding_window": 8}, {"hidden_activation": "relu"}],
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {**SHARED, "head_dim": 12, "sliding_window": WINDOW, "num_hidden_layers": 7,
+         "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}},
+        [{"query_pre_attn_scalar": 4}, {"final_logit_softcapping": 1.0}, {"sliding_window": 8},
+         {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}},
+         {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**PLAIN, "rope_theta": 100.0}}}],
+    ),
+    "phi3": (
+        "Phi3",
+        {**SHARED, "sliding_window": WINDOW},
+        [{"sliding_window": 8}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}, *SCALARS],
+    ),
+    "gpt_neox": (
+        "GPTNeoX",
+        {key: value for key, value in SHARED.items() if key != "num_key_value_heads"},
+        [{"use_parallel_residual": False}, {"layer_norm_eps": 0.1}, {"hidden_act": "relu"}, {"attention_bias": False},
+         {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}}],
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**SHARED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        [{"num_experts_per_tok": 1}, {"sliding_window": 8}, *SCALARS],
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12},
+        [{"num_experts_per_tok": 1}, {"norm_topk_prob": True}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}],
+    ),
+    "mpt": (
+        "Mpt",
+        {"vocab_size": 67, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64,
+         "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2},
+        [{"layer_norm_epsilon": 0.1}, {"attn_config": {"clip_qkv": 0.5}},
+         {"attn_config": {"softmax_scale": 1.0}}],
+    ),
+}  # fmt: skip
+"""For each family what transformers calls it, a tiny configuration, and changes that each move its logits."""
+
+MODEL_CLASSES = {"Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def build(make_hf_model: Any, name: str, **changes: Any) -> Path:
+    family, config, _ = CHECKPOINTS[name]
+    return make_hf_model(family, model_class=MODEL_CLASSES.get(family), **{**config, **changes})
+
+
+def read(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return raw, load_file(directory / "model.safetensors")
+
+
+def our_logits(config: DecoderConfig, vocab_size: int, tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
+    """Not compiled: the operations of one family serve the others, and a program of each would not."""
+    spec = change(config, scan_layers=False, gradient_checkpointing=False).spec(vocab_size)
+    graph = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
+    params = hf.params_from_hf(config, vocab_size, tensors)
+    positions = jnp.tile(jnp.arange(ids.shape[1], dtype=jnp.int32), (len(ids), 1))
+    return np.asarray(nnx.merge(graph, params)(jnp.asarray(ids, jnp.int32), positions, jnp.zeros_like(positions)))
+
+
+def compare(directory: Path) -> np.ndarray:
+    """The logits of the reference, after ours were found to be equal."""
+    raw, tensors = read(directory)
+    reference = np.load(directory / "reference.npz")
+    config, vocab_size = hf.config_from_hf(raw)
+    found = our_logits(config, vocab_size, tensors, reference["input_ids"])
+    assert np.abs(found - reference["logits"]).max() <= 1e-4
+    return reference["logits"]
+
+
+def test_every_family_is_compared():
+    assert {config.hf.model_type for config in MODEL_CONFIGS} - {"gpt2", "gemma3_text"} == CHECKPOINTS.keys() - {
+        "gemma3"
+    }
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_of_every_setting(make_hf_model, name):
+    """Each change moves the reference and moves us with it, so a setting that were misread would be noticed."""
+    plain = compare(build(make_hf_model, name))
+    for changes in CHECKPOINTS[name][2]:
+        moved = compare(build(make_hf_model, name, **changes))
+        assert np.abs(moved - plain).max() > 1e-3, changes
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_import_and_export_lose_nothing(make_hf_model, name, tmp_path):
+    import torch
+    import transformers
+
+    directory = build(make_hf_model, name)
+    raw, tensors = read(directory)
+    config, vocab_size = hf.config_from_hf(raw)
+    params = hf.params_from_hf(config, vocab_size, tensors)
+    exported = hf.params_to_hf(config, params)
+    assert exported.keys() == tensors.keys()
+    for key, tensor in exported.items():
+        assert tensor.flags.c_contiguous
+        assert tensor.tobytes() == tensors[key].tobytes(), key
+        assert tensor.shape == tensors[key].shape
+    written = hf.config_to_hf(config, vocab_size=vocab_size, eos_id=raw["eos_token_id"], bos_id=raw["bos_token_id"])
+    assert hf.config_from_hf(written) == (config, vocab_size)
+    (tmp_path / "config.json").write_text(json.dumps(written), encoding="utf-8")
+    save_file(exported, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model_class = getattr(transformers, raw["architectures"][0])
+    loaded: Any = model_class.from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    model, info = loaded
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(config.spec(vocab_size))
+    reference = np.load(directory / "reference.npz")
+    with torch.no_grad():
+        logits = model.float().eval()(torch.from_numpy(reference["input_ids"])).logits.numpy()
+    assert np.abs(logits - reference["logits"]).max() <= 1e-6
+
+
+def test_older_spellings_of_rope(make_hf_model):
+    """transformers 4 writes theta and scaling at the top."""
+    for name, changes in {"llama": {"rope_parameters": LLAMA3}, "gemma3": {}, "gpt_neox": {}}.items():
+        raw, _ = read(build(make_hf_model, name, **changes))
+        config, vocab_size = hf.config_from_hf(raw)
+        written = hf.config_to_hf(config, vocab_size=vocab_size, eos_id=2, bos_id=1)
+        del written["rope_parameters"]
+        assert hf.config_from_hf(written) == (config, vocab_size), name
+
+
+def test_a_tied_head_may_be_repeated_but_not_differ(make_hf_model):
+    raw, tensors = read(build(make_hf_model, "llama", tie_word_embeddings=True))
+    config, vocab_size = hf.config_from_hf(raw)
+    repeated = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    expected = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, tensors))
+    assert expected.keys() == tensors.keys()
+    found = hf.params_to_hf(config, hf.params_from_hf(config, vocab_size, repeated))
+    assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        hf.params_from_hf(config, vocab_size, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True with mlp_bias=False is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+        ("llama", {"rope_parameters": {**LINEAR, "odd": 1}}, "odd of rope_type='linear' has no counterpart"),
+        ("llama", {"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "layer_types is not supported"),
+        ("gemma3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is not supported"),
+        ("gemma3", {"attn_logit_softcapping": 9.0}, "attn_logit_softcapping=9.0 is not supported, only None is"),
+        ("gemma2", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False is not supported"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than"),
+    ],
+)
+def test_configurations_without_a_counterpart(make_hf_model, name, fields, message):
+    raw, _ = read(build(make_hf_model, name))
+    with pytest.raises(UserError, match=message):
+        hf.config_from_hf({**raw, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"hybrid_norm": True}, {"use_qk_norm": True}, {"input_embedding_norm": True}, {"use_layer_norm_weight": False}],
+)
+def test_what_the_format_has_no_place_for(make_hf_model, fields):
+    raw, _ = read(build(make_hf_model, "llama"))
+    config, vocab_size = hf.config_from_hf(raw)
+    with pytest.raises(UserError, match=f"no place for {next(iter(fields))}"):
+        hf.config_to_hf(change(config, **fields), vocab_size=vocab_size, eos_id=2, bos_id=1)
