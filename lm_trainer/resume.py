@@ -30,7 +30,7 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     if source is None:
         return tokenizer.vocab_size
     vocab_size, made_for = read_vocabulary(source)
-    if made_for.fingerprint() != tokenizer.fingerprint():
+    if made_for.identity() != tokenizer.identity():
         raise UserError(
             f"trainer.initialize_from: {source} was made for another tokenizer than data.tokenizer; its own is in "
             f"{locate(source)[0] / 'tokenizer'}"

@@ -11,11 +11,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.builder import Build, BuildOptions, BuildProgress, OnProgress
 from lm_trainer.data.cluster import RayConfig
 from lm_trainer.data.config import DataConfig, SetConfig
-from lm_trainer.data.layout import fingerprint, make_manifest
+from lm_trainer.data.layout import MANIFEST, Ledger, fingerprint, make_manifest
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import MISSING, Store
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.data.tokenizer.fast import choose_backend
 from lm_trainer.data.tokenizer.hf import load_pretrained
 
 DEFAULT_CACHE = "cache"
@@ -55,12 +56,22 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
     directory, places = find_caches(config)
     everything = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
     tokenizer = _tokenizer(config, directory, everything, on_progress)
+    missing = [place.shards for place in places.values() if not Ledger.read(Store(place.url)).finished]
+    tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(places))
     options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows, ray=ray)
     builds = {
         name: Build(place.title, Store(place.url), place.shards, tokenizer, options, on_progress, place.config.format)
         for name, place in places.items()
     }
     return CachePlan(directory, tokenizer, builds)
+
+
+def _built_with(places: dict[str, Place]) -> str | None:
+    """The backend of the tokenizer that the first cache was built with; None where there is none yet."""
+    for place in places.values():
+        if (manifest := Store(place.url).read_json(MANIFEST)) is not None:
+            return manifest.get("tokenizer", {}).get("backend")
+    return None
 
 
 def find_caches(config: DataConfig) -> tuple[str, dict[str, Place]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.worker import Job, build_shard
 
-_TICK_SECONDS = 0.2
+_TICK_SECONDS, _CONNECT_SECONDS = 0.2, 10.0
 
 
 class RayConfig(Config):
@@ -80,6 +82,9 @@ def _connect(ray: Any, config: RayConfig) -> None:
         return
     address = config.address or "auto"
     try:
+        # Ray itself tries for minutes, and then ends the process.
+        if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
+            socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
@@ -54,8 +54,12 @@ class Tokenizer(Protocol):
         """Text of the ids, special tokens left out."""
         ...
 
+    def identity(self) -> dict[str, Any]:
+        """JSON that differs between tokenizers: what a model was made for, whatever package runs it."""
+        ...
+
     def fingerprint(self) -> dict[str, Any]:
-        """JSON that differs whenever the ids of some text may differ."""
+        """JSON that differs whenever the ids of some text may differ: identity, backend and version."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -81,7 +85,9 @@ class HfTokenizer:
         UserError: if the content is not a tokenizer, or does not tell which token ends a document.
     """
 
-    backend = "tokenizers"
+    backend: ClassVar[str] = "tokenizers"
+    package: ClassVar[str | None] = "tokenizers"
+    """Whose version decides what the ids are."""
 
     def __init__(
         self,
@@ -134,6 +140,10 @@ class HfTokenizer:
         with_special, plain = self._rust.encode("a"), self._rust.encode("a", add_special_tokens=False)
         first = with_special.ids[0] if with_special.ids else None
         return first if plain.ids and first != plain.ids[0] and first != self._eos_id else None
+
+    def with_backend(self, kind: type[HfTokenizer]) -> HfTokenizer:
+        """The same tokenizer run by another package."""
+        return _rebuild(kind, self._content, self._settings, self._extras, self._origin)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self._content, self._settings, self._extras, self._origin)
@@ -191,15 +201,17 @@ class HfTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         return {
             "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
-            "backend": self.backend,
-            "version": importlib.metadata.version("tokenizers") if self.backend == "tokenizers" else "1",
             "vocab_size": self.vocab_size,
             "eos_id": self.eos_id,
             "bos_id": self.bos_id,
         }
+
+    def fingerprint(self) -> dict[str, Any]:
+        version = importlib.metadata.version(self.package) if self.package else "1"
+        return {**self.identity(), "backend": self.backend, "version": version}
 
     def files(self) -> dict[str, bytes]:
         """The content of every file that `save` writes."""

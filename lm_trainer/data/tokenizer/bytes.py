@@ -25,6 +25,7 @@ class ByteTokenizer(HfTokenizer):
     """Ids are the bytes themselves, and 256 the end of a document."""
 
     backend = "bytes"
+    package = None
 
     def __init__(self, content: str | None = None, settings: Any = None, extras: Any = None, *, origin: str = "bytes"):
         super().__init__(content or CONTENT, settings, extras, origin=origin)

@@ -1,0 +1,81 @@
+"""Building on a Ray cluster gives the bytes of any other way to build."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data import RayConfig
+from lm_trainer.data.cluster import run_on_ray
+from tests.conftest import lmt_environment
+from tests.data.conftest import contents
+
+PROGRAM = """
+import gzip, json, sys
+from pathlib import Path
+from lm_trainer.core.errors import UserError
+from lm_trainer.data import DataConfig, RayConfig
+from lm_trainer.data.builder import Build, BuildOptions
+from lm_trainer.data.store import Store
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.data.conftest import PART_BYTES, one_per_file
+
+def build(directory, urls):
+    shards = one_per_file(DataConfig(train_urls=urls))
+    options = BuildOptions(part_bytes=PART_BYTES, ray=RayConfig(address=address))
+    Build("train", Store(directory), shards, ByteTokenizer(), options).run()
+
+if __name__ == "__main__":
+    import ray
+    corpus, out, address = sys.argv[1], sys.argv[2], None
+    build(f"{out}/started", [f"{corpus}/*.jsonl*"])
+    assert not ray.is_initialized(), "a cluster that a build started ends with it"
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    address = ray.get_runtime_context().gcs_address
+    build(f"{out}/joined", [f"{corpus}/*.jsonl*"])
+    assert ray.is_initialized(), "a cluster that was there stays"
+    Path(f"{out}/z.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x"}).encode() * 5000)[:-20])
+    try:
+        build(f"{out}/broken", [f"{corpus}/a.jsonl", f"{out}/z.jsonl.gz"])
+    except UserError as error:
+        print("refused:", error)
+    ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_gives_the_same_bytes(corpus: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
+    pytest.importorskip("ray")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    settings = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py"), str(corpus), str(tmp_path)],
+        env=lmt_environment(env=settings),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "started") == reference
+    assert contents(tmp_path / "joined") == reference
+    assert "z.jsonl.gz is truncated" in done.stdout, done.stdout
+
+
+def test_a_missing_cluster_is_named() -> None:
+    pytest.importorskip("ray")
+    with pytest.raises(UserError, match=r"there is no Ray cluster at '127\.0\.0\.1:1'.*trainer\.ray\.address"):
+        run_on_ray([], RayConfig(address="127.0.0.1:1"), lambda: None)
+    with pytest.raises(UserError, match=r"there is no Ray cluster at 'auto'.*auto_start_cluster: true"):
+        run_on_ray([], RayConfig(auto_start_cluster=False), lambda: None)
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match="pip install ray"):
+        run_on_ray([], RayConfig(), lambda: None)
