@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import TypeAdapter, ValidationError
 
 from lm_trainer.core.tree import from_named_leaves, named_leaves
-from lm_trainer.optim import AdamConfig, AnyOptimizer, MarsConfig, OptimizerConfig
-from tests.optim.common import FEW, PARAMS, Run, gradients, initial
+from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig
+from tests.optim.common import FEW, PARAMS, Run, gradients
 
 CONFIGS = typing.get_args(typing.get_args(AnyOptimizer)[0])
 every = pytest.mark.parametrize("config", [c() for c in CONFIGS], ids=[c().type for c in CONFIGS])
@@ -87,34 +86,3 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_others_reduce_the_loss(co
 def squares(training: Run) -> float:
     """A loss with the gradient 2 * weights."""
     return sum(float(np.sum(x * x)) for x in training.weights().values())
-
-
-ELEMENTWISE = [c() for c in CONFIGS if c().elementwise] + [MarsConfig(max_grad_norm=None)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", ELEMENTWISE, ids=[c.type for c in ELEMENTWISE])
-def test_an_elementwise_update_has_the_same_bits_cut_over_devices(config: OptimizerConfig) -> None:
-    config = with_fields(config, skip_bad_steps=4)
-    whole, cut = (weights_on(config, devices) for devices in (1, 2))
-    for name, x in whole.items():
-        np.testing.assert_array_equal(x, cut[name], err_msg=name)
-
-
-def weights_on(config: OptimizerConfig, devices: int) -> dict[str, np.ndarray]:
-    """After three steps with parameters that are cut along the embedding."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-    parts = {name: [("data" if axis == "embed" else None) for axis in param.axes] for name, param in FEW.items()}
-    layout = {name: NamedSharding(mesh, PartitionSpec(*part)) for name, part in parts.items()}
-    tx = config.build(FEW)
-
-    def one_step(grads: Any, state: Any, params: Any, step: jax.Array) -> tuple[Any, Any]:
-        scalars = {"learning_rate": 0.01 * (1 + step), "grad_norm": 3.0 + step, "loss": 2.0 - step}
-        updates, state = tx.update(grads, state, params, **scalars)
-        return optax.apply_updates(params, updates), state
-
-    params: Any = jax.device_put(initial(FEW), layout)
-    state, update = jax.jit(tx.init)(params), jax.jit(one_step)
-    for step in range(3):
-        params, state = update(jax.device_put(gradients(step, FEW), layout), state, params, jnp.float32(step))
-    return {name: np.asarray(x) for name, x in params.items()}
