@@ -29,6 +29,7 @@ def train(
     tuned = prepare_process()  # before anything imports jax
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench import dry_run as plan
+    from lm_trainer.core.processes import is_lead
     from lm_trainer.shutdown import shut_down_at_exit
     from lm_trainer.trackers import Progress
     from lm_trainer.train import train as run_training
@@ -42,5 +43,5 @@ def train(
         for change in tuned:
             progress.note(change)
         summary = run_training(run, name=config.stem, progress=progress)
-    for line in summary.lines():
+    for line in summary.lines() if is_lead() else ():
         typer.echo(line)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.processes import gather
 from lm_trainer.lanes import Lanes
 from lm_trainer.microbatch import Devices, MicrobatchPlan
 from lm_trainer.train_state import ModelDef, Params
@@ -64,7 +65,7 @@ class Evaluator:
                     for name, x in self._lanes(i, on_groups[i], rows, np.int32(0), np.int32(j)).items():
                         parts.setdefault(name, []).append(x)
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
-        sums = {name: math.fsum(float(x) for x in values) for name, values in parts.items()}
+        sums = {name: math.fsum(gather(np.asarray(values)).ravel().tolist()) for name, values in sorted(parts.items())}
         weight = sums.pop("weight", 0.0)
         return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
 

@@ -20,6 +20,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.core.processes import is_lead, wait_for_all
 
 
 def run_id(config: RunConfig, config_name: str) -> str:
@@ -39,6 +40,8 @@ def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
 class RunDirectory:
     """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
 
+    Of several processes the first holds and writes it.
+
     Args:
         trainer: says where.
         settings: all that decides the run, with `trainer` as one of its sections.
@@ -56,6 +59,12 @@ class RunDirectory:
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        if is_lead():
+            self._hold()
+        wait_for_all("run directory")
+        return self
+
+    def _hold(self) -> None:
         try:
             for directory in {self.path.absolute(), self.checkpoints}:
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
@@ -64,7 +73,6 @@ class RunDirectory:
         except BaseException:
             self._locks.close()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._locks.close()
@@ -90,8 +98,10 @@ class RunDirectory:
         """Appends the environment and `facts` to env.json.
 
         Returns:
-            The attempt before this one, None for the first.
+            The attempt before this one, None for the first (and in all processes but the first).
         """
+        if not is_lead():
+            return None
         file = self.path / "env.json"
         attempts = json.loads(file.read_text()) if file.exists() else []
         before = attempts[-1] if attempts else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lm_trainer.config.run import RunConfig
+from lm_trainer.core.processes import is_lead
 from lm_trainer.data import open_data
 from lm_trainer.data.builder import BuildProgress
 from lm_trainer.data.pipeline import Data
@@ -125,7 +126,8 @@ class _Setting:
             f"{parameter_count(spec):,} parameters, {data.num_train_tokens:,} training tokens, {plan.count} "
             f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
         )
-        data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
+        if is_lead():
+            data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
         trainer.record(vocab_size=vocab_size)
         state = trainer.initial_state(model_init=trace_model(config, vocab_size), data_fingerprint=data.fingerprint())
         sets = data.validation()

@@ -187,5 +187,10 @@ def copied(params: Params) -> Params:
 
 
 def to_host(params: Params) -> dict[str, np.ndarray]:
-    """Copies whole parameters off the devices; all of them must belong to this process."""
-    return {name: np.asarray(x) for name, x in params.items()}
+    """Copies whole parameters off the devices; of several processes, all must call it."""
+    return {name: np.asarray(x if x.is_fully_addressable else _whole(x)) for name, x in params.items()}
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    mesh: Any = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, PartitionSpec()))(x).addressable_data(0)

@@ -22,6 +22,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import Preempted
 from lm_trainer.core.mesh import AxisRules
 from lm_trainer.core.precision import Policy
+from lm_trainer.core.processes import any_process, is_lead
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.steps import BatchSchedule, TokenSchedule
 from lm_trainer.hooks import HookFn, Hooks, StepInfo
@@ -115,7 +116,7 @@ class Trainer:
         self._directory = RunDirectory(config, settings, config.id or "run")
         self._stack, self._stop = ExitStack(), StopRequest()
         self._facts: dict[str, Any] = {}
-        self._compiled_before = False
+        self._compiled_before = self._stopping = False
         self._program: Program | None = None
         self._tracker: Composite | None = None
         self._recorder: Recorder | None = None
@@ -128,6 +129,8 @@ class Trainer:
             stack.enter_context(self._stop)
             configure_jax(self.config.jax_config, self.config.jax_compilation_cache_dir)
             self.config.distributed.start()
+            if not is_lead():
+                self.progress.close()
             check_devices(self.config)
             stack.enter_context(self._directory)
             store = CheckpointStore(self._directory.checkpoints, self.config.checkpointer)
@@ -354,12 +357,14 @@ class Trainer:
                 return
             info = self._step(state, batch, started)
             state = info.state
+            self._stopping = any_process(bool(self._stop.requested))
             self.run_hooks(info, force=state.step == total)
-            if self._stop.requested and state.step < total:
+            if self._stopping and state.step < total:
                 self.store.wait()
+                signal = self._stop.requested or "another process"
                 raise Preempted(
-                    f"stopped by {self._stop.requested} after step {state.step}; everything is saved, and the same "
-                    f"command goes on from here"
+                    f"stopped by {signal} after step {state.step}; everything is saved, and the same command goes on "
+                    f"from here"
                 )
             yield info
 
@@ -388,6 +393,8 @@ class Trainer:
             type: what kind of thing it is, for trackers that sort by it.
         """
         file = self.run_dir / "artifacts" / name
+        if not is_lead():
+            return file
         file.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(artifact, Path):
             shutil.copyfile(artifact, file)
@@ -432,7 +439,8 @@ class Trainer:
             self.recorder.evaluated(state.step, "/".join(filter(None, (weights, name))), evaluate(params, batches))
 
     def _save_when_due(self, info: StepInfo) -> None:
-        if info.step == self.num_train_steps or self._stop.requested or self.store.due(info.step):
+        last = info.step == self.num_train_steps or self._stopping
+        if last or any_process(self.store.due(info.step)):
             self._save(info.state)
 
     def _save(self, state: TrainState) -> None:

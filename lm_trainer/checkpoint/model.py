@@ -151,7 +151,8 @@ def read_config(directory: Path) -> RunConfig:
     from lm_trainer.config.loader import load
     from lm_trainer.config.run import RunConfig
 
-    return load(directory / "config.yaml", [], RunConfig).config
+    # Without trackers, whose packages need not be installed where the weights are used.
+    return load(directory / "config.yaml", ["trainer.tracker=[]"], RunConfig).config
 
 
 def write_model(

@@ -18,6 +18,7 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import make_writable
+from lm_trainer.core.processes import is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
 _TRASH = ".trash-"
@@ -51,9 +52,11 @@ class CheckpointStore:
         self.directory = directory.absolute()
         self._config = config
         self._saved_at = time.monotonic()
-        make_writable(self.directory, "trainer.checkpointer.base_path")
-        for trash in self.directory.glob(f"{_TRASH}*"):
-            shutil.rmtree(trash, ignore_errors=True)
+        if is_lead():
+            make_writable(self.directory, "trainer.checkpointer.base_path")
+            for trash in self.directory.glob(f"{_TRASH}*"):
+                shutil.rmtree(trash, ignore_errors=True)
+        wait_for_all("checkpoint directory")
         self._orbax = _open(self.directory, cleanup=True)
         self._earlier = set() if config.delete_old_temp_checkpoints else set(self.steps())
 
@@ -130,7 +133,10 @@ class CheckpointStore:
             if not target.exists():
                 break
             target = self.directory / f"{step}{_CORRUPT}.{n}"
-        (self.directory / str(step)).rename(target)
+        wait_for_all("a bad checkpoint is known")
+        if is_lead():
+            (self.directory / str(step)).rename(target)
+        wait_for_all("a bad checkpoint is moved")
         self._orbax.reload()
         return target
 
@@ -140,10 +146,12 @@ class CheckpointStore:
         By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one.
         """
         old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._earlier]
-        for step in old:
+        wait_for_all("old checkpoints are known")
+        for step in old if is_lead() else ():
             trash = self.directory / f"{_TRASH}{step}"
             (self.directory / str(step)).rename(trash)
             shutil.rmtree(trash, ignore_errors=True)
+        wait_for_all("old checkpoints are gone")
         if old:
             self._orbax.reload()
 

@@ -77,8 +77,8 @@ class TrainerConfig(Config):
 
     log_dir: str = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
-    tracker: AnyTracker | tuple[AnyTracker, ...] = TensorboardConfig()
-    """Where metrics go besides metrics.jsonl: one tracker or a list."""
+    tracker: AnyTracker | tuple[AnyTracker, ...] = (TensorboardConfig(),)
+    """Where metrics go besides metrics.jsonl: one tracker or a list. A block without `type` is one of wandb."""
     watch: WatchConfig = WatchConfig()
     profiler: bool = False
     """Record a trace of some steps, for TensorBoard's profiler: `tensorboard --logdir` on the run directory shows it
@@ -134,8 +134,8 @@ class TrainerConfig(Config):
     directory."""
     distributed: DistributedConfig = DistributedConfig()
     ray: RayConfig = RayConfig()
-    require_accelerator: bool = False
-    """Refuse to run on a CPU."""
+    require_accelerator: bool | None = None
+    """Refuse to run on a CPU; null: no."""
     shutdown_at_exit: bool | NonNegativeFloat = False
     """Shut the machine down when the command ends, however it ends: `true`, or after so many seconds. For rented
     machines that cost while they are idle."""

@@ -1,0 +1,228 @@
+"""Configurations written for Levanter validate here as they stand, and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from lm_trainer.checkpoint.policy import is_permanent
+from lm_trainer.config.loader import load
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.errors import ConfigError
+from lm_trainer.optim import AnyOptimizer
+from lm_trainer.optim.averaging import EmaConfig, EmaDecaySqrtConfig
+from lm_trainer.trackers import TensorboardConfig, WandbConfig
+from tests.config.reference_examples import EXAMPLES, INCLUDED
+from tests.conftest import RunLmt
+from tests.train.conftest import merged
+
+Written = Callable[[str], Path]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    """Writes an example to a file, beside the one that it may include."""
+
+    def write(name: str) -> Path:
+        (tmp_path / "data.yaml").write_text(INCLUDED)
+        (tmp_path / "my-run.yaml").write_text(EXAMPLES[name])
+        return tmp_path / "my-run.yaml"
+
+    return write
+
+
+def read(path: Path, *overrides: str) -> RunConfig:
+    return load(path, list(overrides), RunConfig).config
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_validates(name: str, written: Written) -> None:
+    read(written(name))
+
+
+def test_what_an_example_says_is_what_is_read(written: Written) -> None:
+    whole = read(written("a whole run"))
+    assert whole.data.train_urls == ["gs://my_bucket/openwebtext-sharded/openwebtext_train.{1..128}-of-128.jsonl.gz"]
+    assert whole.optimizer.learning_rate == 6e-4
+    assert (whole.trainer.mp.param, whole.trainer.mp.compute) == ("float32", "bfloat16")
+    assert whole.trainer.microbatches().at(0).rows == 4
+    assert read(written("an included file")).data == whole.data
+    assert read(written("the compilation cache")).trainer.jax_config["jax_persistent_cache_min_compile_time_secs"] == 5
+
+    (tracker,) = read(written("a tracker without a type")).trainer.trackers
+    assert isinstance(tracker, WandbConfig)
+    assert (tracker.project, tracker.entity) == ("my-project", "my-entity")
+    both = read(written("several trackers")).trainer.trackers
+    assert [type(tracker) for tracker in both] == [WandbConfig, TensorboardConfig]
+    assert read(written("averaged weights")).trainer.model_averaging == EmaConfig(beta=0.999)
+    late = read(written("the other average")).trainer.model_averaging
+    assert late == EmaDecaySqrtConfig(beta=0.999, switch_step=100_000, decay_steps=100_000)
+
+    keep = read(written("steps to keep")).trainer.checkpointer.keep
+    permanent = [step for step in range(1, 70_001) if is_permanent(step, keep)]
+    expected = [*range(1000, 10_001, 1000), *range(15_000, 40_001, 5000), *range(50_000, 70_001, 10_000)]
+    assert permanent == expected
+
+
+def test_defaults_are_those_of_the_reference(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("{}\n")
+    config = read(tmp_path / "empty.yaml")
+    trainer, optimizer, checkpointer = config.trainer, config.optimizer, config.trainer.checkpointer
+    expected: dict[str, Any] = {
+        "seed": 0,
+        "quantization": None,
+        "model_averaging": None,
+        "log_dir": "logs/",
+        "id": None,
+        "profiler": False,
+        "profiler_start_step": 5,
+        "profiler_num_steps": 100,
+        "profiler_perfetto_link": False,
+        "log_jaxprs": True,
+        "log_xla_hlo": True,
+        "crash_on_nan": True,
+        "crash_on_inf": True,
+        "batch_axis": "batch",
+        "fsdp_axis": "embed",
+        "tensor_parallel_axes": None,
+        "axis_resources": {},
+        "parameter_axis_resources": {},
+        "replica_ici_axis_size": 1,
+        "model_axis_size": 1,
+        "replica_dcn_axis_size": 1,
+        "train_batch_size": 512,
+        "per_device_parallelism": -1,
+        "per_device_eval_parallelism": -1,
+        "allow_nondivisible_batch_size": False,
+        "num_train_steps": 400_000,
+        "steps_per_eval": 1000,
+        "max_eval_batches": None,
+        "load_checkpoint": None,
+        "load_checkpoint_path": None,
+        "initialize_from": None,
+        "allow_partial_checkpoint": False,
+        "jax_compilation_cache_dir": None,
+        "require_accelerator": None,
+        "shutdown_at_exit": False,
+    }
+    assert {name: getattr(trainer, name) for name in expected} == expected
+    assert (trainer.mp.param, trainer.mp.compute) == ("float32", "float32")
+    assert (checkpointer.base_path, checkpointer.save_interval) == ("checkpoints/", timedelta(minutes=15))
+    assert [entry.model_dump() for entry in checkpointer.keep] == [{"every": 10_000, "until": None}]
+    assert (checkpointer.append_run_id_to_base_path, checkpointer.delete_old_temp_checkpoints) == (True, True)
+    assert trainer.distributed.model_dump() == {
+        "coordinator_address": None,
+        "num_processes": None,
+        "process_id": None,
+        "local_device_ids": None,
+        "initialize_jax_distributed": True,
+    }
+    assert trainer.ray.model_dump() == {"address": None, "start_workers": True, "auto_start_cluster": True}
+    adam: dict[str, Any] = {
+        "type": "adam",
+        "learning_rate": 6e-4,
+        "weight_decay": 0.1,
+        "min_lr_ratio": 0.1,
+        "warmup": 0.01,
+        "decay": None,
+        "rewarmup": 0.0,
+        "cycle_length": None,
+        "cycles": None,
+        "lr_schedule": "cosine",
+        "weight_decay_modules": None,
+        "default_weight_decay_mask": None,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-8,
+        "max_grad_norm": 1.0,
+        "nesterov": False,
+        "update_rms_clipping": None,
+        "clip_update_norm": None,
+        "skip_bad_steps": False,
+        "adamc_weight_decay": False,
+    }
+    assert {name: getattr(optimizer, name) for name in adam} == adam
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "instead"),
+    [
+        ("trainer: {per_device_train_parallelism: 4}", "per_device_train_parallelism", "per_device_parallelism"),
+        ("trainer: {wandb: {project: x}}", "wandb", "tracker"),
+        ("optimizer: {cooldown: 0.1}", "cooldown", "decay"),
+        ("optimizer: {haps: [10]}", "haps", "cycles"),
+        ("optimizer: {warmup_ratio: 0.1}", "warmup_ratio", "warmup"),
+    ],
+)
+def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str, instead: str, tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(text + "\n")
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path / "old.yaml")
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{tmp_path / 'old.yaml'}:1:")
+    assert f"{key}: " in problem
+    assert f"`{instead}`" in problem
+
+
+SMALL = {
+    "data": {"tokenizer": "bytes", "num_workers": 0},
+    "model": {"seq_len": 32, "hidden_dim": 24, "num_layers": 2, "num_heads": 2, "scan_layers": True},
+    "trainer": {
+        "id": "run",
+        "num_train_steps": 3,
+        "train_batch_size": 8,
+        "max_eval_batches": 1,
+        "sample_tokens": 0,
+        "jax_compilation_cache_dir": "compiled",
+    },
+}
+
+
+def small(example: str) -> dict[str, Any]:
+    """The example on the text that Python carries, with a model and a number of steps for a test."""
+    content = yaml.safe_load(example.replace("!include ", ""))
+    content.pop("data", None)
+    if content.get("model", {}).get("type") == "llama":
+        content["model"] |= {"intermediate_dim": 48, "num_kv_heads": 2}
+    if "cycles" in content.get("optimizer", {}):
+        content["optimizer"]["cycles"] = [1, 2]
+        content["optimizer"]["warmup"] = 0
+    return merged(content, SMALL)
+
+
+def finishes(path: Path, run_lmt: RunLmt) -> None:
+    done = run_lmt("train", path, env={"WANDB_MODE": "offline"})
+    assert done.returncode == 0, done.stderr
+    assert "done: step 3" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["a whole run"])
+def test_it_trains(name: str, tmp_path: Path, run_lmt: RunLmt) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(EXAMPLES[name])))
+    finishes(path, run_lmt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "a whole run"])
+def test_it_trains_too(name: str, tmp_path: Path, run_lmt: RunLmt) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(EXAMPLES[name])))
+    finishes(path, run_lmt)
+
+
+def _optimizer_types() -> list[str]:
+    return [member.model_fields["type"].default for member in get_args(get_args(AnyOptimizer)[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", _optimizer_types())
+def test_every_optimizer_trains(kind: str, tmp_path: Path, run_lmt: RunLmt) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(merged(small("{}"), {"optimizer": {"type": kind}})))
+    finishes(path, run_lmt)
