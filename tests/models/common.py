@@ -67,9 +67,14 @@ TINY: dict[str, AnyModel] = {
     "gpt_neox": GptNeoxConfig(**SMALL, intermediate_dim=48),
     "mixtral": MixtralConfig(**ROTARY, n_routed_experts=3),
     "qwen3_moe": Qwen3MoeConfig(
-        **ROTARY, head_dim=12, moe_intermediate_dim=20, n_routed_experts=4, num_experts_per_tok=2, mlp_only_layers=(0,)
+        **{**ROTARY, "num_layers": 3},
+        head_dim=12,
+        moe_intermediate_dim=20,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=(0,),
     ),
-    "mpt": MptConfig(**{**SMALL, "num_heads": 2}, clip_qkv=0.5),
+    "mpt": MptConfig(**SMALL, clip_qkv=0.5),
 }
 
 

@@ -24,6 +24,7 @@ from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import TINY, VOCAB, change
 
 OTHER: dict[str, Any] = {
+    "num_heads": 2,
     "num_kv_heads": 4,
     "head_dim": 20,
     "activation_function": "relu",

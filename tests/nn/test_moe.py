@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm_trainer.nn.moe import Moe
+from lm_trainer.nn.spec import MoeSpec
+from tests.nn.common import make_init
+
+D, F, E, K = 8, 12, 4, 2
+SPEC = MoeSpec(F, E, K, balance_coef=0.5, z_coef=0.25)
+X = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float32)
+EVERY = np.ones((2, 7), bool)
+
+
+def build(spec: MoeSpec = SPEC) -> Moe:
+    return Moe(spec, D, init=make_init(0.5))
+
+
+def router(moe: Moe) -> np.ndarray:
+    return X.reshape(-1, D).astype(np.float64) @ np.asarray(moe.router[...], np.float64)
+
+
+def brute_force(moe: Moe, *, renormalize: bool) -> np.ndarray:
+    """Token by token, expert by expert, in float64."""
+    gate, up, down = (np.asarray(w[...], np.float64) for w in (moe.gate, moe.up, moe.down))
+    out = np.zeros((X.shape[0] * X.shape[1], D))
+    for token, (x, logits) in enumerate(zip(X.reshape(-1, D), router(moe), strict=True)):
+        probs = np.exp(logits) / np.exp(logits).sum()
+        chosen = np.argsort(-probs)[:K]
+        total = probs[chosen].sum() if renormalize else 1.0
+        for e in chosen:
+            g = x @ gate[e]
+            out[token] += probs[e] / total * ((g / (1 + np.exp(-g)) * (x @ up[e])) @ down[e])
+    return out.reshape(X.shape)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_every_token_gets_its_experts(renormalize):
+    moe = build(MoeSpec(F, E, K, renormalize=renormalize))
+    found, _ = moe(jnp.asarray(X), jnp.asarray(EVERY))
+    np.testing.assert_allclose(found, brute_force(moe, renormalize=renormalize), atol=1e-4)
+
+
+def test_nothing_is_dropped_when_all_choose_the_same():
+    moe = build()
+    moe.router[...] = jnp.zeros((D, E)).at[:, 1].set(1e-6)
+    x = jnp.ones((1, 9, D)) + jnp.arange(9.0)[None, :, None] / 10
+    whole, stats = moe(x, jnp.ones((1, 9), bool))
+    alone = jnp.concatenate([moe(x[:, i : i + 1], jnp.ones((1, 1), bool))[0] for i in range(9)], axis=1)
+    np.testing.assert_allclose(whole, alone, rtol=1e-5)
+    assert stats.overload == pytest.approx(9 * E / K)
+
+
+def test_statistics_and_penalty():
+    moe = build()
+    counted = EVERY.copy()
+    counted[1, 3:] = False
+    _, stats = moe(jnp.asarray(X), jnp.asarray(counted))
+    logits = router(moe)[counted.reshape(-1)]
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.argsort(-probs, axis=-1)[:, :K]
+    load = np.bincount(chosen.reshape(-1), minlength=E) / len(logits)
+    balance = E * np.sum(load * probs.mean(0)) * len(logits)
+    z = np.square(np.log(np.exp(logits).sum(-1))).sum()
+    np.testing.assert_allclose(stats.balance, balance, rtol=1e-5)
+    np.testing.assert_allclose(stats.z, z, rtol=1e-5)
+    np.testing.assert_allclose(stats.overload, load.max() / load.mean() * len(logits), rtol=1e-5)
+    np.testing.assert_allclose(stats.penalty, 0.5 * balance + 0.25 * z, rtol=1e-5)
+
+
+def test_gradients_are_those_of_all_experts_weighted():
+    """Against a computation by every expert, with zero weights for those that were not chosen."""
+    moe = build()
+    params = [moe.router[...], moe.gate[...], moe.up[...], moe.down[...]]
+
+    def found(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        module = build()
+        for variable, value in zip((module.router, module.gate, module.up, module.down), params, strict=True):
+            variable[...] = value
+        return jnp.sum(jnp.sin(module(x, jnp.asarray(EVERY))[0]))
+
+    def dense(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        router, gate, up, down = params
+        probs = jax.nn.softmax(x @ router, axis=-1)
+        weights, chosen = jax.lax.top_k(probs, K)
+        weights = weights / weights.sum(-1, keepdims=True)
+        each = jnp.sum(weights[..., None] * (chosen[..., None] == jnp.arange(E)), axis=-2)
+        h = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
+        return jnp.sum(jnp.sin(jnp.einsum("bsef,efd,bse->bsd", h, down, each)))
+
+    x = jnp.asarray(X)
+    expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(params, x)
+    result = jax.jit(jax.grad(found, argnums=(0, 1)))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), expected, result)
+
+
+def test_the_router_computes_in_float32():
+    moe = build()
+    x = jnp.asarray(X, jnp.bfloat16)
+    found, stats = moe(x, jnp.asarray(EVERY))
+    assert found.dtype == jnp.bfloat16
+    exact = np.asarray(x, np.float64).reshape(-1, D) @ np.asarray(moe.router[...], np.float64)
+    np.testing.assert_allclose(stats.z, np.square(np.log(np.exp(exact).sum(-1))).sum(), rtol=1e-5)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm_trainer.nn.positions import alibi_slopes, rope_frequencies, rotate
+from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+
+X = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
+POSITIONS = np.array([[0, 1, 2, 0, 1], [7, 100, 5000, 3, 90]], np.int32)
+
+
+def test_rotation_of_complex_numbers():
+    angles = POSITIONS[..., None, None] * 100.0 ** (-np.arange(4) / 4)
+    turned = (X[..., :4] + 1j * X[..., 4:]) * np.exp(1j * angles)
+    found = rotate(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
+    np.testing.assert_allclose(found[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
+
+
+def test_products_depend_on_distances_alone():
+    q, k = X[:1, :1], X[1:, :1]
+
+    def product(a: int, b: int) -> np.ndarray:
+        left, right = (rotate(RopeSpec(), jnp.asarray(x), jnp.full((1, 1), at)) for x, at in ((q, a), (k, b)))
+        return np.sum(np.asarray(left) * np.asarray(right), axis=-1)
+
+    np.testing.assert_allclose(product(9, 4), product(105, 100), atol=1e-5)
+    assert np.abs(product(9, 4) - product(9, 5)).max() > 1e-2
+
+
+def test_a_fraction_leaves_the_rest_alone():
+    found = np.asarray(rotate(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
+    np.testing.assert_array_equal(found[..., 4:], X[..., 4:])
+    whole = rotate(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
+    np.testing.assert_array_equal(found[..., :4], whole)
+
+
+def test_scalings():
+    plain, _ = rope_frequencies(RopeSpec(), 64)
+    np.testing.assert_allclose(plain, 10_000.0 ** (-np.arange(32) / 32), rtol=1e-6)
+    np.testing.assert_allclose(rope_frequencies(RopeSpec(scaling=LinearScaling(4.0)), 64)[0], plain / 4, rtol=1e-6)
+    by_length = rope_frequencies(RopeSpec(scaling=WavelengthScaling(8.0, 1.0, 4.0, 1024)), 64)[0]
+    wavelengths = 2 * math.pi / plain
+    np.testing.assert_allclose(by_length[wavelengths > 1024], plain[wavelengths > 1024] / 8, rtol=1e-6)
+    np.testing.assert_allclose(by_length[wavelengths < 256], plain[wavelengths < 256], rtol=1e-6)
+    assert (np.diff(by_length) < 0).all()
+    yarn, magnitude = rope_frequencies(RopeSpec(scaling=YarnScaling(8.0, 1024, 32.0, 1.0, 1.2)), 64)
+    turns = 1024 / wavelengths
+    np.testing.assert_allclose(yarn[turns > 40], plain[turns > 40], rtol=1e-6)
+    np.testing.assert_allclose(yarn[turns < 0.8], plain[turns < 0.8] / 8, rtol=1e-6)
+    assert magnitude == 1.2
+
+
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (8, [2.0**-i for i in range(1, 9)]),
+        (4, [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]),
+        (3, [2.0**-4, 2.0**-8, 2.0**-2]),
+    ],
+)
+def test_slopes(heads, slopes):
+    """Those of Press et al. 2022."""
+    np.testing.assert_allclose(alibi_slopes(AlibiSpec(), heads), slopes)
