@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lm_trainer.config.run import RunConfig, config_hash
 from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import ConfigError, UserError
+from lm_trainer.data import DataConfig
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,19 @@ def test_everything_else_is_left(text):
 def test_containers_are_searched():
     value = {"a": ["https://u:p@h", 1.5, None], "b": {"c": ("https://u@h", True)}}
     assert without_credentials(value) == {"a": ["https://***@h", 1.5, None], "b": {"c": ["https://***@h", True]}}
+
+
+def test_errors_for_the_user_show_none():
+    assert str(UserError("cannot read https://u:p@h/x: gone")) == "cannot read https://***@h/x: gone"
+    error = ConfigError(["c.yaml:1:2: a: cannot open s3://k:s@b", "c.yaml:2:2: b: expected text"])
+    assert error.problems == ("c.yaml:1:2: a: cannot open s3://***@b", "c.yaml:2:2: b: expected text")
+    assert str(error) == "\n".join(error.problems)
+
+
+def test_a_run_is_the_same_with_another_password():
+    runs = [
+        RunConfig(data=DataConfig(train_urls=[f"https://{user}@host/{name}"]))
+        for user, name in (("me:old", "x"), ("me:new", "x"), ("me:new", "y"))
+    ]
+    first, second, third = map(config_hash, runs)
+    assert first == second != third
