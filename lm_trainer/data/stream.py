@@ -5,6 +5,7 @@ Shape letters: N reads, T tokens of one read.
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import OrderedDict
 
@@ -15,8 +16,8 @@ from lm_trainer.core.errors import MachineError
 from lm_trainer.data.layout import Ledger, part_key
 from lm_trainer.data.store import Store
 
-MAX_OPEN_PARTS = 256
-"""Each memory-mapped part holds a file descriptor."""
+MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
+"""Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
 
 
 class TokenStream:
@@ -73,9 +74,11 @@ class TokenStream:
         if self._store.local is None:
             self._copy_remote(pieces, out)
             return
-        maps = {part: self._map(part) for part in {part for _, part, _, _ in pieces}}
+        parts = {part for _, part, _, _ in pieces}
+        # Held all at once only where so many may be open.
+        map_of = {part: self._map(part) for part in parts}.__getitem__ if len(parts) <= MAX_OPEN_PARTS else self._map
         for place, part, offset, count in pieces:
-            out[place : place + count] = maps[part][offset : offset + count]
+            out[place : place + count] = map_of(part)[offset : offset + count]
 
     def tail(self, start: int) -> np.ndarray:
         """All tokens from `start` on: int32."""

@@ -114,6 +114,11 @@ def test_stream_names_lost_and_cut_parts(make_build: MakeBuild) -> None:
         stream_of(build).read(np.array([0]), 4)
 
 
+def in_one_piece(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    padded = np.append(tokens, np.full(length, EOS))
+    return np.stack([padded[start : start + length] for start in starts])
+
+
 def test_stream_keeps_few_files_open(
     make_build: MakeBuild, monkeypatch: pytest.MonkeyPatch, tokens: np.ndarray
 ) -> None:
@@ -125,6 +130,11 @@ def test_stream_keeps_few_files_open(
     for start, row in zip(starts, stream.read(starts, 10), strict=True):
         np.testing.assert_array_equal(row, tokens[start : start + 10])
     assert len(stream._maps) == 2
+    everywhere = np.tile(starts, 3)
+    np.testing.assert_array_equal(stream.read(everywhere, 1000, fill=EOS), in_one_piece(tokens, everywhere, 1000))
+    descriptors = Path("/proc/self/fd")
+    if descriptors.exists():
+        assert sum(path.resolve().suffix == ".bin" for path in descriptors.iterdir()) <= 2
 
 
 def test_windows_are_the_stream_cut_into_rows(stream: TokenStream, tokens: np.ndarray) -> None:
