@@ -13,6 +13,7 @@ from lm_trainer.data.cluster import RayConfig
 from lm_trainer.data.config import DataConfig, SetConfig
 from lm_trainer.data.layout import MANIFEST, Ledger, fingerprint, make_manifest
 from lm_trainer.data.sources import Shard
+from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.store import MISSING, Store
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
@@ -46,6 +47,25 @@ class Place:
     shards: list[Shard]
     config: SetConfig
 
+    @property
+    def prebuilt(self) -> bool:
+        return isinstance(self.config.source, PrebuiltCache)
+
+
+class OpenPrebuilt(Build):
+    """Opens a cache that was built elsewhere, and builds nothing."""
+
+    def run(self) -> Ledger:
+        ledger, manifest = Ledger.read(self.store), self.store.read_json(MANIFEST) or {}
+        if not ledger.finished:
+            raise UserError(f"{self.store.url} is not finished; build it where it was begun, with: lmt data build")
+        found, wanted = manifest["tokenizer"], self.tokenizer.identity()
+        wrong = [key for key in wanted if found.get(key) != wanted[key]]
+        if wrong:
+            lines = "\n".join(f"  {key}: the cache has {found.get(key)}, now {wanted[key]}" for key in wrong)
+            raise UserError(f"{self.store.url} was built with another tokenizer than data.tokenizer:\n{lines}")
+        return ledger
+
 
 def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: RayConfig | None = None) -> CachePlan:
     """Lists the sources and loads the tokenizer, or trains it where none was trained yet; tokenises nothing.
@@ -59,16 +79,17 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
     missing = [place.shards for place in places.values() if not Ledger.read(Store(place.url)).finished]
     tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(places))
     options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows, ray=ray)
-    builds = {
-        name: Build(place.title, Store(place.url), place.shards, tokenizer, options, on_progress, place.config.format)
-        for name, place in places.items()
-    }
+    builds: dict[str, Build] = {}
+    for name, place in places.items():
+        kind = OpenPrebuilt if place.prebuilt else Build
+        store, format = Store(place.url), place.config.format
+        builds[name] = kind(place.title, store, place.shards, tokenizer, options, on_progress, format)
     return CachePlan(directory, tokenizer, builds)
 
 
 def _built_with(places: dict[str, Place]) -> str | None:
     """The backend of the tokenizer that the first cache was built with; None where there is none yet."""
-    for place in places.values():
+    for place in (place for place in places.values() if not place.prebuilt):
         if (manifest := Store(place.url).read_json(MANIFEST)) is not None:
             return manifest.get("tokenizer", {}).get("backend")
     return None
@@ -87,6 +108,8 @@ def find_caches(config: DataConfig) -> tuple[str, dict[str, Place]]:
         directory = cache_dir if one is config else one.cache_dir or _set_directory(config, one, name, shards)
         for split in (split for split, found in shards[name].items() if found):
             title = split if one is config else f"{name} {split}"
+            if isinstance(one.source, PrebuiltCache):
+                directory = one.source.path
             places[f"{name}/{split}"] = Place(title, f"{directory}/{split}", shards[name][split], one)
     return cache_dir, places
 
@@ -121,6 +144,11 @@ def _tokenizer(
     config: DataConfig, cache_dir: str, shards: Sequence[Shard], on_progress: OnProgress | None
 ) -> HfTokenizer:
     wanted = config.tokenizer_config
+    if config.tokenizer is None and isinstance(config.source, PrebuiltCache):
+        beside = Store(config.source.path)
+        if beside.local is None:
+            raise UserError(f"data.tokenizer: name the tokenizer that {beside.url} was built with")
+        wanted = Pretrained(name=f"{beside.local}/tokenizer")
     if isinstance(wanted, BytesTokenizer):
         return ByteTokenizer()
     if isinstance(wanted, Pretrained):

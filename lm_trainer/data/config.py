@@ -17,6 +17,7 @@ from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuff
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.hub import HuggingFace
+from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
 from lm_trainer.data.tokenizer.fast import Backend
 
@@ -71,6 +72,14 @@ class SetConfig(Config):
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
     }
+
+    @model_validator(mode="after")
+    def _check_prebuilt(self) -> Self:
+        if isinstance(self.source, PrebuiltCache):
+            for key in ("cache_dir", "format", "text_key"):
+                if key in self.model_fields_set:
+                    raise ValueError(f"{key} has no effect on a cache that is already built; remove it")
+        return self
 
     @model_validator(mode="after")
     def _check_format(self) -> Self:

@@ -271,7 +271,7 @@ class TestConfig:
             ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "train_urls does not fit; remove one"),
             ({"validation_urls": ["a.jsonl"]}, "validation_urls does not fit; name your own"),
             ({"source": {"type": "jsonl"}}, "needs train_urls"),
-            ({"source": {"type": "csv"}}, "'embedded', 'huggingface', 'memory', 'jsonl', 'parquet', 'text'"),
+            ({"source": {"type": "csv"}}, "'embedded', 'huggingface', 'memory', 'jsonl', 'parquet', 'cache', 'text'"),
             ({"source": {"type": "memory", "train": ["a"]}, "train_urls": ["a.txt"]}, "the memory source brings"),
             ({"id": "org/set", "train_urls": ["a.txt"]}, "remove it, or source, train_urls"),
             ({"name": "en", "train_urls": ["a.txt"]}, "name can only be set with id"),

@@ -15,11 +15,12 @@ from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.memory import InMemory
 from lm_trainer.data.sources.parquet import Parquet
+from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
 from lm_trainer.data.sources.urls import expand_braces, suffix
 
 AnySource = Annotated[
-    Embedded | HuggingFace | InMemory | JsonLines | Parquet | TextFiles,
+    Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,
     Field(discriminator="type"),
 ]
 
