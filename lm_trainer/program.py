@@ -22,7 +22,8 @@ from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
 from lm_trainer.evaluate import Evaluator
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
-from lm_trainer.nn.loss import token_loss
+from lm_trainer.nn.loss import token_loss_and_metrics
+from lm_trainer.nn.quantize import quantize
 from lm_trainer.optim import OptimizerConfig, Param
 from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, fresh_state, place_state, state_from_params
 from lm_trainer.train_step import CurvatureFn, LossFn, TrainStep, UpdateRule
@@ -168,7 +169,15 @@ def check_devices(trainer: TrainerConfig) -> None:
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     """The model of a configuration; its initial values follow from the seed."""
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), _INIT)
-    return trace_module(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(key)), config.trainer.mp.param_dtype)
+    quantization = config.trainer.quantization
+
+    def build() -> nnx.Module:
+        model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        if quantization is not None:
+            quantize(model, quantization)
+        return model
+
+    return trace_module(build, config.trainer.mp.param_dtype)
 
 
 def trace_module(
@@ -196,12 +205,11 @@ def next_token_loss(dtype: Any, block_size: int | None = None) -> LossFn:
 
     Args:
         dtype: of the computation.
-        block_size: as for `token_loss`.
+        block_size: as for `token_loss_and_metrics`.
     """
 
     def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
-        total, weight = token_loss(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
-        return total, weight, {}
+        return token_loss_and_metrics(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
 
     return loss
 

@@ -9,10 +9,27 @@ from pydantic import Field
 from lm_trainer.core.config import Config
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import Backend, DecoderSpec, Remat, ScoreSpec
+from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Remat, ScoreSpec
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
+
+
+class CheckpointPolicy(Config):
+    """What the backward pass keeps of each block instead of computing it again; what enters a block is always kept."""
+
+    disable: bool = False
+    """Keeps everything, as `gradient_checkpointing: false` does."""
+    save_block_internals: bool | tuple[Internal, ...] = False
+    """`true`: everything; `false`: nothing; or a list of what is kept: `attention` (what attention returns) and `mlp`
+    (what the MLP returns)."""
+
+    @property
+    def remat(self) -> Remat:
+        """As a policy of the trunk."""
+        if self.disable or self.save_block_internals is True:
+            return "none"
+        return self.save_block_internals or "full"
 
 
 class DecoderConfig(Config):
@@ -27,17 +44,19 @@ class DecoderConfig(Config):
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=12, gt=0)
     """How many blocks the model has."""
-    gradient_checkpointing: bool | Literal["full", "dots", "dots_no_batch"] = True
-    """What the backward pass computes again instead of keeping it: `true` or `full`: everything inside a block
-    (least memory, about a third more computation); `dots`: all but the results of matrix products; `dots_no_batch`:
-    all but the results of matrix products with weights, so attention scores are not kept; `false`: nothing."""
+    gradient_checkpointing: (
+        bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch"] | CheckpointPolicy
+    ) = True
+    """What the backward pass computes again instead of keeping it: `true`, `full` or `recompute`: everything inside a
+    block (least memory, about a third more computation); `dots`: all but the results of matrix products;
+    `dots_no_batch`: all but the results of matrix products with weights, so attention scores are not kept; `false` or
+    `save_all`: nothing; or a block that says what is kept."""
     scan_layers: bool | None = None
     """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. Unset: as
     a loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
     cross_entropy_block_size: int | None = Field(default=None, gt=0)
     """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
-
     attn_backend: Backend | None = None
     """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16; refused where it cannot do what
     the model asks for); `auto`: cudnn where it can, else xla, and the log says which and why. Unset: xla."""
@@ -59,9 +78,10 @@ class DecoderConfig(Config):
     def remat(self) -> Remat:
         """`gradient_checkpointing` as a policy of the trunk."""
         value = self.gradient_checkpointing
-        if isinstance(value, bool):
-            return "full" if value else "none"
-        return value
+        if isinstance(value, CheckpointPolicy):
+            return value.remat
+        names: dict[bool | str, Remat] = {True: "full", "recompute": "full", False: "none", "save_all": "none"}
+        return names.get(value) or value  # pyright: ignore[reportReturnType]
 
     @property
     def scan(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from lm_trainer.nn.attention import Attention, Context
 from lm_trainer.nn.cache import KvCache
@@ -51,7 +52,9 @@ class Block(nnx.Module):
         """
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         a_BSD, cache = self.attention(self.attention_pre_norm(x_BSD), context, layer, key=inner, cache=cache)
+        a_BSD = checkpoint_name(a_BSD, "attention")
         y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
         h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
         m_BSD, stats = self.mlp(h_BSD, context.counted_BS) if isinstance(self.mlp, Moe) else (self.mlp(h_BSD), None)
+        m_BSD = checkpoint_name(m_BSD, "mlp")
         return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache, stats

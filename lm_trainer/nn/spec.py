@@ -13,9 +13,12 @@ from typing import Literal
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation."""
 
-Remat = Literal["none", "full", "dots", "dots_no_batch"]
+Internal = Literal["attention", "mlp"]
+"""What attention and what the MLP returns."""
+
+Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[Internal, ...]
 """What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
-all but the results of those with weights (attention scores are recomputed)."""
+all but the results of those with weights (attention scores are recomputed); all but what is named."""
 
 Backend = Literal["xla", "cudnn", "auto"]
 """What computes attention; `auto` takes the fastest that can do what the spec says."""

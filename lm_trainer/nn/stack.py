@@ -104,8 +104,9 @@ def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key:
 def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none":
         return _apply
+    policy = jax.checkpoint_policies.save_only_these_names(*remat) if isinstance(remat, tuple) else _POLICIES[remat]
     # Inside a loop the compiler cannot merge the recomputation with the original, so it needs no barrier.
-    return jax.checkpoint(_apply, policy=_POLICIES[remat], prevent_cse=not in_loop)
+    return jax.checkpoint(_apply, policy=policy, prevent_cse=not in_loop)
 
 
 def unstack(tree: Any, count: int) -> list[Any]:

@@ -133,6 +133,7 @@ def test_packed_equals_unpacked(config):
         {"gradient_checkpointing": True},
         {"gradient_checkpointing": "dots", "scan_layers": True},
         {"gradient_checkpointing": "dots_no_batch"},
+        {"gradient_checkpointing": {"save_block_internals": ["attention"]}},
         {"flash_attention_block_size": 5},
     ],
     ids=str,
@@ -170,7 +171,10 @@ def test_gradient_checkpointing_keeps_less(config):
         _, backward = jax.eval_shape(lambda p: jax.vjp(loss, p), params(wide))
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    assert kept("full") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
+    assert kept("full") == kept("recompute") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
+    assert kept("save_all") == kept({"disable": True}) == kept({"save_block_internals": True}) == kept(False)
+    names = [kept({"save_block_internals": list(names)}) for names in ((), ("mlp",), ("mlp", "attention"))]
+    assert kept(True) == names[0] < names[1] < names[2] < kept("dots_no_batch")
 
 
 @EVERY
