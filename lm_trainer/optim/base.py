@@ -62,7 +62,8 @@ class OptimizerConfig(Config):
     """Clips the norm of the update by the history of such norms; a milder form of skip_bad_steps. null: no clipping."""
     skip_bad_steps: StrictBool | Annotated[int, Field(strict=True, ge=2)] | SkipStepConfig = False
     """Skips steps whose loss or gradient norm is much larger than in the steps before, or not finite. true: with the
-    defaults; a number: with a history of that many steps."""
+    defaults; a number: with a history of that many steps. The run still stops at what is not finite while
+    trainer.crash_on_nan and trainer.crash_on_inf say so."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The learning rate at the end of the decay, as a part of the peak."""
     warmup: FractionOrSteps = 0.01
