@@ -8,7 +8,10 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
+from tests.data.program import builder_command
 
 
 class TestBadRows:
@@ -197,6 +202,24 @@ class TestFailures:
         monkeypatch.setattr(builder, "run_in_processes", kill_children)
         with pytest.raises(MachineError, match="was killed"):
             make_build(num_workers=2).run()
+
+    def test_a_builder_that_dies_while_another_run_waits_is_replaced(
+        self, make_build: MakeBuild, corpus: Path, tmp_path: Path, reference: dict[str, bytes]
+    ) -> None:
+        directory = tmp_path / "cache"
+        builder = subprocess.Popen(builder_command(corpus, directory, delay=0.2), env=lmt_environment())
+        deadline = time.monotonic() + 60
+        while not list(directory.glob("parts/*.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        waiting = make_build()
+        killer = threading.Timer(0.5, builder.kill)
+        seen: list[int] = []
+        waiting.on_progress = lambda at: seen.append(at.tokens)
+        killer.start()
+        ledger = waiting.run()
+        assert builder.wait() == -signal.SIGKILL, "it was to be killed while it built"
+        assert seen[0] < ledger.num_tokens, "the progress of the other one is shown"
+        assert contents(directory) == reference
 
 
 @pytest.fixture
