@@ -14,6 +14,7 @@ from lm_trainer.optim.adopt import AdoptConfig
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.cautious import CautiousConfig
 from lm_trainer.optim.decay import decays_by_default
+from lm_trainer.optim.kron import KronConfig
 from lm_trainer.optim.lion import LionConfig
 from lm_trainer.optim.mars import MarsConfig
 from lm_trainer.optim.muon import MuonConfig
@@ -31,6 +32,7 @@ AnyOptimizer = Annotated[
     | AdanConfig
     | AdoptConfig
     | CautiousConfig
+    | KronConfig
     | LionConfig
     | MarsConfig
     | MuonConfig
@@ -52,6 +54,7 @@ __all__ = [
     "AdoptConfig",
     "AnyOptimizer",
     "CautiousConfig",
+    "KronConfig",
     "LionConfig",
     "MarsConfig",
     "MuonConfig",

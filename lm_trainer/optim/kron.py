@@ -1,0 +1,236 @@
+"""PSGD with Kronecker factors: the gradient is whitened by a preconditioner that is learnt on the way.
+
+Shape letters: K blocks of one parameter, I inputs of a block, O its outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.blocks import Blocks, cut, matrix_sizes
+from lm_trainer.optim.clip import clip_update_rms
+from lm_trainer.optim.params import Param, Params
+
+_HIGHEST_RMS = 1.1
+_WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and experts as weights of their own"
+_SEED = 42
+
+
+class KronState(NamedTuple):
+    """What Kron remembers; factors by parameter name, where there are any."""
+
+    count: jax.Array
+    """int32, steps so far; random numbers follow from it."""
+    since_update: jax.Array
+    """int32, steps since the factors were last moved."""
+    mu: Any
+    """The average of gradients."""
+    inputs: dict[str, jax.Array]
+    """Factors of the inputs: upper triangles [K, I, I], or diagonals [K, I]."""
+    outputs: dict[str, jax.Array]
+
+
+class KronConfig(OptimizerConfig):
+    """PSGD Kron (Li 2015, arXiv 1512.04202; Li 2024, arXiv 2402.11858), with momentum before the preconditioner.
+
+    The factors are moved at every step for `update_prob_flat_start` steps, then ever more rarely.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        **OptimizerConfig.refused_keys,
+        "merge_small_dims": _WHOLE_WEIGHTS,
+        "target_merged_dim_size": _WHOLE_WEIGHTS,
+        "min_ndim_triangular": "vectors always have diagonal factors, matrices follow `memory_save_mode`",
+        "mu_dtype": "the momentum has the dtype of the parameters; see `trainer.mp`",
+        "precond_dtype": "factors are float32",
+        **dict.fromkeys(("precond_update_precision", "precond_grads_precision"), "products are float32"),
+        **dict.fromkeys(("lax_map_scanned_layers", "lax_map_batch_size"), "layers are always computed together"),
+        **dict.fromkeys(("params_sharding", "preconditioner_sharding"), "factors lie on every device"),
+    }
+
+    type: Literal["kron"] = "kron"
+    learning_rate: PositiveFloat = 6e-4
+    """The peak learning rate; a third of what suits AdamW is a good start."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the average of gradients."""
+    normalize_grads: bool = False
+    """Divides the gradient of each weight by its norm first."""
+    preconditioner_update_probability: float = Field(default=0.05, gt=0, le=1)
+    """The least frequency at which factors are moved: 0.05 is every 20 steps."""
+    update_prob_flat_start: NonNegativeInt = 500
+    """Steps at the start that all move the factors; then the frequency falls by a factor of e in 1000 steps."""
+    max_size_triangular: PositiveInt = 25000
+    """A larger dimension has a diagonal factor."""
+    memory_save_mode: Literal["one_diag", "all_diag"] | None = None
+    """`one_diag`: the larger dimension of every matrix has a diagonal factor; `all_diag`: both have; null: none."""
+    preconditioner_lr: PositiveFloat = 0.1
+    """How far a step moves the factors."""
+    preconditioner_init_scale: PositiveFloat = 1.0
+    """The preconditioner starts as the identity times the square of this."""
+    partition_grads_into_blocks: bool = True
+    """Cuts dimensions with triangular factors into blocks with factors of their own."""
+    block_size: PositiveInt = 256
+    """The largest size of a block; blocks have the largest size up to it that divides the dimension."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, multiplied by the learning rate."""
+
+    def direction(self, params: Params) -> optax.GradientTransformation:
+        """The preconditioned momentum, no weight's root mean square above 1.1."""
+        triangles = {name: self._triangles(param) for name, param in params.items()}
+        blocks = {name: self._blocks(param, *triangles[name]) for name, param in params.items()}
+        normalize = _normalize(params) if self.normalize_grads else optax.identity()
+
+        def factors(side: int) -> dict[str, jax.Array]:
+            found = {}
+            for name, block in blocks.items():
+                if params[name].role == "vector" and side == 1:
+                    continue
+                size = (block.inputs, block.outputs)[side][1]
+                scale = self.preconditioner_init_scale ** (1.0 if params[name].role == "vector" else 0.5)
+                one = jnp.eye(size) if triangles[name][side] else jnp.ones(size)
+                found[name] = jnp.tile(scale * one, (block.count,) + (1,) * one.ndim)
+            return found
+
+        def init(like: Any) -> KronState:
+            zero = jnp.zeros((), jnp.int32)
+            return KronState(zero, zero, optax.tree.zeros_like(like), factors(0), factors(1))
+
+        def update(grads: Any, state: KronState, _: Any = None) -> tuple[Any, KronState]:
+            count, since = state.count + 1, state.since_update + 1
+            mu = optax.tree.update_moment(grads, state.mu, self.beta1, 1)
+            momentum = optax.tree.bias_correction(mu, self.beta1, count)
+            split = {name: blocks[name].split(m) for name, m in momentum.items()}
+            due = since >= 1 / self._frequency(count)
+            inputs, outputs = jax.lax.cond(
+                due, self._moved, lambda _, __, *factors: factors, split, count, state.inputs, state.outputs
+            )
+            whitened = {n: _whitened(inputs.get(n), outputs.get(n), g_KIO) for n, g_KIO in split.items()}
+            updates = {n: blocks[n].join(u_KIO.astype(grads[n].dtype)) for n, u_KIO in whitened.items()}
+            return updates, KronState(count, jnp.where(due, 0, since), mu, inputs, outputs)
+
+        rule = optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+        return optax.chain(normalize, rule, clip_update_rms(_HIGHEST_RMS, params))
+
+    def _frequency(self, count: jax.Array) -> jax.Array:
+        falling = jnp.exp(-0.001 * (count - self.update_prob_flat_start))
+        return jnp.clip(falling, self.preconditioner_update_probability, 1.0)
+
+    def _triangles(self, param: Param) -> tuple[bool, bool]:
+        """Whether the factors of inputs and outputs are triangular."""
+        if param.role == "vector" or self.memory_save_mode == "all_diag":
+            return False, False
+        _, inputs, outputs = param.matrix_shape
+        fits = (1 < inputs <= self.max_size_triangular, 1 < outputs <= self.max_size_triangular)
+        if self.memory_save_mode == "one_diag":
+            return fits[0] and inputs < outputs, fits[1] and inputs >= outputs
+        return fits
+
+    def _blocks(self, param: Param, inputs: bool, outputs: bool) -> Blocks:
+        most = self.block_size if self.partition_grads_into_blocks else None
+        stacked, i, o = matrix_sizes(param)
+        return Blocks(param.shape, stacked, cut(i, most) if inputs else (1, i), cut(o, most) if outputs else (1, o))
+
+    def _moved(
+        self,
+        momentum: dict[str, jax.Array],
+        count: jax.Array,
+        inputs: dict[str, jax.Array],
+        outputs: dict[str, jax.Array],
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The factors after one step towards a preconditioner that whitens the momentum."""
+        key = jax.random.fold_in(jax.random.key(_SEED), count)
+        new_inputs, new_outputs = {}, {}
+        for i, (name, g_KIO) in enumerate(sorted(momentum.items())):
+            g_KIO = g_KIO.astype(inputs[name].dtype)
+            v_KIO = jax.random.normal(jax.random.fold_in(key, i), g_KIO.shape, g_KIO.dtype)
+            damping = jnp.sqrt(jnp.finfo(jnp.float32).eps) * jnp.mean(jnp.abs(g_KIO), axis=(1, 2), keepdims=True)
+            pair = _move(inputs[name], outputs.get(name), g_KIO + damping * v_KIO, v_KIO, self.preconditioner_lr)
+            new_inputs[name] = pair[0]
+            if pair[1] is not None:
+                new_outputs[name] = pair[1]
+        return new_inputs, new_outputs
+
+
+def _normalize(params: Params) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
+        def one(name: str, g: jax.Array) -> jax.Array:
+            axes = tuple(range(params[name].lead, g.ndim))
+            return g / (jnp.sqrt(jnp.sum(jnp.square(g), axis=axes, keepdims=True)) + 1e-12)
+
+        return {name: one(name, g) for name, g in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
+
+
+def _product(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
+    """Q X for a factor of the inputs."""
+    if q is None:
+        return x_KIO
+    return q[..., None] * x_KIO if q.ndim == 2 else jnp.matmul(q, x_KIO, precision="highest")
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _whitened(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array) -> jax.Array:
+    """Q_in^T Q_in G Q_out^T Q_out."""
+    for q in (q_in, q_out):
+        half = _product(q, g_KIO)
+        back = q if q is None or q.ndim == 2 else _transposed(q)
+        g_KIO = _transposed(_product(back, half))
+    return g_KIO
+
+
+def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
+    """Q^-T X for a factor of the inputs."""
+    if q is None:
+        return x_KIO
+    if q.ndim == 2:
+        return x_KIO / q[..., None]
+    return jax.lax.linalg.triangular_solve(q, x_KIO, left_side=True, lower=False, transpose_a=True)
+
+
+def _move(
+    q_in: jax.Array, q_out: jax.Array | None, g_KIO: jax.Array, v_KIO: jax.Array, rate: float
+) -> tuple[jax.Array, jax.Array | None]:
+    """One step on E[tr(P G G^T + P^-1 V V^T)] for both factors, in the geometry of their group."""
+    a_KIO = _transposed(_product(q_out, _transposed(_product(q_in, g_KIO))))
+    b_KIO = _transposed(_inverse_transposed(q_out, _transposed(_inverse_transposed(q_in, v_KIO))))
+    new_in = _stepped(q_in, a_KIO, b_KIO, rate)
+    if q_out is None:
+        return new_in, None
+    new_out = _stepped(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
+    # Only the product of the two matters: kept at one size, none of them overflows.
+    sizes = [jnp.max(jnp.abs(q), axis=tuple(range(1, q.ndim)), keepdims=True) for q in (new_in, new_out)]
+    ratio = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
+    return new_in * ratio.reshape(sizes[0].shape), new_out / ratio.reshape(sizes[1].shape)
+
+
+def _stepped(q: jax.Array, a_KIO: jax.Array, b_KIO: jax.Array, rate: float) -> jax.Array:
+    tiny = jnp.finfo(q.dtype).tiny
+    if q.ndim == 2:
+        aa, bb = jnp.sum(a_KIO * a_KIO, axis=-1), jnp.sum(b_KIO * b_KIO, axis=-1)
+        size = jnp.max(jnp.abs(aa + bb), axis=-1, keepdims=True) + tiny
+        return q - rate / size * (aa - bb) * q
+    aa = jnp.matmul(a_KIO, _transposed(a_KIO), precision="highest")
+    bb = jnp.matmul(b_KIO, _transposed(b_KIO), precision="highest")
+    size = jax.vmap(_spectral_norm)(aa + bb)[:, None, None] + tiny
+    return q - rate / size * jnp.matmul(jnp.triu(aa - bb), q, precision="highest")
+
+
+def _spectral_norm(x: jax.Array) -> jax.Array:
+    """A lower bound for a symmetric matrix [N, N], at most a factor of sqrt(2) too low in practice."""
+    largest = jnp.max(jnp.abs(x))
+    scaled = x / jnp.where(largest > 0, largest, 1)
+    column = scaled[:, jnp.argmax(jnp.sum(scaled * scaled, axis=0))]
+    image = jnp.matmul(column, scaled, precision="highest")
+    norm = jnp.linalg.norm(image)
+    return largest * jnp.linalg.norm(jnp.matmul(image / jnp.where(norm > 0, norm, 1), scaled, precision="highest"))
