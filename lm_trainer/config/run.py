@@ -54,7 +54,7 @@ _OPERATIONAL = {
             "shutdown_at_exit",
         }
     ),
-    "data": frozenset({"cache_dir", "num_workers"}),
+    "data": frozenset({"cache_dir", "num_workers", "stream", "tokenizer_backend"}),
 }
 """Keys that may change between two attempts at one run, because no weight depends on them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,10 +68,62 @@ def test_a_cluster_gives_the_same_bytes(corpus: Path, tmp_path: Path, reference:
     assert "z.jsonl.gz is truncated" in done.stdout, done.stdout
 
 
+class FakeRay:
+    """Notes how it is started."""
+
+    def __init__(self, *, running: bool = False):
+        self.running, self.started = running, []
+        self.exceptions = SimpleNamespace(RayTaskError=KeyError, RayError=KeyError)
+
+    def is_initialized(self) -> bool:
+        return self.running
+
+    def init(self, **options: object) -> None:
+        self.started.append(options)
+
+    def remote(self, **_: object):
+        return lambda task: task
+
+    def shutdown(self) -> None:
+        self.started.append("shutdown")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, {"address": "local"}),
+        ({"start_workers": False}, {"address": "local", "num_cpus": 0}),
+        ({"auto_start_cluster": False}, {"address": "auto"}),
+        ({"address": "auto"}, {"address": "auto"}),
+    ],
+)
+def test_what_is_started_is_what_was_asked_for(
+    config: dict[str, object], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    run_on_ray([], RayConfig.model_validate(config), lambda: None)
+    started, ended = fake.started
+    assert {key: started[key] for key in ("address", "num_cpus") if key in started} == expected
+    assert ended == "shutdown"
+    running = FakeRay(running=True)
+    monkeypatch.setitem(sys.modules, "ray", running)
+    run_on_ray([], RayConfig.model_validate(config), lambda: None)
+    assert running.started == [], "a cluster that this process is part of already is used and left alone"
+
+
 def test_a_missing_cluster_is_named() -> None:
     pytest.importorskip("ray")
     with pytest.raises(UserError, match=r"there is no Ray cluster at '127\.0\.0\.1:1'.*trainer\.ray\.address"):
         run_on_ray([], RayConfig(address="127.0.0.1:1"), lambda: None)
+
+
+def test_no_cluster_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(FakeRay):
+        def init(self, **options: object) -> None:
+            raise ConnectionError("could not find any running Ray instance")
+
+    monkeypatch.setitem(sys.modules, "ray", Without())
     with pytest.raises(UserError, match=r"there is no Ray cluster at 'auto'.*auto_start_cluster: true"):
         run_on_ray([], RayConfig(auto_start_cluster=False), lambda: None)
 
