@@ -116,6 +116,8 @@ class OptimizerConfig(Config):
     @field_validator("weight_decay_modules")
     @classmethod
     def _compiles(cls, value: Any) -> Any:
+        if value is not None and (not value or "" in tuple(value)):
+            raise ValueError("names nothing; write a regular expression, a list of parts of names, or null")
         if isinstance(value, str):
             try:
                 re.compile(value)

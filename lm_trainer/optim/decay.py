@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from lm_trainer.core.errors import UserError
@@ -83,7 +84,7 @@ def decay_weights(
         factor = strength if peak is None else strength * (learning_rate / peak)
 
         def decayed(name: str, u: jax.Array) -> jax.Array:
-            return u + params[name] * jax.numpy.asarray(factor, u.dtype) if mask[name] else u
+            return u + params[name] * jnp.asarray(factor, u.dtype) if mask[name] else u
 
         return {name: decayed(name, u) for name, u in updates.items()}, state
 

@@ -71,6 +71,12 @@ def test_a_pattern_that_matches_nothing_names_what_is_near() -> None:
         AdamConfig(weight_decay_modules="zzz").build(PARAMS)
 
 
+@pytest.mark.parametrize("empty", ["", [], ["attn", ""]])
+def test_empty_patterns_are_refused(empty: Any) -> None:
+    with pytest.raises(ValidationError, match="names nothing"):
+        AdamConfig(weight_decay_modules=empty)
+
+
 def test_what_is_no_regular_expression_is_refused() -> None:
     with pytest.raises(ValidationError, match="not a regular expression"):
         AdamConfig(weight_decay_modules="*attn")

@@ -16,6 +16,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.history import History
 from lm_trainer.optim.skip import SkipStepConfig
+from lm_trainer.update import make_update
 from tests.optim.common import FEW, Arrays, Run, gradients
 
 GRADS = gradients(0, FEW)
@@ -114,6 +115,20 @@ def test_the_history_survives_being_saved_by_name() -> None:
     for loss in (3.0, 900.0, 4.0):
         assert_same(training.step(GRADS, loss=loss), fresh.step(GRADS, loss=loss))
     assert fresh.metrics()["optim/skipped_steps"] == training.metrics()["optim/skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("config", [skipping(4), AdamConfig()], ids=["skipping", "plain"])
+def test_the_training_step_keeps_the_count_of_what_is_not_finite(config: AdamConfig) -> None:
+    training = Run(config, FEW, compiled=False)
+    update = make_update(config, training.tx)
+    scalars = {name: jnp.float32(1) for name in ("loss", "weight", "squares", "learning_rate")}
+    params, state, metrics = update(
+        training.params, training.state, GRADS, None, scalars | {"loss": jnp.float32("nan")}
+    )
+    assert_same(params, training.params)
+    assert metrics.get("optim/skipped_steps") == (1 if config.skip_bad_steps else None)
+    inner = (state.inner, training.state.inner) if config.skip_bad_steps else (state, training.state)
+    assert_same(*inner)
 
 
 @pytest.mark.parametrize(
