@@ -65,10 +65,8 @@ class SetConfig(Config):
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
-    tags: list[str] = []
-    """Groups of evaluation sets that this one belongs to; losses are averaged over each group too."""
-
     refused_keys: ClassVar[Mapping[str, str]] = {
+        "tags": "every set of configs is evaluated by itself, under its name; remove the key",
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
     }

@@ -28,8 +28,6 @@ class EvalSet:
     """Documents that end in the set."""
     text_bytes: int
     """UTF-8 bytes of the text, for bits per byte."""
-    tags: tuple[str, ...] = ()
-    """Groups that the set belongs to, over which losses are averaged too."""
     first_window: int = 0
     """Where the set begins in the stream; what comes before is trained on."""
 

@@ -86,10 +86,9 @@ def _evals(
     config: DataConfig, name: str, caches: dict[str, OpenSet], tokenizer: Tokenizer, seq_len: int
 ) -> Iterator[EvalSet]:
     title = name if config.configs else "validation"
-    tags = tuple(config.sets[name].tags)
     if (cache := caches.get(f"{name}/validation")) is not None:
         documents, text_bytes = cache.ledger.num_documents, sum(cache.ledger.text_bytes)
-        yield EvalSet(title, cache.stream, seq_len, tokenizer.eos_id, documents, text_bytes, tags)
+        yield EvalSet(title, cache.stream, seq_len, tokenizer.eos_id, documents, text_bytes)
     held_out = config.of_set(config.num_validation_sequences, name)
     if held_out is not None and (train := caches.get(f"{name}/train")) is not None:
         if cache is not None:
@@ -98,4 +97,4 @@ def _evals(
         tokens = train.stream.tail(first * seq_len)
         text_bytes = len(tokenizer.decode(tokens[tokens != tokenizer.eos_id].tolist()).encode())
         documents = int((tokens == tokenizer.eos_id).sum())
-        yield EvalSet(title, train.stream, seq_len, tokenizer.eos_id, documents, text_bytes, tags, first)
+        yield EvalSet(title, train.stream, seq_len, tokenizer.eos_id, documents, text_bytes, first)
