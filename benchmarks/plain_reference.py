@@ -25,7 +25,7 @@ from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.models import hf
-from lm_trainer.optim import decays_by_default
+from lm_trainer.optim import Param
 from lm_trainer.program import build_program
 from lm_trainer.train_state import to_host
 
@@ -59,7 +59,8 @@ def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torc
     missing = model.load_state_dict({k: torch.tensor(v) for k, v in tensors.items()}, strict=False).missing_keys
     assert missing == ["lm_head.weight"], missing
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "wte" not in n and "wpe" not in n]
-    decaying = sum(np.prod(params[n].shape) for n, axes in program.model.axes.items() if decays_by_default(n, axes))
+    known = {n: Param(n, x.shape, program.model.axes[n]) for n, x in params.items()}
+    decaying = sum(params[n].size for n, decays in config.optimizer.decay_mask(known).items() if decays)
     assert sum(p.numel() for p in matrices) == decaying
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     o = config.optimizer
