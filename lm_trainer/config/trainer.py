@@ -16,13 +16,13 @@ from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
 from lm_trainer.data.cluster import RayConfig
 from lm_trainer.distributed import DistributedConfig
 from lm_trainer.microbatch import MicrobatchPlan
+from lm_trainer.nn.quantize import AnyQuantization
 from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
 from lm_trainer.watch import WatchConfig
 
 Resources = dict[str, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
-_LATER = "not available yet"
 
 
 class TrainerConfig(Config):
@@ -31,10 +31,6 @@ class TrainerConfig(Config):
     refused_keys: ClassVar[Mapping[str, str]] = {
         "per_device_train_parallelism": "renamed; use `per_device_parallelism`",
         "wandb": "deprecated; use `tracker` with `type: wandb`",
-        **dict.fromkeys(
-            ("quantization",),
-            _LATER,
-        ),
     }
 
     seed: NonNegativeInt = 0
@@ -44,6 +40,8 @@ class TrainerConfig(Config):
     configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
     mp: PrecisionPolicy = Policy()
     """Mixed precision: `f32`, `bfloat16`, or parts as in `p=f32,c=bfloat16` (parameters, computation, output)."""
+    quantization: AnyQuantization | None = None
+    """Compute matrix products in 8 bits; null: as `mp` says."""
     determinism: Literal["elastic"] = "elastic"
     """`elastic`: the same bits on any number of devices."""
 

@@ -1,6 +1,6 @@
 """Linear maps, dropout and activations.
 
-Shape letters: I inputs of a linear map, O its outputs, both flattened.
+Shape letters: M rows, I inputs of a linear map, O its outputs, all flattened.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from flax import nnx
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import Activation
 
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+"""`product(x_MI, w_IO)`, in the dtype of `x_MI`."""
+
 
 class Linear(nnx.Module):
     """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs."""
@@ -25,13 +28,14 @@ class Linear(nnx.Module):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
         self.weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
+        self.product: Product = jnp.matmul
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Computes in the dtype of `x`."""
         lead = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = self.weight[...].astype(x.dtype).reshape(math.prod(self.in_shape), -1)
-        y = (x.reshape(-1, w_IO.shape[0]) @ w_IO).reshape(*lead, *self.out_shape)
+        y = self.product(x.reshape(-1, w_IO.shape[0]), w_IO).reshape(*lead, *self.out_shape)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

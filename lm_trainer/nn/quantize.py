@@ -1,0 +1,127 @@
+"""Matrix products in 8 bits: int8 or fp8 operands with a scale for every row and column, through `qwix`.
+
+Shape letters: M rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, model_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.linear import Linear, Product
+
+
+class QuantizationConfig(Config):
+    """Which linear maps compute in 8 bits. Weights, gradients and the optimizer stay in the parameter dtype; the head,
+    the embedding, attention scores and routed experts are not quantized.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "amax_history_length": "scales are taken from each product's own operands, so there is no history; remove it",
+        "compute_dtype": "`trainer.mp` decides the dtype of everything that is not quantized; remove it",
+    }
+
+    targets: str | tuple[str, ...] | None = None
+    """Which linear maps, by their place in the model: a regular expression for the whole of it, such as `.*mlp.*`, or a
+    list of parts of it, such as `[mlp, attention.out]`; null: all of them."""
+    backward: bool = False
+    """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
+
+    @model_validator(mode="after")
+    def _qwix_is_there(self) -> QuantizationConfig:
+        if importlib.util.find_spec("qwix") is None:
+            raise ValueError(
+                'quantization needs the package qwix; install it with pip install "lm_trainer[quantization]"'
+            )
+        return self
+
+    def dtypes(self) -> tuple[Any, Any]:
+        """Of operands, and of incoming gradients (None: not quantized)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say its dtypes")
+
+    def selects(self, place: str) -> bool:
+        """Whether the linear map at a dotted place of the model computes in 8 bits."""
+        match self.targets:
+            case None:
+                return True
+            case str():
+                return re.fullmatch(self.targets, place) is not None
+            case parts:
+                return any(part in place for part in parts)
+
+
+class Int8Config(QuantizationConfig):
+    """8-bit integers, 256 even steps for each row and column (Dettmers et al. 2022, arXiv 2208.07339, section 2.1)."""
+
+    type: Literal["int8"] = "int8"
+
+    def dtypes(self) -> tuple[Any, Any]:
+        return jnp.int8, jnp.int8 if self.backward else None
+
+
+class Fp8Config(QuantizationConfig):
+    """8-bit floats: e4m3 for operands, e5m2 for gradients (Micikevicius et al. 2022, arXiv 2209.05433)."""
+
+    type: Literal["fp8"] = "fp8"
+
+    def dtypes(self) -> tuple[Any, Any]:
+        return jnp.float8_e4m3fn, jnp.float8_e5m2 if self.backward else None
+
+
+AnyQuantization = Annotated[Int8Config | Fp8Config, Field(discriminator="type")]
+
+
+def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
+    """Lets the linear maps that `config` selects compute in 8 bits; changes no parameter.
+
+    Raises:
+        UserError: when it selects none.
+    """
+    places = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    chosen = [place for place in places if config.selects(place)]
+    if not chosen:
+        raise UserError(
+            f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
+            f"{', '.join(sorted(places))}"
+        )
+    product = quantized_product(*config.dtypes())
+    for place in chosen:
+        places[place].product = product
+
+
+def quantized_product(dtype: Any, gradient_dtype: Any) -> Product:
+    """`product(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
+
+    Each row of x and each column of w is divided by its largest absolute value. The gradient is that of the product as
+    if nothing had been rounded (straight-through), with incoming gradients in `gradient_dtype` unless it is None.
+    """
+    # The part of qwix beneath its interception of modules, which finds parameters only by the objects they are.
+    from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
+
+    config = DotGeneralQtConfig(
+        lhs_qtype=dtype,
+        rhs_qtype=dtype,
+        dlhs_grad_qtype=gradient_dtype,
+        drhs_grad_qtype=gradient_dtype,
+        use_original_residuals=gradient_dtype is None,
+    )
+    return _QuantizedProduct(dot_general_qt, config)
+
+
+class _QuantizedProduct:
+    """A callable that is equal to itself only, so that programs are traced once."""
+
+    def __init__(self, product: Callable[..., jax.Array], config: Any):
+        self._product, self._config = product, config
+
+    def __call__(self, x_MI: jax.Array, w_IO: jax.Array) -> jax.Array:
+        return self._product(x_MI, w_IO, (((1,), (0,)), ((), ())), self._config).astype(x_MI.dtype)
