@@ -272,7 +272,7 @@ class TestCache:
         generator = np.random.default_rng(0)
         records = [{"prompt": "p" * a, "response": "r" * b} for a, b in generator.integers(1, 40, (200, 2)).tolist()]
         options = partial(BuildOptions, part_bytes=(500, 900))
-        monkeypatch.setattr("lm_trainer.data.pipeline.BuildOptions", options)
+        monkeypatch.setattr("lm_trainer.data.caches.BuildOptions", options)
         local = opened(tmp_path, SupervisedFormat(), *records)
         assert len(local.caches["train/train"].ledger.parts) > 5
         remote = opened(tmp_path, SupervisedFormat(), *records)

@@ -92,7 +92,7 @@ class TestEmbedded:
     def test_the_trained_tokenizer_can_be_named_as_a_directory(self) -> None:
         data = open_data(SMALL, seq_len=64, seed=0)
         saved = load_tokenizer(f"{data.cache_dir}/tokenizer")
-        assert saved.fingerprint() == data.tokenizer.fingerprint()
+        assert saved.identity() == data.tokenizer.identity()
 
 
 class TestOwnText:
