@@ -33,8 +33,8 @@ class Block(nnx.Module):
         self.attention = Attention(spec.attention, dim, init=init)
         self.attention_post_norm = make_norm(spec.post_norm, axis, init=init)
         self.mlp_pre_norm = make_norm(spec.pre_norm, axis, init=init)
-        moe = isinstance(spec.mlp, MoeSpec)
-        self.mlp = Moe(spec.mlp, dim, init=init) if moe else Mlp(spec.mlp, dim, init=init)
+        mlp = spec.mlp
+        self.mlp = Moe(mlp, dim, init=init) if isinstance(mlp, MoeSpec) else Mlp(mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
 
     def __call__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from flax import nnx
 
 from lm_trainer.models import (
     AnyModel,
+    DecoderConfig,
     Gemma2Config,
     Gemma3Config,
     GemmaConfig,
@@ -32,6 +33,8 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
 
 VOCAB, SEQ = 61, 16
+
+C = TypeVar("C", bound=DecoderConfig)
 
 SMALL: dict[str, Any] = {
     "seq_len": SEQ,
@@ -92,7 +95,7 @@ def _params(spec: DecoderSpec) -> dict[str, Any]:
     return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
 
 
-def change(config: AnyModel, **fields: Any) -> AnyModel:
+def change(config: C, **fields: Any) -> C:
     return type(config).model_validate({**config.model_dump(), **fields})
 
 

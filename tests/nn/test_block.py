@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm_trainer.nn.block import Block
+from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.spec import BlockSpec, NormSpec
 from tests.nn.common import BLOCK, context, make_init
 
@@ -17,6 +18,11 @@ CONTEXT = context(np.zeros((2, S), np.int32))
 
 def build(spec: BlockSpec) -> Block:
     return Block(spec, 16, init=make_init(0.3))
+
+
+def mlp(block: Block) -> Mlp:
+    assert isinstance(block.mlp, Mlp)
+    return block.mlp
 
 
 def layer_norm(x: jax.Array) -> jax.Array:
@@ -30,13 +36,13 @@ def test_wiring_with_norms_before_after_or_nowhere():
             before = layer_norm if pre else (lambda x: x)
             after = layer_norm if post else (lambda x: x)
             x = X + after(block.attention(before(X), CONTEXT, 0)[0])
-            x = x + after(block.mlp(before(x)))
+            x = x + after(mlp(block)(before(x)))
             np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
 
 
 def test_in_parallel_both_parts_read_the_same():
     block = build(dataclasses.replace(BLOCK, parallel=True))
-    x = X + block.attention(layer_norm(X), CONTEXT, 0)[0] + block.mlp(layer_norm(X))
+    x = X + block.attention(layer_norm(X), CONTEXT, 0)[0] + mlp(block)(layer_norm(X))
     np.testing.assert_allclose(block(X, CONTEXT, 0)[0], x, atol=1e-5)
 
 
@@ -51,6 +57,7 @@ def test_residual_dropout_needs_a_key_and_keeps_the_mean():
     # What is dropped is what a part adds, never the stream itself: half of the elements after attention are X.
     attention_only = dataclasses.replace(BLOCK, dropout=0.5)
     silent = build(attention_only)
-    silent.mlp.down.weight[...] = jnp.zeros_like(silent.mlp.down.weight[...])
+    down = mlp(silent).down.weight
+    down[...] = jnp.zeros_like(down[...])
     share = float(np.mean(np.asarray(silent(X, CONTEXT, 0, key=keys[0])[0] == X)))
     assert 0.35 < share < 0.65
