@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import os
 import pydoc_data.topics
+import secrets
 import sqlite3
 import subprocess
 import zipfile
@@ -17,13 +18,14 @@ import yaml
 
 from tests.trackers.test_wandb import frames
 
+# Drawn at random, because the source code that is saved with a run may hold this file.
 ENVIRONMENT = {
-    "HF_TOKEN": "hf_canary1b5e2c7d9f",
-    "WANDB_API_KEY": "c0ffee42" * 5,
-    "AWS_SECRET_ACCESS_KEY": "canary2/a1b2c3d4",
-    "MY_PASSWORD": "canary3a9b8c7d6",
+    "HF_TOKEN": f"hf_{secrets.token_hex(16)}",
+    "WANDB_API_KEY": secrets.token_hex(20),
+    "AWS_SECRET_ACCESS_KEY": secrets.token_hex(20),
+    "MY_PASSWORD": secrets.token_hex(8),
 }
-IN_CONFIG, ON_COMMAND_LINE, IN_REMOTE = "canary4e3f2a1b", "canary5d4c3b2a", "canary6f5e4d3c"
+IN_CONFIG, ON_COMMAND_LINE, IN_REMOTE = (secrets.token_hex(8) for _ in range(3))
 CANARIES = [c.encode() for c in (*ENVIRONMENT.values(), IN_CONFIG, ON_COMMAND_LINE, IN_REMOTE)]
 
 
@@ -56,15 +58,22 @@ def test_no_secret_is_written_anywhere(run_lmt, tmp_path):
     inputs, out = tmp_path / "in", tmp_path / "out"
     out.mkdir()
     # fsspec takes what follows file:// for a relative path, so these are files on this machine.
-    for name, secret in (("train", IN_CONFIG), ("validation", ON_COMMAND_LINE)):
-        directory = inputs / f"me:{secret}@host"
+    for name, password in (("train", IN_CONFIG), ("validation", ON_COMMAND_LINE)):
+        directory = inputs / f"me:{password}@host"
         directory.mkdir(parents=True)
         (directory / f"{name}.txt").write_text(pydoc_data.topics.topics["strings"] * 4, encoding="utf-8")
     subprocess.run(["git", "init", "-q"], cwd=inputs, check=True)
     remote = f"https://{IN_REMOTE}:x-oauth-basic@github.com/o/r.git"
     subprocess.run(["git", "remote", "add", "origin", remote], cwd=inputs, check=True)
     config = {
-        "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        "model": {
+            "type": "gpt2",
+            "seq_len": 16,
+            "hidden_dim": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "scan_layers": True,
+        },
         "data": {
             "tokenizer": "bytes",
             "num_workers": 0,
@@ -77,6 +86,10 @@ def test_no_secret_is_written_anywhere(run_lmt, tmp_path):
             "train_batch_size": 8,
             "sample_tokens": 4,
             "log_dir": str(out / "logs"),
+            "watch": {"interval": 1, "watch_targets": ["grads"], "include_histograms": True},
+            "profiler": True,
+            "profiler_start_step": 1,
+            "profiler_num_steps": 1,
             "tracker": [
                 {"type": "wandb", "mode": "offline"},
                 {"type": "tensorboard", "logdir": str(out / "boards")},
@@ -96,7 +109,7 @@ def test_no_secret_is_written_anywhere(run_lmt, tmp_path):
         "JAX_COMPILATION_CACHE_DIR": os.environ["JAX_COMPILATION_CACHE_DIR"],
     }
     command_line = f"--data.validation_urls=[file://me:{ON_COMMAND_LINE}@host/validation.txt]"
-    done = run_lmt("train", "run.yaml", command_line, cwd=inputs, env=environment)
+    done = run_lmt("train", "run.yaml", command_line, cwd=inputs, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     assert [c for c in CANARIES if c in (done.stdout + done.stderr).encode()] == []
     for tracker in ("logs/run/wandb", "boards/run", "trackio/canary.db", "copies/run/metrics.jsonl", "checkpoints/run"):
