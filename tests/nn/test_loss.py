@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from lm_trainer.nn.loss import token_loss, weighted_nll
-from tests.nn.common import init, make_batch, make_spec
+from lm_trainer.nn.loss import token_loss, token_loss_and_metrics, weighted_nll
+from lm_trainer.nn.spec import MoeSpec
+from tests.nn.common import BLOCK, init, make_batch, make_spec
 
 N, D, V = 21, 8, 13
 RNG = np.random.default_rng(0)
@@ -37,6 +40,37 @@ def test_value_and_gradients(block):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
     alone = jax.jit(lambda: weighted_nll(H, W, TARGETS, WEIGHTS, block))()
     np.testing.assert_allclose(alone, plain(H, W, TARGETS, WEIGHTS), rtol=1e-6)
+
+
+def test_softcap_of_the_logits():
+    def capped(h: jax.Array, w: jax.Array) -> jax.Array:
+        log_probs = jax.nn.log_softmax(2.0 * jnp.tanh(h @ w.T / 2.0), axis=-1)
+        return -jnp.sum(WEIGHTS * log_probs[jnp.arange(N), TARGETS])
+
+    expected = jax.jit(jax.value_and_grad(capped, argnums=(0, 1)))(H, W)
+    found = jax.jit(jax.value_and_grad(lambda h, w: weighted_nll(h, w, TARGETS, WEIGHTS, 4, 2.0), argnums=(0, 1)))(H, W)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
+
+
+def test_penalties_of_routers_are_in_the_gradient_alone():
+    def losses(coef: float):
+        moe = MoeSpec(12, 4, 2, balance_coef=coef)
+        graphdef, params = init(make_spec(blocks=(dataclasses.replace(BLOCK, mlp=moe),)))
+        batch = make_batch(2, 8, 37)
+
+        def loss(params: Any) -> Any:
+            total, weight, metrics = token_loss_and_metrics(nnx.merge(graphdef, params), batch)
+            return total, (weight, metrics)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    ((plain, (weight, metrics)), grads), ((same, (_, penalised)), other) = losses(0.0), losses(0.5)
+    assert plain == same
+    assert metrics["router_penalty"] == 0
+    np.testing.assert_allclose(penalised["router_penalty"], 0.5 * metrics["router_balance"], rtol=1e-6)
+    assert metrics["router_balance"] / weight > 1.9
+    pick = lambda g: g["blocks"]["0"]["mlp"]["router"]  # noqa: E731
+    assert np.abs(pick(grads) - pick(other)).max() > 1e-3
 
 
 def test_hessian_vector_product():
