@@ -129,7 +129,7 @@ class _Setting:
         if is_lead():
             data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
         trainer.record(vocab_size=vocab_size)
-        state = trainer.initial_state(model_init=trace_model(config, vocab_size), data_fingerprint=data.fingerprint())
+        state = trainer.initial_state(model_init=trace_model(config, vocab_size), data_fingerprint=data.fingerprint)
         sets = data.validation()
         for name, held_out in sets.items():
             trainer.add_eval_hook(held_out, name if len(sets) > 1 else None)
@@ -166,5 +166,6 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         seq_len=config.model.seq_len,
         seed=config.trainer.seed,
         on_progress=on_progress,
-        ray=config.trainer.ray,
+        # Without an address Ray would start a cluster, for which nobody has asked.
+        ray=config.trainer.ray if config.trainer.ray.address else None,
     )

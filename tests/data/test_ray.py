@@ -132,3 +132,15 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="pip install ray"):
         run_on_ray([], RayConfig(), lambda: None)
+
+
+def test_training_starts_no_cluster_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_trainer import train
+    from lm_trainer.config.run import RunConfig
+
+    asked = []
+    monkeypatch.setattr(train, "open_data", lambda *_, ray, **__: asked.append(ray))
+    for section in ({}, {"address": "auto"}):
+        config = RunConfig.model_validate({"trainer": {"ray": section}})
+        train.open_training_data(config, None)  # pyright: ignore[reportArgumentType]
+    assert asked == [None, RayConfig(address="auto")]
