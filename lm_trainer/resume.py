@@ -39,7 +39,11 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
 
 
 def start_state(
-    trainer: TrainerConfig, program: Program, store: CheckpointStore, init: Callable[[], TrainState], fingerprint: str
+    trainer: TrainerConfig,
+    program: Program,
+    store: CheckpointStore,
+    init: Callable[[], TrainState],
+    fingerprint: Callable[[int], str],
 ) -> TrainState:
     """The state to train on from.
 
@@ -51,7 +55,7 @@ def start_state(
         program: the run.
         store: its own checkpoints.
         init: makes a fresh state.
-        fingerprint: of the data; "" where it is not known.
+        fingerprint: of the data up to a step.
 
     Raises:
         UserError: when a checkpoint must be there and is not, holds another model, or belongs to other data.
@@ -125,12 +129,14 @@ def _other_checkpoint(path: str, program: Program, *, partial: bool) -> Restored
     )
 
 
-def _resumed(restored: Restored, program: Program, init: Callable[[], TrainState], fingerprint: str) -> TrainState:
-    saved = restored.record.get("data_fingerprint")
-    if saved != fingerprint:
+def _resumed(
+    restored: Restored, program: Program, init: Callable[[], TrainState], fingerprint: Callable[[int], str]
+) -> TrainState:
+    saved, now = restored.record.get("data_fingerprint"), fingerprint(restored.step)
+    if saved != now:
         raise UserError(
             f"the checkpoint of step {restored.step} was trained on other data (fingerprint {saved}, now "
-            f"{fingerprint}): the text, the tokenizer, the order or the sequence length has changed. Undo the "
+            f"{now}): the text, the tokenizer, the order or the sequence length has changed. Undo the "
             f"change, or set trainer.id to start another run"
         )
     arrays = restored.arrays

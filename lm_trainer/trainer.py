@@ -6,9 +6,9 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any, Protocol, Self, overload
+from typing import Any, Self, overload
 
 import jax
 from flax import nnx
@@ -24,7 +24,8 @@ from lm_trainer.core.mesh import AxisRules
 from lm_trainer.core.precision import Policy
 from lm_trainer.core.processes import any_process, is_lead
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.core.steps import BatchSchedule, TokenSchedule
+from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.feeds import EvalData, Loader, TrainData
 from lm_trainer.hooks import HookFn, Hooks, StepInfo
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.meter import Meter
@@ -35,39 +36,10 @@ from lm_trainer.recorder import Recorder
 from lm_trainer.resume import save_state, start_state
 from lm_trainer.run_dir import RunDirectory
 from lm_trainer.signals import StopRequest
-from lm_trainer.trackers import Composite, Progress, open_trackers
+from lm_trainer.trackers import Composite, Progress, open_trackers, profile_directory
 from lm_trainer.train_state import ModelDef, TrainState
 from lm_trainer.train_step import LossFn
 from lm_trainer.watch import Watcher
-
-
-class TrainData(Protocol):
-    """Batches by their number: what `lm_trainer.data.open_data` returns, or anything like it."""
-
-    def train(
-        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
-    ) -> Iterator[Batch]:
-        """The batches of `num_steps` steps from `first_step`: of each the rows that `rows(batch size)` names."""
-        ...
-
-
-class EvalData(Protocol):
-    """A held-out set."""
-
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterable[Batch]:
-        """Some rows of every global batch, in order; the end is filled up with rows of weight 0."""
-        ...
-
-
-class Loader:
-    """The batches of a run from any step on."""
-
-    def __init__(self, start: Callable[[int], Iterator[Batch]]):
-        self._start = start
-
-    def iter_from(self, step: int) -> Iterator[Batch]:
-        """The batches of the steps after `step` steps."""
-        return self._start(step)
 
 
 class _Settings(Config):
@@ -120,6 +92,7 @@ class Trainer:
         self._program: Program | None = None
         self._tracker: Composite | None = None
         self._recorder: Recorder | None = None
+        self._profiler: Profiler | None = None
         if add_default_hooks:
             self.add_hook(lambda info: self.recorder.step_done(info))
             self._last_hooks.add(self._save_when_due, 1)
@@ -233,7 +206,7 @@ class Trainer:
         model_init: Callable[[], nnx.Module] | ModelDef | None = None,
         *,
         is_trainable: bool | Mapping[str, bool] | Callable[[str], bool] = True,
-        data_fingerprint: str = "",
+        data_fingerprint: str | Callable[[int], str] = "",
     ) -> TrainState:
         """The run's newest checkpoint, or what the configuration says to start from, or a fresh state.
 
@@ -243,7 +216,8 @@ class Trainer:
             model_init: a function that makes a fresh one, called under `jit`.
             is_trainable: which parameters are trained, by dotted name. The others have no gradient and no optimizer
                 state, and are in no checkpoint.
-            data_fingerprint: saved with each checkpoint, and compared on resume.
+            data_fingerprint: saved with each checkpoint, and compared on resume; a function of the steps that have
+                been done, where what comes later may still change.
 
         Raises:
             UserError: when a checkpoint does not fit or cannot be used, or a sharding rule does not fit the model.
@@ -253,18 +227,18 @@ class Trainer:
             raise ValueError("give either model or model_init")
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
-            build: Any = model_init if model is None else lambda: model
+            build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, _selection(is_trainable))
         program = plan_program(self.config, self.optimizer, definition, self.loss_fn, key=training_key)
         self._program = program
         tokens = None if self.seq_len is None else TokenSchedule(self.config.batch_schedule, self.seq_len)
         self.schedule = self.optimizer.schedule(self.num_train_steps, tokens)
-        self._facts["data_fingerprint"] = data_fingerprint
+        self._fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
         init = program.init
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: program.from_weights(weights)  # noqa: E731
-        state = start_state(self.config, program, self.store, init, data_fingerprint)
+        state = start_state(self.config, program, self.store, init, self._fingerprint)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
         if instead := promise(program.placement.mesh):
@@ -273,7 +247,13 @@ class Trainer:
         return state
 
     def _open_trackers(self, state: TrainState) -> None:
-        opened = open_trackers(self.config.trackers, run_dir=self.run_dir, run_id=self.run_id, resume_step=state.step)
+        opened = open_trackers(
+            self.config.trackers,
+            run_dir=self.run_dir,
+            run_id=self.run_id,
+            resume_step=state.step,
+            process_index=jax.process_index(),
+        )
         self._tracker = self._stack.enter_context(closing(opened))
         self._tracker.log_config(self._directory.config.model_dump(mode="json"))
         devices = self.device_mesh.devices
@@ -285,20 +265,20 @@ class Trainer:
         axes = self.program.model.axes
         self._watcher = Watcher(self.config.watch, self.program.placement, axes)
         self._recorder = Recorder(self.config, self._tracker, self.progress, self._meter, self._watcher)
-        if self.config.profiler:
+        if self.config.profiler and is_lead():
             self._profile(state.step)
         self._stop.arm()
 
     def _profile(self, step: int) -> None:
         """Traces the steps that the configuration names."""
         profiler = Profiler(
-            self.run_dir / "tensorboard",
+            profile_directory(self.config.trackers, run_dir=self.run_dir, run_id=self.run_id),
             start_step=self.config.profiler_start_step,
             num_steps=self.config.profiler_num_steps,
             perfetto_link=self.config.profiler_perfetto_link,
             on_trace=lambda path: self.tracker.log_artifact("profile", path, type="profile"),
         )
-        self._stack.enter_context(profiler)
+        self._profiler = self._stack.enter_context(profiler)
         profiler.on_step(step)
         self._last_hooks.add(lambda info: profiler.on_step(info.step, info.metrics), 1)
 
@@ -336,7 +316,9 @@ class Trainer:
         seq_len = batch.tokens.shape[1]
         tokens = step.plans.at(state.step).batch_size * seq_len
         observer = self._watcher if self._watcher.due(state.step + 1) else None
-        state, metrics = step(state, step.put(batch, state.step), learning_rate, observer)
+        marked = nullcontext() if self._profiler is None else self._profiler.annotate(state.step + 1)
+        with marked:
+            state, metrics = step(state, step.put(batch, state.step), learning_rate, observer)
         total = self.config.batch_schedule.rows_before(state.step) * seq_len
         return StepInfo(state, metrics, learning_rate, tokens, total, loading)
 
@@ -445,7 +427,11 @@ class Trainer:
 
     def _save(self, state: TrainState) -> None:
         self.recorder.flush()
-        facts = {"train_loss": self.recorder.train_loss, "eval_losses": self.recorder.eval_losses}
+        facts = {
+            "data_fingerprint": self._fingerprint(state.step),
+            "train_loss": self.recorder.train_loss,
+            "eval_losses": self.recorder.eval_losses,
+        }
         save_state(self.store, state, self.program, {**self._facts, **facts})
 
     def record(self, **facts: Any) -> None:

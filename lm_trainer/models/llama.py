@@ -61,6 +61,12 @@ class LlamaConfig(RotaryConfig):
     """The Llama family; the defaults are Llama 2 7B."""
 
     hf: ClassVar[HfFamily] = _HF
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        **RotaryConfig.refused_keys,
+        "reference_checkpoint": "a model here has no checkpoint behind it; start from one with `lmt import-hf` and "
+        "`trainer.initialize_from`",
+        "tokenizer": "the tokenizer belongs to the data; use `data.tokenizer`",
+    }
 
     type: Literal["llama"] = "llama"
     """The family."""
@@ -74,10 +80,6 @@ class LlamaConfig(RotaryConfig):
     """Whether the linear layers of attention and MLP have biases."""
     use_layer_norm_weight: bool = True
     """Whether the norms have gains to learn. Without them the model cannot be exported to Hugging Face."""
-    reference_checkpoint: str = "NousResearch/Llama-2-7b-hf"
-    """The model on the Hugging Face hub that `initialize_from_hf: true` means."""
-    tokenizer: str | None = None
-    """The tokenizer of `reference_checkpoint`, where it lies elsewhere."""
 
     def norm(self) -> NormSpec:
         return replace(super().norm(), scale=self.use_layer_norm_weight)
