@@ -39,7 +39,7 @@ def _facts(loaded: LoadedModel) -> TrainingFacts:
         return TrainingFacts()
     return TrainingFacts(
         step=loaded.step,
-        tokens=loaded.step * loaded.config.trainer.train_batch_size * loaded.config.model.seq_len,
+        tokens=loaded.config.trainer.batch_schedule.rows_before(loaded.step) * loaded.config.model.seq_len,
         train_loss=_finite(loaded.record.get("train_loss")),
         validation_losses=_losses(loaded.record.get("eval_losses")),
     )

@@ -41,7 +41,8 @@ class Meter:
             loading: seconds that the step waited for data.
 
         Returns:
-            `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a start or pause; `mfu` in percent where the peak is known.
+            `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
+            start or pause; `mfu` in percent where the peak is known.
         """
         now, last = self._clock(), self._last
         self._last = now
