@@ -10,7 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ def schedule_plot(text: str) -> str:
 
 
 def render(root: Schema) -> str:
-    """One heading and table for every section of a JSON schema with `$defs`, in the order of the keys."""
+    """One heading and table for every section of a JSON schema with `$defs`, in the order of the keys.
+
+    Where a section is one of several kinds, told apart by `type`, the keys that at least half of them have alike stand
+    once, before the kinds.
+    """
     return "\n".join(_Renderer(root).section("", root))
 
 
@@ -68,34 +73,69 @@ class _Renderer:
     def __init__(self, root: Schema):
         self._definitions: dict[str, Schema] = root.get("$defs", {})
         self._written: set[str] = set()
+        self._anchors: dict[tuple[str, ...], str] = {}
 
     def section(self, path: str, schema: Schema) -> Iterator[str]:
-        nested = []
-        rows = []
-        for key, field in schema.get("properties", {}).items():
-            full = f"{path}.{key}" if path else key
-            names = list(dict.fromkeys(self._references(field)))
-            nested += [(full, name) for name in names]
-            meaning = field.get("description") or (self._summary(names[0]) if len(names) == 1 else "")
-            default = "" if names and isinstance(field.get("default"), dict | list) else _default(field, schema, key)
-            cells = (f"`{key}`", self._type(field), default, " ".join(meaning.split()))
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        if rows:
-            yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows, "")
-        for full, name in nested:
-            if name not in self._written:
-                self._written.add(name)
-                yield from self._definition(full, name)
+        """The table of a section's keys, and then the sections that they lead to."""
+        rows = {key: self._row(f"{path}.{key}".strip("."), key, schema) for key in schema.get("properties", {})}
+        yield from _table(rows.values())
+        yield from self._nested(path, schema, rows)
 
-    def _definition(self, path: str, name: str) -> Iterator[str]:
+    def _nested(self, path: str, schema: Schema, keys: Iterable[str]) -> Iterator[str]:
+        for key in keys:
+            field = schema["properties"][key]
+            full = f"{path}.{key}".strip(".") + (".NAME" if _reference(field.get("additionalProperties", {})) else "")
+            names = [name for name in dict.fromkeys(self._references(field)) if name not in self._written]
+            self._written.update(names)
+            kinds = [name for name in names if _tags(self._definitions[name])]
+            for name in names:
+                if name not in kinds:
+                    yield from self._heading(full, f"`{full}`", name.lower(), self._definitions[name])
+                    yield from self.section(full, self._definitions[name])
+            if kinds:
+                yield from self._union(full, kinds, field)
+
+    def _union(self, path: str, names: list[str], field: Schema) -> Iterator[str]:
+        """What kinds there are, what most of them have alike, and what each adds or has otherwise."""
+        links = [f"[{_tags(self._definitions[name])[0]}](#{name.lower()})" for name in names]
+        yield from self._heading(path, f"`{path}`", self._anchors[tuple(names)], field)
+        yield f"One of {', '.join(links)}, told apart by `type`; without it, {links[0]}."
+        yield ""
+        rows = {name: self._rows(path, name) for name in names}
+        shared = _shared(list(rows.values())) if len(names) > 1 else {}
+        if shared:
+            yield "Keys of all of them, where a kind does not say otherwise:"
+            yield ""
+            yield from _table(shared.values())
+            for key in shared:
+                owner = next(name for name in names if rows[name].get(key) == shared[key])
+                yield from self._nested(path, self._definitions[owner], [key])
+        for name in names:
+            schema, own = self._definitions[name], rows[name]
+            tags = " or ".join(f"`type: {tag}`" for tag in _tags(schema))
+            yield from self._heading(f"{path}.", f"`{path}` with {tags}", name.lower(), schema)
+            yield from _table(row for key, row in own.items() if shared.get(key) != row)
+            if lacking := [f"`{key}`" for key in shared if key not in own]:
+                yield f"Of the keys above it has no {', '.join(lacking)}."
+                yield ""
+            yield from self._nested(path, schema, own)
+
+    def _rows(self, path: str, name: str) -> dict[str, str]:
         schema = self._definitions[name]
-        tag = _tag(schema)
-        level = "#" * min(2 + path.count("."), 4)
-        yield f"{level} `{path}`" + (f" with `type: {tag}`" if tag else "") + f" {{ #{name.lower()} }}"
+        return {key: self._row(f"{path}.{key}", key, schema) for key in schema["properties"] if key != "type"}
+
+    def _heading(self, path: str, title: str, anchor: str, schema: Schema) -> Iterator[str]:
+        yield f"{'#' * min(2 + path.count('.'), 4)} {title} {{ #{anchor} }}"
         yield ""
         yield schema.get("description", "")
         yield ""
-        yield from self.section(path, schema)
+
+    def _row(self, path: str, key: str, schema: Schema) -> str:
+        field = schema["properties"][key]
+        names = list(dict.fromkeys(self._references(field)))
+        meaning = field.get("description") or (self._summary(names[0]) if len(names) == 1 else "")
+        cells = (f"`{key}`", self._type(path, field), _default(field, schema, key), " ".join(meaning.split()))
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     def _references(self, schema: Any) -> Iterator[str]:
         """Names of the definitions with keys of their own that a field leads to."""
@@ -113,41 +153,66 @@ class _Renderer:
     def _summary(self, name: str) -> str:
         return self._definitions[name].get("description", "").split("\n\n")[0]
 
-    def _type(self, schema: Schema) -> str:
+    def _type(self, path: str, schema: Schema) -> str:
         if name := _reference(schema):
             target = self._definitions[name]
-            if "properties" not in target:
-                return self._type(target)
-            return f"[{_tag(target) or 'section'}](#{name.lower()})"
+            return f"[section](#{name.lower()})" if "properties" in target else self._type(path, target)
+        if "discriminator" in schema:
+            names = tuple(dict.fromkeys(self._references(schema)))
+            return f"[section by `type`](#{self._anchors.setdefault(names, path.replace('.', '-'))})"
         if options := schema.get("anyOf") or schema.get("oneOf"):
-            return " or ".join(dict.fromkeys(self._type(option) for option in options))
+            return " or ".join(dict.fromkeys(self._type(path, option) for option in options))
         if "const" in schema or "enum" in schema:
             return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
         if schema.get("type") == "array":
             items = schema.get("items", {})
-            return f"list of {self._type(items)}" if items else "list"
+            return f"list of {self._type(path, items)}" if items else "list"
         if schema.get("type") == "object":
-            return "mapping"
+            values = schema.get("additionalProperties")
+            return f"mapping from names to {self._type(path, values)}" if isinstance(values, dict) else "mapping"
         names = {"null": "null", "integer": "whole number", "number": "number", "boolean": "true, false"}
         name = names.get(str(schema.get("type"))) or str(schema.get("format", "text"))
         return name + _bounds(schema)
 
 
-def _reference(schema: Schema) -> str | None:
-    return schema["$ref"].rsplit("/", 1)[-1] if "$ref" in schema else None
+def _table(rows: Iterable[str]) -> Iterator[str]:
+    lines = list(rows)
+    if lines:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *lines, "")
 
 
-def _tag(schema: Schema) -> str | None:
-    return schema.get("properties", {}).get("type", {}).get("const")
+def _shared(kinds: list[dict[str, str]]) -> dict[str, str]:
+    """The row of each key that at least half of the kinds, and at least two, have alike."""
+    counts = Counter(item for rows in kinds for item in rows.items())
+    common: dict[str, str] = {}
+    for (key, row), count in counts.most_common():
+        if count >= max(2, len(kinds) / 2):
+            common.setdefault(key, row)
+    order = list(dict.fromkeys(key for rows in kinds for key in rows))
+    return {key: common[key] for key in order if key in common}
+
+
+def _reference(schema: Any) -> str | None:
+    return schema["$ref"].rsplit("/", 1)[-1] if isinstance(schema, dict) and "$ref" in schema else None
+
+
+def _tags(schema: Schema) -> list[str]:
+    """The values of `type` that mean this definition."""
+    kind = schema.get("properties", {}).get("type", {})
+    return [kind["const"]] if "const" in kind else kind.get("enum", [])
 
 
 def _default(field: Schema, schema: Schema, key: str) -> str:
-    if "default" in field:
-        value = field["default"]
-        if field.get("format") == "duration":
-            value = format_duration(TypeAdapter(timedelta).validate_python(value))
-        return f"`{json.dumps(value)}`"
-    return "required" if key in schema.get("required", []) else ""
+    if "default" not in field:
+        return "required" if key in schema.get("required", []) else ""
+    value = field["default"]
+    if isinstance(value, dict):
+        return f"`type: {value['type']}`" if "type" in value else "`{}`" if not value else "as below"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = [{k: v for k, v in item.items() if v is not None} for item in value]
+    if field.get("format") == "duration":
+        value = format_duration(TypeAdapter(timedelta).validate_python(value))
+    return f"`{json.dumps(value)}`"
 
 
 def _bounds(schema: Schema) -> str:

@@ -66,9 +66,11 @@ class RunConfig(Config):
     """A run is a function of this value, of the data that it names, and of the code."""
 
     model: AnyModel = Gpt2Config()
+    """What is trained: a family of models and its sizes."""
     data: DataConfig = DataConfig()
     trainer: TrainerConfig = TrainerConfig()
     optimizer: AnyOptimizer = AdamConfig()
+    """How gradients become new weights, and the learning rate over time."""
 
     def learning_rate(self) -> Schedule:
         """The learning rate as a function of the step, from 0."""
