@@ -12,13 +12,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter
-
-from lm_trainer.core.config import format_duration
 
 Schema = dict[str, Any]
 
@@ -72,8 +67,17 @@ def render(root: Schema) -> str:
 class _Renderer:
     def __init__(self, root: Schema):
         self._definitions: dict[str, Schema] = root.get("$defs", {})
+        self._take_written_defaults(root)
         self._written: set[str] = set()
         self._anchors: dict[tuple[str, ...], str] = {}
+
+    def _take_written_defaults(self, root: Schema) -> None:
+        """Values that have a spelling of their own, such as durations, are spelled out in the default of a section."""
+        for schema in (root, *self._definitions.values()):
+            for field in schema.get("properties", {}).values():
+                if (name := _reference(field)) and isinstance(field.get("default"), dict):
+                    for key, value in field["default"].items():
+                        self._definitions[name]["properties"][key]["default"] = value
 
     def section(self, path: str, schema: Schema) -> Iterator[str]:
         """The table of a section's keys, and then the sections that they lead to."""
@@ -210,8 +214,6 @@ def _default(field: Schema, schema: Schema, key: str) -> str:
         return f"`type: {value['type']}`" if "type" in value else "`{}`" if not value else "as below"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = [{k: v for k, v in item.items() if v is not None} for item in value]
-    if field.get("format") == "duration":
-        value = format_duration(TypeAdapter(timedelta).validate_python(value))
     return f"`{json.dumps(value)}`"
 
 
