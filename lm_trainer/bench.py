@@ -15,7 +15,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.microbatch import PlacedBatch
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.profile.flops import flops_per_token, parameter_count
-from lm_trainer.program import Program, build_program, describe_mesh
+from lm_trainer.program import Program, build_program, check_devices, describe_mesh
 from lm_trainer.run_dir import run_id
 from lm_trainer.train_state import TrainState
 
@@ -108,5 +108,6 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
 
 def _plan(config: RunConfig) -> tuple[Program, int]:
     configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
+    check_devices(config.trainer)
     vocab_size = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
     return build_program(config, vocab_size), vocab_size

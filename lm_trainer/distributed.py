@@ -39,9 +39,16 @@ class DistributedConfig(Config):
         """Connects this process to the others, before any device is touched; does nothing in a run of one process.
 
         Raises:
-            UserError: when the others cannot be reached.
+            UserError: when the others cannot be reached, or this is a run of one process on named devices.
         """
-        if not self.initialize_jax_distributed or not (self.num_processes or _in_cluster()):
+        if not self.initialize_jax_distributed:
+            return
+        if not (self.num_processes or _in_cluster()):
+            if self.local_device_ids is not None:
+                raise UserError(
+                    "trainer.distributed.local_device_ids chooses the devices of one of several processes, but this "
+                    "run has one process; set CUDA_VISIBLE_DEVICES in the environment instead"
+                )
             return
         import jax
 

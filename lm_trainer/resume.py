@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.program import Program
-from lm_trainer.train_state import TrainState
+from lm_trainer.train_state import Params, TrainState, copied
+
+logger = logging.getLogger(__name__)
 
 _OPT_STATE = "opt_state."
 
@@ -141,23 +144,43 @@ def _resumed(
         )
     arrays = restored.arrays
     frozen: Any = {}
-    if program.freezes or set(_like(program)) - set(arrays):
+    missing = set(_like(program)) - set(arrays)
+    _announce(f"the checkpoint of step {restored.step}", missing)
+    if program.freezes or missing:
         fresh = init()
         frozen = fresh.frozen
-        arrays = {**_arrays(fresh.params, fresh.opt_state, fresh.averaged or fresh.params), **arrays}
+        arrays = {**_arrays(fresh.params, fresh.opt_state, None), **arrays}
     params, opt_state = _abstract(program)
-    averaged = {name: arrays[AVERAGED + name] for name in params} if program.averages else None
     named = {name: arrays[_OPT_STATE + name] for name in named_leaves(opt_state)}
     trained = {name: arrays[PARAMS + name] for name in params}
+    averaged = _averages(arrays, trained) if program.averages else None
     return TrainState(restored.step, trained, from_named_leaves(opt_state, named), averaged, frozen)
+
+
+def _averages(arrays: dict[str, Any], trained: Params) -> Params:
+    """The averages of a checkpoint; those that it lacks begin at the weights."""
+    lacking = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
+    begun = copied(lacking) if lacking else {}
+    return {name: begun[name] if name in begun else arrays[AVERAGED + name] for name in trained}
+
+
+def _announce(source: str, missing: Collection[str]) -> None:
+    """Says what a partial checkpoint lacks."""
+    if missing:
+        names = sorted(missing, key=lambda name: (name.startswith((_OPT_STATE, AVERAGED)), name))
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        logger.warning("%s lacks %s%s; this starts afresh", source, ", ".join(names[:8]), more)
 
 
 def _from_weights(path: str, program: Program, init: Callable[[], TrainState], *, partial: bool) -> TrainState:
     loaded = load_model(path)
     named = {name: np.asarray(x) for name, x in named_leaves(loaded.params).items()}
     wanted = program.model.shapes
-    fresh = {**(state := init()).frozen, **state.params} if partial and set(wanted) - set(named) else {}
-    named = {**{name: np.asarray(x) for name, x in fresh.items()}, **named}
+    if partial and (missing := set(wanted) - set(named)):
+        _announce(path, missing)
+        state = init()
+        fresh = {**state.frozen, **state.params}
+        named |= {name: np.asarray(fresh[name]) for name in missing}
     differences = [
         f"{name}: {_shape(named.get(name))} there, {_shape(wanted.get(name))} here"
         for name in sorted({*named, *wanted})

@@ -104,7 +104,7 @@ class TrainerConfig(Config):
     initialize_from: str | None = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: bool = False
-    """Where a checkpoint lacks parameters of the model, start those afresh instead of refusing it."""
+    """Where a checkpoint lacks parameters of the model, start those afresh and name them, instead of refusing it."""
 
     batch_axis: str = "batch"
     """The logical axis that is cut over all devices for data parallelism."""
@@ -155,7 +155,8 @@ class TrainerConfig(Config):
     @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
     @classmethod
     def _axes_exist(cls, value: Resources, info: Any) -> Resources:
-        parse_rules(value, key=info.field_name)
+        if "batch" in parse_rules(value, key=info.field_name):
+            raise ValueError(f"{info.field_name}: the batch is always cut over {', '.join(BATCH_AXES)}; remove 'batch'")
         return value
 
     @field_validator("batch_axis")
@@ -177,6 +178,8 @@ class TrainerConfig(Config):
         self.microbatches()
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
+        if self.load_checkpoint_path is not None and self.load_checkpoint is False:
+            raise ValueError("load_checkpoint_path has no effect while load_checkpoint is false; remove one of them")
         if self.tensor_parallel_axes and self.model_axis_size == 1:
             raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
         return self

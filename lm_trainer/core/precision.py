@@ -36,7 +36,7 @@ class Policy(NamedTuple):
     compute: str = "float32"
     """Activations and the operands of matrix products."""
     output: str = "float32"
-    """What the model returns (logits); the loss itself is always float32."""
+    """Accepted, since such policies are written elsewhere, but without effect: logits and losses are always float32."""
 
     @property
     def compute_dtype(self) -> jnp.dtype:

@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_written(make_config: MakeConfig, train: Trai
         ({"jax_config": {"jax_no_such_setting": 1}}, ("has no setting 'jax_no_such_setting'",)),
         ({"mp": "f33"}, ("unknown dtype 'f33'",)),
         ({"id": "../escape"}, ("cannot name a directory",)),
-        ({"quantization": {"fp8": True}}, ("trainer.quantization", "not available yet")),
+        ({"quantization": {"targets": "mpl"}}, ("trainer.quantization.targets: 'mpl' selects no linear map",)),
         ({"require_accelerator": True}, ("no accelerator",)),
     ],
 )

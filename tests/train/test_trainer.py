@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,57 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
-from lm_trainer.core.steps import BatchSchedule
 from lm_trainer.hooks import StepInfo
-from lm_trainer.optim import AdamConfig
 from lm_trainer.trainer import Trainer
-
-VOCAB, ROWS, SEQ, STEPS = 7, 8, 5, 6
-# With an epsilon that keeps rounding of gradients near zero from being blown up.
-OPTIMIZER = AdamConfig(
-    learning_rate=0.1, warmup=0, lr_schedule="constant", weight_decay=0.0, max_grad_norm=None, epsilon=1e-2
-)
-
-
-class Bigrams(nnx.Module):
-    """The logits of the next token, by the one before, plus a bias."""
-
-    def __init__(self) -> None:
-        self.table = nnx.Param(jnp.zeros((VOCAB, VOCAB)))
-        self.bias = nnx.Param(jnp.zeros(VOCAB))
-
-
-def loss(model: Bigrams, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    logits = model.table[...][batch.tokens] + model.bias[...]
-    right = jnp.argmax(logits, -1) == batch.targets
-    nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], -1)[..., 0]
-    return jnp.sum(nll * batch.weights), jnp.sum(batch.weights), {"accuracy": jnp.sum(right * batch.weights)}
-
-
-def batch(step: int, rows: int = ROWS) -> Batch:
-    tokens = np.random.default_rng(step).integers(0, VOCAB, (rows, SEQ + 1)).astype(np.int32)
-    zeros = np.zeros((rows, SEQ), np.int32)
-    return Batch(tokens[:, :-1], tokens[:, 1:], np.ones((rows, SEQ), np.float32), zeros, zeros)
-
-
-class Numbered:
-    """Batches by their number, as a data set gives them."""
-
-    def train(
-        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
-    ) -> Iterator[Batch]:
-        for step in range(first_step, first_step + num_steps):
-            size = schedule.at(step)
-            wanted = rows(size)
-            yield Batch(*(x[wanted.start : wanted.stop] for x in batch(step, size)))
-
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> list[Batch]:
-        return [batch(1000, batch_size)]
+from tests.train.own_model import OPTIMIZER, ROWS, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
 
 def numpy_adam(steps: int, *, sizes: Callable[[int], int] = lambda _: ROWS) -> dict[str, np.ndarray]:
@@ -80,19 +35,6 @@ def numpy_adam(steps: int, *, sizes: Callable[[int], int] = lambda _: ROWS) -> d
             up = m[name] / (1 - 0.9 ** (step + 1)) / (np.sqrt(v[name] / (1 - 0.95 ** (step + 1))) + 1e-2)
             params[name] = params[name] - 0.1 * up
     return params
-
-
-def settings(**changes: Any) -> TrainerConfig:
-    base: dict[str, Any] = {
-        "id": "own",
-        "num_train_steps": STEPS,
-        "train_batch_size": ROWS,
-        "steps_per_eval": 4,
-        "tracker": (),
-        "elastic_shards": 8,
-        "checkpointer": {"save_interval": "1h", "keep": [{"every": 3}]},
-    }
-    return TrainerConfig.model_validate({**base, **changes})
 
 
 @pytest.fixture(autouse=True)
