@@ -157,6 +157,8 @@ def test_defaults_are_those_of_the_reference(tmp_path: Path) -> None:
         ("optimizer: {cooldown: 0.1}", "cooldown", "decay"),
         ("optimizer: {haps: [10]}", "haps", "cycles"),
         ("optimizer: {warmup_ratio: 0.1}", "warmup_ratio", "warmup"),
+        ("model: {type: llama, reference_checkpoint: x}", "reference_checkpoint", "trainer.initialize_from"),
+        ("model: {type: llama, tokenizer: x}", "tokenizer", "data.tokenizer"),
     ],
 )
 def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str, instead: str, tmp_path: Path) -> None:

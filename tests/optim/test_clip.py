@@ -23,7 +23,14 @@ def updates(step: int) -> Arrays:
     return {name: (scale * g).astype(np.float32) for name, g in gradients(step, FEW).items()}
 
 
-@pytest.mark.parametrize("config", [ClipUpdateNormConfig(rolling_interval_length=6), ClipUpdateNormConfig()])
+@pytest.mark.parametrize(
+    "config",
+    [
+        ClipUpdateNormConfig(rolling_interval_length=6),
+        ClipUpdateNormConfig(rolling_interval_length=6, sigma_factor=1.5),
+        ClipUpdateNormConfig(),
+    ],
+)
 def test_equals_the_numpy_twin(config: ClipUpdateNormConfig) -> None:
     tx, window = clip_update_norm(config), config.rolling_interval_length
     state, update = tx.init(updates(0)), jax.jit(tx.update)

@@ -69,6 +69,7 @@ def test_a_run_offline(wandb, tmp_path):
     run = next(r.run for r in records(tmp_path) if r.WhichOneof("record_type") == "run")
     assert (run.run_id, run.display_name, run.project, run.entity) == ("my-run", "my-run", "p", "e")
     assert sorted(run.tags) == ["a", "b"]
+    assert not [r for r in records(tmp_path) if r.WhichOneof("record_type") == "artifact"], "save_code is false"
     rows = history(tmp_path)
     assert [row["global_step"] for row in rows] == [1, 1]
     assert rows[0]["train/loss"] == 2.5
