@@ -201,6 +201,7 @@ def finishes(path: Path, run_lmt: RunLmt) -> None:
     done = run_lmt("train", path, env={"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.stderr
     assert "done: step 3" in done.stdout
+    assert "sample:" not in done.stdout, "sample_tokens is 0"
 
 
 @pytest.mark.parametrize("name", ["a whole run"])

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from lm_trainer.bench import dry_run, random_batch
 from lm_trainer.config.run import RunConfig
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.distributed import DistributedConfig
 from lm_trainer.microbatch import MicrobatchPlan
 from lm_trainer.optim.averaging import EmaDecaySqrtConfig
@@ -179,6 +181,17 @@ def test_an_accelerator_is_required_in_a_dry_run_too() -> None:
     assert dry_run(config(), name="run")[-1] == "nothing was written"
     with pytest.raises(UserError, match="JAX sees no accelerator"):
         dry_run(config(require_accelerator=True), name="run")
+
+
+def test_as_many_tokens_are_sampled_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(train, "generate", lambda *_, **options: asked.update(options) or [[104, 105]])
+    held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
+    data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
+    program: Any = SimpleNamespace(model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
+    state: Any = None
+    assert train.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
+    assert (asked["max_new_tokens"], asked["seed"]) == (5, 3)
 
 
 def test_an_average_that_comes_to_rest() -> None:
