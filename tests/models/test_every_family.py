@@ -90,7 +90,7 @@ def test_a_block_chooses_its_family_by_type(config):
     assert TypeAdapter(AnyModel).validate_python(written) == config
 
 
-@EVERY
+@QUICK
 def test_causal_and_inside_segments(config):
     """The gradient of a logit with respect to what it must not see is zero, exactly."""
     graph, weights, row = graphdef(config), params(config), tokens(1)
@@ -146,7 +146,7 @@ def test_execution_changes_no_number(config, fields):
     assert_close(loss_and_grads(other), plain(config.type))
 
 
-@EVERY
+@QUICK
 def test_a_step_against_the_gradient_lowers_the_loss(config):
     value, grads = plain(config.type)
     stepped = jax.tree.map(lambda p, g: p - 0.3 * g, params(config), grads)
@@ -176,10 +176,13 @@ def test_gradient_checkpointing_keeps_less(config):
     assert kept("full") == kept("recompute") == kept(True) < kept("dots_no_batch") < kept("dots") < kept(False)
     assert kept("save_all") == kept({"disable": True}) == kept({"save_block_internals": True}) == kept(False)
     names = [kept({"save_block_internals": list(names)}) for names in ((), ("mlp",), ("mlp", "attention"))]
-    assert kept(True) == names[0] < names[1] < names[2] < kept("dots_no_batch")
+    assert kept(True) == names[0] <= names[1] < names[2] < kept("dots_no_batch")
+    if config.spec(VOCAB).blocks[0].post_norm is not None:
+        # Without a norm after it, what the MLP adds is kept in any case, as a part of the next block's input.
+        assert names[0] < names[1]
 
 
-@EVERY
+@QUICK
 def test_decoding_with_a_cache_equals_the_full_forward_pass(config):
     rows = tokens(3)
     expected = logits(config, rows, positions(3), np.zeros((3, SEQ), np.int32))
@@ -229,7 +232,7 @@ def test_parameter_count(config):
     assert parameter_count(config.spec(VOCAB)) == counted
 
 
-@EVERY
+@QUICK
 def test_flops_are_those_of_the_compiled_program(config):
     sizes = {"hidden_dim": 512, "intermediate_dim": 1024, "moe_intermediate_dim": 512, "head_dim": 64, "num_layers": 2}
     known = {name: size for name, size in sizes.items() if name in type(config).model_fields}

@@ -57,7 +57,14 @@ def updated(config: OptimizerConfig, devices: int, fsdp: bool) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+QUICK = ("adam", "muon")
+"""One whose update is elementwise, and one whose update every device computes as a whole."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=c.type, marks=() if c.type in QUICK else pytest.mark.slow) for c in CONFIGS],
+)
 def test_the_update_has_the_same_bits_on_every_mesh(config: OptimizerConfig) -> None:
     reference = updated(config, 1, fsdp=True)
     meshes = [(2, True), (2, False), (8, True)] if config.elementwise else [(2, True)]
