@@ -95,6 +95,9 @@ def numeric_identity(config: Config) -> dict[str, Any]:
         section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
         for section, values in plain.items()
     }
+    # A cut over the model axis changes the additions inside the model; over the other axes it changes nothing.
+    shared = plain["trainer"]["axis_resources"]
+    sections["trainer"]["axis_resources"] = {axis: over for axis, over in shared.items() if "model" in over}
     return without_credentials(sections)
 
 
