@@ -154,7 +154,13 @@ def test_every_family_is_compared():
     }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+QUICK = ("llama", "gemma2", "mixtral", "mpt")
+"""Families whose settings are compared in every run of the tests; the others among the slow ones."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CHECKPOINTS]
+)
 def test_logits_of_every_setting(make_hf_model, name):
     """Each change moves the reference and moves us with it, so a setting that were misread would be noticed."""
     plain = compare(build(make_hf_model, name))

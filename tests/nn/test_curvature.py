@@ -69,6 +69,7 @@ def gauss_newton_P() -> np.ndarray:
     return np.einsum("n,nv,nvp->p", BATCH.weights.reshape(-1).astype(np.float64) ** 2, p_NV, centred_NVP**2)
 
 
+@pytest.mark.slow
 def test_hutchinson_finds_the_diagonal_of_the_hessian() -> None:
     h_PP = hessian_PP()
     variance_P = np.sum(h_PP**2, axis=1) - np.diag(h_PP) ** 2
@@ -77,6 +78,7 @@ def test_hutchinson_finds_the_diagonal_of_the_hessian() -> None:
     assert np.max(np.abs(np.diag(h_PP))) > 0.1
 
 
+@pytest.mark.slow
 def test_gauss_newton_bartlett_finds_the_diagonal_of_the_gauss_newton_matrix() -> None:
     squares_KP = draws(functools.partial(gauss_newton_bartlett, loss)) ** 2
     error_P = np.abs(squares_KP.mean(axis=0) - gauss_newton_P())
