@@ -27,12 +27,11 @@ def steps(meter: Meter, clock: Clock, *timed: tuple[float, float]) -> list[dict[
     return results
 
 
-def test_the_first_step_has_no_time_but_counts_its_tokens():
+def test_the_first_step_has_no_time():
     clock = Clock()
     first, second = steps(meter(clock), clock, (100, 60.0), (100, 0.5))
-    assert first == {"throughput/total_tokens": 100, "throughput/loading_time": 0.0}
+    assert first == {"throughput/loading_time": 0.0}
     assert second == {
-        "throughput/total_tokens": 200,
         "throughput/loading_time": 0.0,
         "throughput/step_time": 0.5,
         "throughput/tokens_per_second": 200.0,
@@ -56,12 +55,6 @@ def test_a_pause_is_left_out():
     after, later = steps(it, clock, (100, 500.0), (100, 1.0))
     assert "throughput/step_time" not in after
     assert later["throughput/tokens_per_second"] == 100.0
-    assert later["throughput/total_tokens"] == 400
-
-
-def test_a_resumed_run_goes_on_counting():
-    clock = Clock()
-    assert meter(clock, total_tokens=1000).step(24)["throughput/total_tokens"] == 1024
 
 
 def test_waiting_for_data_is_passed_on():

@@ -116,6 +116,9 @@ def test_a_batch_that_grows_and_one_that_cannot_be_cut() -> None:
     with Trainer(settings(num_train_steps=4, train_batch_size=growing), OPTIMIZER, loss) as trainer:
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
     close_to(state.params, numpy_adam(4, sizes=lambda step: 8 if step < 2 else 16))
+    lines = [json.loads(line) for line in Path("logs/own/metrics.jsonl").read_text().splitlines()]
+    totals = [line["throughput/total_tokens"] for line in lines if "train/loss" in line]
+    assert totals == [SEQ * rows for rows in (8, 16, 32, 48)]
 
     odd = settings(id="odd", num_train_steps=2, train_batch_size=11, allow_nondivisible_batch_size=True)
     with Trainer(odd, OPTIMIZER, loss) as trainer:
