@@ -16,7 +16,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.hooks import StepInfo
 from lm_trainer.trainer import Trainer
-from tests.train.own_model import OPTIMIZER, ROWS, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
+from tests.train.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
 
 def numpy_adam(steps: int, *, sizes: Callable[[int], int] = lambda _: ROWS) -> dict[str, np.ndarray]:
