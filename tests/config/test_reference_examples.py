@@ -176,7 +176,7 @@ SMALL = {
     "model": {"seq_len": 32, "hidden_dim": 24, "num_layers": 2, "num_heads": 2, "scan_layers": True},
     "trainer": {
         "id": "run",
-        "num_train_steps": 3,
+        "num_train_steps": 4,
         "train_batch_size": 8,
         "max_eval_batches": 1,
         "sample_tokens": 0,
@@ -192,7 +192,7 @@ def small(example: str) -> dict[str, Any]:
     if content.get("model", {}).get("type") == "llama":
         content["model"] |= {"intermediate_dim": 48, "num_kv_heads": 2}
     if "cycles" in content.get("optimizer", {}):
-        content["optimizer"]["cycles"] = [1, 2]
+        content["optimizer"]["cycles"] = [2]
         content["optimizer"]["warmup"] = 0
     return merged(content, SMALL)
 
@@ -200,7 +200,7 @@ def small(example: str) -> dict[str, Any]:
 def finishes(path: Path, run_lmt: RunLmt) -> None:
     done = run_lmt("train", path, env={"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.stderr
-    assert "done: step 3" in done.stdout
+    assert "done: step 4" in done.stdout
     assert "sample:" not in done.stdout, "sample_tokens is 0"
 
 
