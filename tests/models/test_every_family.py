@@ -127,19 +127,27 @@ def test_packed_equals_unpacked(config):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@QUICK
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"gradient_checkpointing": "dots", "scan_layers": True},
-        {"gradient_checkpointing": True},
-        pytest.param({"scan_layers": True}, marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": "dots_no_batch"}, marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": {"save_block_internals": ["attention"]}}, marks=pytest.mark.slow),
-        {"flash_attention_block_size": 5},
-    ],
-    ids=str,
+EXECUTION = (
+    {"gradient_checkpointing": "dots", "scan_layers": True},
+    {"gradient_checkpointing": True},
+    {"flash_attention_block_size": 5},
+    {"scan_layers": True},
+    {"gradient_checkpointing": "dots_no_batch"},
+    {"gradient_checkpointing": {"save_block_internals": ["attention"]}},
 )
+
+
+def executions() -> list[Any]:
+    """Every way for families that together have most parts, the first for all."""
+    return [
+        pytest.param(config, fields, id=f"{name}-{fields}", marks=() if quick else pytest.mark.slow)
+        for name, config in TINY.items()
+        for i, fields in enumerate(EXECUTION if name in FEATURES else EXECUTION[:1])
+        for quick in [name in FEATURES and i < 3]
+    ]
+
+
+@pytest.mark.parametrize(("config", "fields"), executions())
 def test_execution_changes_no_number(config, fields):
     other = change(config, **fields)
     jax.tree.map(np.testing.assert_array_equal, params(other), params(config))
@@ -156,12 +164,12 @@ def test_a_step_against_the_gradient_lowers_the_loss(config):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(grads)), "a parameter without a gradient"
 
 
-@QUICK
+@pytest.mark.parametrize("config", [TINY[name] for name in FEATURES], ids=FEATURES)
 def test_blockwise_loss_equals_whole(config):
     assert_close(loss_and_grads(config, block=5), plain(config.type))
 
 
-@QUICK
+@pytest.mark.parametrize("config", [TINY[name] for name in FEATURES], ids=FEATURES)
 def test_gradient_checkpointing_keeps_less(config):
     def kept(policy: Any) -> int:
         wide = change(config, gradient_checkpointing=policy, num_layers=6, scan_layers=False)

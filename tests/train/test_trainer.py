@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.hooks import StepInfo
+from lm_trainer.optim import AnyOptimizer, OptimizerConfig
+from lm_trainer.optim.sophia import SophiaGConfig
 from lm_trainer.trainer import Trainer
 from tests.train.own_model import OPTIMIZER, ROWS, SEQ, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
@@ -165,3 +168,24 @@ def test_hooks_that_cannot_be() -> None:
             trainer.add_hook(print, every=0)
         with pytest.raises(ValueError, match="either model or model_init"):
             trainer.initial_state()
+
+
+def _optimizers() -> list[type[OptimizerConfig]]:
+    # Sophia-G draws targets from a model's logits, so it needs a decoder.
+    return [member for member in get_args(get_args(AnyOptimizer)[0]) if member is not SophiaGConfig]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("member", _optimizers(), ids=lambda member: member.model_fields["type"].default)
+def test_every_optimizer_trains_and_resumes(member: type[OptimizerConfig]) -> None:
+    optimizer = member(warmup=0)
+    with Trainer(settings(num_train_steps=4), optimizer, loss) as trainer:
+        state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
+    shutil.rmtree("checkpoints/own/4")
+    with Trainer(settings(num_train_steps=4), optimizer, loss) as trainer:
+        again = trainer.initial_state(model_init=Bigrams)
+        assert again.step == 3
+        again = trainer.train(again, trainer.data_loader(Numbered()))
+    for mine, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert np.abs(np.asarray(state.params["table"])).max() > 0
