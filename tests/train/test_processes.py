@@ -36,8 +36,8 @@ def train(config: Path, directory: Path, *, processes: int, devices: int, overri
         )
         command = lmt_command("train", config, *overrides, *(together if processes > 1 else ()))
         env = lmt_environment(devices=devices)
-        output = (directory / f"out.{index}").open("wb")
-        running.append(subprocess.Popen(command, cwd=directory, env=env, stdout=output, stderr=output))
+        with (directory / f"out.{index}").open("wb") as output:
+            running.append(subprocess.Popen(command, cwd=directory, env=env, stdout=output, stderr=output))
     codes = [process.wait(timeout=600) for process in running]
     assert codes == [0] * processes, "\n".join((directory / f"out.{i}").read_text() for i in range(processes))
 
