@@ -109,8 +109,7 @@ class Devices:
         self.placement = placement
         self.groups = local_groups(placement.mesh)
         compute = {name: NamedSharding(placement.mesh, layout.compute) for name, layout in placement.layouts.items()}
-        rest = {name: NamedSharding(placement.mesh, layout.rest) for name, layout in placement.layouts.items()}
-        self._gather = None if compute == rest else jax.jit(lambda p: p, out_shardings=compute)
+        self._gather = None if compute == placement.rest else jax.jit(lambda p: p, out_shardings=compute)
 
     def local_rows(self, plan: MicrobatchPlan) -> range:
         """The rows of the global batch that this process needs."""
@@ -166,7 +165,7 @@ class MicrobatchSum:
         self._layouts = {name: devices.placement.layouts[name] for name in names}
         self._lanes: dict[int, Lanes] = {}
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        rest = {name: NamedSharding(mesh, layout.rest) for name, layout in self._layouts.items()}
+        rest = {name: devices.placement.rest[name] for name in names}
         self._reduce = jax.jit(self._reduction, out_shardings=Sums(NamedSharding(mesh, PartitionSpec()), rest))  # pyright: ignore[reportArgumentType]
 
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Lanes:

@@ -11,7 +11,7 @@ from pydantic import model_validator
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
-from lm_trainer.core.steps import BatchSchedule, TokenSchedule, int_steps
+from lm_trainer.core.steps import TokenSchedule
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.optim import AdamConfig, AnyOptimizer
@@ -74,8 +74,8 @@ class RunConfig(Config):
 
     def learning_rate(self) -> Schedule:
         """The learning rate as a function of the step, from 0."""
-        batch = BatchSchedule(int_steps(self.trainer.train_batch_size))
-        return self.optimizer.schedule(self.trainer.num_train_steps, TokenSchedule(batch, self.model.seq_len))
+        tokens = TokenSchedule(self.trainer.batch_schedule, self.model.seq_len)
+        return self.optimizer.schedule(self.trainer.num_train_steps, tokens)
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
