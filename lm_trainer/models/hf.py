@@ -94,6 +94,11 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     return write_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period, named)
 
 
+def parameter_leaves(model_config: DecoderConfig, vocab_size: int) -> dict[str, Leaf]:
+    """Every parameter of a model by dotted name; no memory is taken."""
+    return _leaves(_abstract(model_config, vocab_size))
+
+
 def _same(leaf: Leaf | None, shape: tuple[int, ...] | None) -> bool:
     return leaf is not None and leaf.shape == shape
 

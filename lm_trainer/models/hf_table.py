@@ -121,7 +121,7 @@ class Leaf:
         return tuple(merged)
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A piece of a parameter of ours."""
 
     path: str
@@ -130,12 +130,12 @@ class _Part(NamedTuple):
     leaf: Leaf
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A tensor of the file, and what of ours it holds."""
 
     name: str
     table: HfTensor
-    parts: tuple[_Part, ...]
+    parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def read_tensors(
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    entries = _entries(family, leaves, period)
+    entries = file_entries(family, leaves, period)
     names = _match_names(family, {entry.name for entry in entries}, tensors)
     problems: list[str] = []
     pieces: dict[str, dict[tuple[int, ...], np.ndarray]] = {path: {} for path in leaves}
@@ -252,45 +252,46 @@ def write_tensors(
         UserError: for parameters that the format has no place for.
     """
     host = {path: np.asarray(params[path]) for path in leaves}
-    entries = _entries(family, leaves, period)
+    entries = file_entries(family, leaves, period)
     if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
         raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
     return {
-        _file_name(family, entry.name): entry.join([host[part.path][part.index] for part in entry.parts])
+        file_name(family, entry.name): entry.join([host[part.path][part.index] for part in entry.parts])
         for entry in entries
     }
 
 
-def _file_name(family: HfFamily, name: str) -> str:
+def file_name(family: HfFamily, name: str) -> str:
+    """The name of a tensor in the file, with the prefix where it has one."""
     return name if name in family.bare else family.prefix + name
 
 
-def _entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> list[_Entry]:
-    """Every tensor of the file; `period` as in `DecoderSpec`."""
+def file_entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> list[Entry]:
+    """Every tensor of the file, layer after layer; `period` as in `DecoderSpec`."""
     slots = [next(leaf for path, leaf in leaves.items() if path.startswith(f"blocks.{j}.")) for j in range(period)]
     layers = sum(leaf.shape[0] for leaf in slots)
     entries = []
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
             if all(path in leaves for path in tensor.ours):
-                entries.append(_Entry(tensor.hf, tensor, tuple(_Part(path, (), leaves[path]) for path in tensor.ours)))
+                entries.append(Entry(tensor.hf, tensor, tuple(Part(path, (), leaves[path]) for path in tensor.ours)))
             continue
         for layer in range(layers):
             entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
     return entries
 
 
-def _layer_entries(tensor: HfTensor, leaves: Mapping[str, Leaf], layer: int, *, slot: int, row: int) -> list[_Entry]:
+def _layer_entries(tensor: HfTensor, leaves: Mapping[str, Leaf], layer: int, *, slot: int, row: int) -> list[Entry]:
     paths = [path.format(slot) for path in tensor.ours]
     if not all(path in leaves for path in paths):
         return []
     if "{expert}" not in tensor.hf:
-        return [_Entry(tensor.hf.format(layer), tensor, tuple(_Part(path, (row,), leaves[path]) for path in paths))]
+        return [Entry(tensor.hf.format(layer), tensor, tuple(Part(path, (row,), leaves[path]) for path in paths))]
     return [
-        _Entry(
+        Entry(
             tensor.hf.format(layer, expert=expert),
             tensor,
-            tuple(_Part(path, (row, expert), leaves[path]) for path in paths),
+            tuple(Part(path, (row, expert), leaves[path]) for path in paths),
         )
         for expert in range(leaves[paths[0]].experts)
     ]
@@ -312,7 +313,7 @@ def _match_names(family: HfFamily, expected: set[str], tensors: Mapping[str, np.
             copy = names.pop(second)
             if not np.array_equal(np.asarray(tensors[copy]), np.asarray(tensors[names[first]])):
                 problems.append(f"{copy} differs from {names[first]}, but this model has one tensor for both")
-    problems += [f"{_file_name(family, name)} is missing" for name in sorted(expected - names.keys())]
+    problems += [f"{file_name(family, name)} is missing" for name in sorted(expected - names.keys())]
     problems += [f"{names[name]} is unknown" for name in sorted(names.keys() - expected)]
     _raise(problems)
     return names
