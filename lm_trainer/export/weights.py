@@ -15,6 +15,7 @@ import ml_dtypes  # noqa: F401 - teaches NumPy the name bfloat16, which safetens
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.export.tensor_file import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -124,50 +125,51 @@ class Weights(Mapping[str, np.ndarray]):
     """
 
     def __init__(self, directory: Path):
-        self._files = _open_files(directory)
-        self._shards: dict[str, str] = {}
-        self._specs: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, file in self._files.items():
-            for key in file.keys():  # noqa: SIM118 - not a mapping: only keys() lists the tensors
-                if key in self._shards:
-                    raise UserError(f"{directory}: tensor {key!r} is both in {self._shards[key]} and in {name}")
-                part = file.get_slice(key)
-                self._shards[key] = name
-                self._specs[key] = (part.get_dtype(), tuple(part.get_shape()))
-        self.dtypes = frozenset(dtype for dtype, _ in self._specs.values())
         self.directory = directory
+        self.stored: dict[str, StoredTensor] = {}
+        """What the headers say; nothing else is read yet."""
+        files = _read_headers(directory)
+        for tensors in files.values():
+            for name, tensor in tensors.items():
+                if name in self.stored:
+                    here, there = tensor.file.name, self.stored[name].file.name
+                    raise UserError(f"{directory}: tensor {name!r} is both in {there} and in {here}")
+                self.stored[name] = tensor
+        self.files = tuple(sorted(files))
+        self.dtypes = frozenset(tensor.dtype for tensor in self.stored.values())
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file = self._files[self._shards[name]]
-        dtype, _ = self._specs[name]
-        if dtype == "F64":
-            raise UserError(f"{self.directory / self._shards[name]}: {name} is float64, which float32 cannot hold")
-        if dtype.startswith(("F8", "F4", "F6")):
-            raise UserError(f"{self.directory / self._shards[name]}: {name} is quantized ({dtype}); use f32, f16, bf16")
-        tensor = file.get_tensor(name)
-        return tensor.astype(np.float32) if dtype in _WIDENED else tensor
+        stored = self.stored[name]
+        tensor = stored.read()
+        return tensor.astype(np.float32) if stored.dtype in _WIDENED else tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
+        return iter(self.stored)
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return len(self.stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header alone."""
-        return self._specs[name][1]
+        return self.stored[name].shape
+
+    def headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Shape and file name of every tensor."""
+        shapes = {name: stored.shape for name, stored in self.stored.items()}
+        return shapes, {name: stored.file.name for name, stored in self.stored.items()}
 
 
-def _open_files(directory: Path) -> dict[str, Any]:
+def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
+    """File name -> its tensors."""
     index = directory / INDEX_FILE
     single = directory / SINGLE_FILE
     if index.exists():
         placed = _weight_map(index)
-        files = {name: _open(directory, name, source=index) for name in sorted(set(placed.values()))}
+        files = {name: _header(directory, name, source=index) for name in sorted(set(placed.values()))}
         _check_index(index, placed, files)
         return files
     if single.exists():
-        return {SINGLE_FILE: _open(directory, SINGLE_FILE, source=directory)}
+        return {SINGLE_FILE: _header(directory, SINGLE_FILE, source=directory)}
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -190,27 +192,21 @@ def _weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
-def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Any]) -> None:
-    present = {name: set(file.keys()) for name, file in files.items()}
+def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]]) -> None:
     for tensor, name in placed.items():
-        if tensor not in present[name]:
+        if tensor not in files[name]:
             raise UserError(f"{index}: {tensor} should be in {name}, which does not hold it")
-    for name, tensors in present.items():
-        if unlisted := sorted(tensors - placed.keys()):
+    for name, tensors in files.items():
+        if unlisted := sorted(tensors.keys() - placed.keys()):
             raise UserError(f"{index}: {name} holds {unlisted[0]}, which the index does not list")
 
 
-def _open(directory: Path, name: str, *, source: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    path = directory / name
-    _check_inside(directory, path)
+def _header(directory: Path, name: str, *, source: Path) -> dict[str, StoredTensor]:
+    _check_inside(directory, directory / name)
     try:
-        return safe_open(path, framework="numpy")
+        return read_header(directory / name)
     except FileNotFoundError:
         raise UserError(f"{source}: {name} is missing; the download or the copy is incomplete") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
 
 
 def _check_inside(directory: Path, path: Path) -> None:

@@ -1,0 +1,105 @@
+"""One safetensors file: what its header says, and any region of its tensors, read when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from lm_trainer.core.errors import MachineError, UserError
+
+Region = tuple[slice, ...]
+"""A slice with start and stop for each dimension."""
+
+_DTYPES = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a file; nothing of it is in memory."""
+
+    name: str
+    file: Path
+    dtype: str
+    """As safetensors names it: `F32`, `BF16`, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """Raises `UserError` for a dtype that no parameter can take over exactly."""
+        if self.dtype == "F64":
+            raise UserError(f"{self.file}: {self.name} is float64, which float32 cannot hold; save it as float32")
+        if self.dtype not in _DTYPES:
+            raise UserError(f"{self.file}: {self.name} is quantized ({self.dtype}); use f32, f16, bf16")
+        return _DTYPES[self.dtype]
+
+    def read(self, region: Region = ()) -> np.ndarray:
+        """A copy of a region, by default of all, in the dtype of the file; no more of the file stays in memory.
+
+        Raises:
+            UserError: as `numpy_dtype`.
+            MachineError: when the file cannot be read any more.
+        """
+        dtype = self.numpy_dtype
+        if 0 in self.shape:
+            return np.zeros(self.shape, dtype)[region]
+        try:
+            mapped = np.memmap(self.file, dtype, "r", self.offset, self.shape)
+        except (OSError, ValueError) as error:
+            raise MachineError(f"{self.file}: cannot be read any more ({error})") from None
+        # An array of its own: the pages of the file that were touched are given back with the map.
+        return np.array(mapped[region])
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        UserError: when the file is damaged: cut short, not safetensors, tensors that overlap, leave gaps or are listed
+            twice.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # The package checks all of the header against the size of the file.
+        with safe_open(path, framework="numpy"), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
+    start = 8 + length
+    return {
+        name: StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is listed twice")
+    return found
