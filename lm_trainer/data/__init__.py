@@ -20,13 +20,21 @@ if TYPE_CHECKING:
 
 
 def open_data(
-    config: DataConfig, *, seq_len: int, seed: int, on_progress: OnProgress | None = None, ray: RayConfig | None = None
+    config: DataConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    on_progress: OnProgress | None = None,
+    ray: RayConfig | None = None,
+    background: bool = False,
 ) -> Data:
     """Tokenises what is not yet cached, and opens it; see `lm_trainer.data.pipeline.open_data`."""
     # Processes that only tokenise import this package too, and must not pay for JAX and Grain.
     from lm_trainer.data import pipeline
 
-    return pipeline.open_data(config, seq_len=seq_len, seed=seed, on_progress=on_progress, ray=ray)
+    return pipeline.open_data(
+        config, seq_len=seq_len, seed=seed, on_progress=on_progress, ray=ray, background=background
+    )
 
 
 __all__ = ["BuildProgress", "Data", "DataConfig", "OnProgress", "RayConfig", "Tokenizer", "load_tokenizer", "open_data"]

@@ -18,10 +18,13 @@ from lm_trainer.data.pool import run_in_processes
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import Tokenizer
-from lm_trainer.data.worker import Job, build_shard
+from lm_trainer.data.worker import Job, Stopped, build_shard
 
 PARALLEL_BYTES = 64 << 20
 """Below so many stored bytes, starting processes costs more than it gains: the tokenizer has threads of its own."""
+
+BESIDE_BYTES = 16 << 20
+"""The same where this process has other things to do, from which the work in Python would keep it."""
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
@@ -45,11 +48,15 @@ class BuildProgress(NamedTuple):
     def __str__(self) -> str:
         if self.name == "tokenizer":
             return "training the tokenizer"
+        return f"tokenising the {self.name} text: {self.figures}"
+
+    @property
+    def figures(self) -> str:
+        """How much of how much, how fast, and for how long still."""
         of_total = "" if self.total_bytes is None else f" of {self.total_bytes / 1e6:.1f}"
         pace = f", {self.rate / 1e6:.1f} MB/s" if self.rate else ""
         left = f", {self.seconds_left:.0f} s left" if self.seconds_left else ""
-        text = f"{self.done_bytes / 1e6:.1f}{of_total} MB"
-        return f"tokenising the {self.name} text: {text}, {self.tokens:,} tokens{pace}{left}"
+        return f"{self.done_bytes / 1e6:.1f}{of_total} MB, {self.tokens:,} tokens{pace}{left}"
 
 
 OnProgress = Callable[[BuildProgress], None]
@@ -66,13 +73,17 @@ class BuildOptions:
     part_bytes: tuple[int, int] = PART_BYTES
     ray: RayConfig | None = None
     """A cluster to build on, in place of processes of this machine."""
+    beside: int = 0
+    """How many builds share this machine beside other work of this process; 0: this one has both to itself."""
 
     def workers(self, shards: Sequence[Shard]) -> int:
-        if self.num_workers is not None:
-            return min(self.num_workers, len(shards))
-        if len(shards) < 2 or sum(shard.size for shard in shards) < PARALLEL_BYTES:
-            return 0
-        return min(os.cpu_count() or 1, len(shards))
+        wanted, at_once = self.num_workers, max(self.beside, 1)
+        if wanted is None:
+            least = BESIDE_BYTES if self.beside else PARALLEL_BYTES
+            if (len(shards) < 2 and not self.beside) or sum(shard.size for shard in shards) < least:
+                return 0
+            wanted = os.cpu_count() or 1
+        return min(max(1, wanted // at_once) if wanted else 0, len(shards))
 
 
 @dataclass
@@ -86,6 +97,10 @@ class Build:
     options: BuildOptions = field(default_factory=BuildOptions)
     on_progress: OnProgress | None = None
     format: FormatConfig = field(default_factory=TextFormat)
+    on_ledger: Callable[[Ledger], None] | None = None
+    """Told again and again how far the ledger is, whoever builds; it goes on changing."""
+    stopped: Callable[[], bool] = field(default=lambda: False)
+    """Asked again and again; ends the build by `Stopped`."""
     _begun: tuple[float, int, float] | None = field(default=None, init=False)
     """When this attempt first reported, and the bytes and the share that were done by then."""
 
@@ -95,15 +110,30 @@ class Build:
         Raises:
             UserError: if the directory holds another cache, rows are bad, a file is damaged, or there is no text.
             MachineError: if the disk is full or a worker was killed.
+            Stopped: if `stopped` said so.
         """
-        ledger = Ledger.read(self.store)
-        manifest = make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
-        check_manifest(self.store, manifest, ledger)
+        ledger = self.look()
         if not ledger.finished:
             with _Lock(self.store, on_wait=self.report) as lock:
-                ledger = self._build(manifest, lock)
-        self.check_bad_rows(ledger)
+                ledger = self._build(self.manifest(), lock)
+            self.check_bad_rows(ledger)
         return ledger
+
+    def look(self) -> Ledger:
+        """The ledger as it is; builds nothing.
+
+        Raises:
+            UserError: if the directory holds another cache, or a finished one with more bad rows than are accepted.
+        """
+        ledger = Ledger.read(self.store)
+        check_manifest(self.store, self.manifest(), ledger)
+        if ledger.finished:
+            self.check_bad_rows(ledger)
+        return ledger
+
+    def manifest(self) -> dict[str, Any]:
+        """Everything that decides the bytes of the cache."""
+        return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
     def _build(self, manifest: dict[str, Any], lock: _Lock) -> Ledger:
         ledger = Ledger.read(self.store)
@@ -121,14 +151,24 @@ class Build:
             run_in_processes(jobs, workers, keeper.tick)
         else:
             for job in jobs:
-                build_shard(job, on_rows=keeper.add)
+                build_shard(job, on_rows=keeper.add, stopped=self.stopped)
         return keeper.finish()
 
     def report(self, ledger: Ledger | None = None, uncommitted: int = 0) -> None:
-        """Tells `on_progress` how far the ledger is."""
-        if self.on_progress is None:
+        """Tells `on_ledger` and `on_progress` how far the ledger is.
+
+        Raises:
+            Stopped: if the build is to end.
+        """
+        if self.stopped():
+            raise Stopped
+        if self.on_progress is None and self.on_ledger is None:
             return
         ledger = ledger or Ledger.read(self.store)
+        if self.on_ledger is not None:
+            self.on_ledger(ledger)
+        if self.on_progress is None:
+            return
         sizes = [shard.text_size for shard in self.shards]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
         done = sum(ledger.text_bytes) + uncommitted

@@ -56,7 +56,10 @@ class OpenPrebuilt(Build):
     """Opens a cache that was built elsewhere, and builds nothing."""
 
     def run(self) -> Ledger:
-        ledger, manifest = Ledger.read(self.store), self.store.read_json(MANIFEST) or {}
+        return self.look()
+
+    def look(self) -> Ledger:
+        ledger, manifest = Ledger.read(self.store), self.manifest()
         if not ledger.finished:
             raise UserError(f"{self.store.url} is not finished; build it where it was begun, with: lmt data build")
         found, wanted = manifest["tokenizer"], self.tokenizer.identity()
@@ -65,6 +68,9 @@ class OpenPrebuilt(Build):
             lines = "\n".join(f"  {key}: the cache has {found.get(key)}, now {wanted[key]}" for key in wrong)
             raise UserError(f"{self.store.url} was built with another tokenizer than data.tokenizer:\n{lines}")
         return ledger
+
+    def manifest(self) -> dict[str, Any]:
+        return self.store.read_json(MANIFEST) or {}
 
 
 def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: RayConfig | None = None) -> CachePlan:

@@ -217,6 +217,10 @@ class Ledger:
     def write(self, store: Store) -> None:
         store.write_json(LEDGER, asdict(self))
 
+    def copy(self) -> Self:
+        """One that stays as it is while this one advances."""
+        return type(self)(**asdict(self))
+
     @property
     def num_tokens(self) -> int:
         return sum(self.tokens)

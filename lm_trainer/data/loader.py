@@ -13,6 +13,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.steps import BatchSchedule
 from lm_trainer.data.evalset import check_rows
+from lm_trainer.data.growing import GrowingOrder, Missing
 from lm_trainer.data.order import TrainOrder
 
 HostRows = range | Callable[[int], range]
@@ -24,20 +25,35 @@ _THREADS, _READ_AHEAD = 2, 4
 class _StepSource:
     """A random-access source for Grain: element i is this host's rows of step `steps[i]`."""
 
-    def __init__(self, order: TrainOrder, schedule: BatchSchedule, rows: Callable[[int], range], steps: range):
-        self._order, self._schedule, self._rows, self._steps = order, schedule, rows, steps
-        self.closed = threading.Event()
+    def __init__(
+        self,
+        order: TrainOrder | GrowingOrder,
+        schedule: BatchSchedule,
+        rows: Callable[[int], range],
+        steps: range,
+        closed: threading.Event,
+    ):
+        self._order, self._schedule, self._rows, self._steps, self._closed = order, schedule, rows, steps, closed
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __getitem__(self, index: Any) -> Batch:
-        if self.closed.is_set():
+        if self._closed.is_set():
             raise RuntimeError("the iterator of batches has been closed")
-        step = self._steps[int(index)]
+        return self._order.read(self._positions(int(index)))
+
+    def missing(self, index: int) -> Missing | None:
+        """What element `index` waits for."""
+        if not isinstance(self._order, GrowingOrder) or index >= len(self):
+            return None
+        return self._order.missing(self._positions(index))
+
+    def _positions(self, index: int) -> np.ndarray:
+        step = self._steps[index]
         rows = self._rows(self._schedule.at(step))
         first = self._schedule.rows_before(step)
-        return self._order.read(np.arange(first + rows.start, first + rows.stop, dtype=np.int64))
+        return np.arange(first + rows.start, first + rows.stop, dtype=np.int64)
 
     def __repr__(self) -> str:
         return f"steps {self._steps} of {self._schedule}"
@@ -46,13 +62,22 @@ class _StepSource:
 class TrainIterator(Iterator[Batch]):
     """The batches of consecutive steps. Close it to end its threads."""
 
-    def __init__(self, order: TrainOrder, schedule: BatchSchedule, rows: HostRows, steps: range):
+    def __init__(
+        self,
+        order: TrainOrder | GrowingOrder,
+        schedule: BatchSchedule,
+        rows: HostRows,
+        steps: range,
+        closed: threading.Event | None = None,
+    ):
         if not callable(rows) and len(set(schedule.sizes.values)) > 1:
             raise UserError("the batch size changes, so the rows of this host must be given as a function of it")
         host_rows = rows if callable(rows) else lambda _: rows
         for size in schedule.sizes.values:
             check_rows(size, host_rows(size))
-        self._source = _StepSource(order, schedule, host_rows, steps)
+        self._order, self._taken = order, 0
+        self._closed = closed or threading.Event()
+        self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
         self._grain: Any = None
         if steps:
             options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_READ_AHEAD)
@@ -64,10 +89,25 @@ class TrainIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._grain is None:
             raise StopIteration
-        return next(self._grain)
+        batch = next(self._grain)
+        self._taken += 1
+        return batch
+
+    @property
+    def growing(self) -> bool:
+        """Whether a batch may have to wait for text that is still being tokenised."""
+        return isinstance(self._order, GrowingOrder) and self._order.growing
+
+    def missing(self) -> Missing | None:
+        """What the next batch waits for; None if `next` gives it without waiting for text to be tokenised.
+
+        Raises:
+            UserError: if that will not come, because the build of its cache failed.
+        """
+        return self._source.missing(self._taken)
 
     def close(self) -> None:
-        self._source.closed.set()
+        self._closed.set()
         if self._grain is not None:
             self._grain.close()
             self._grain = None

@@ -21,6 +21,9 @@ class Rows(Protocol):
     """Rows of one length, each of which can be read alone."""
 
     @property
+    def seq_len(self) -> int: ...
+
+    @property
     def num_rows(self) -> int: ...
 
     def read(self, rows_B: np.ndarray) -> Batch:
@@ -42,6 +45,8 @@ class TrainSet:
     """Rows in an epoch: the first so many of `rows`."""
     shuffle: ShuffleConfig
     seed: int
+    final: bool = True
+    """False while the set grows: then so many rows of the epoch are certain, and more may come."""
 
     def locate(self, draws_N: np.ndarray) -> np.ndarray:
         """Which row each draw is: int64 [N]."""
@@ -81,6 +86,25 @@ class TrainOrder:
             for whole, field in zip(batch, part, strict=True):
                 np.asarray(whole)[here] = field
         return batch
+
+    def unsettled(self, positions_N: np.ndarray, *, whole: bool = False) -> tuple[TrainSet, int | None] | None:
+        """A set that must grow before the rows at some positions are certain, and to how many rows (None = to all).
+
+        Args:
+            positions_N: int64 [N].
+            whole: whether every set has to be complete.
+
+        Returns:
+            None if there is no such set.
+        """
+        growing = [train for train in self.sets if not train.final]
+        if growing and whole:
+            return growing[0], None
+        for _, train, draws_N in self._by_set(positions_N) if growing else ():
+            rows = None if train.final else train.shuffle.rows_needed(int(draws_N.max()))
+            if not train.final and (rows is None or rows > train.num_rows):
+                return train, rows
+        return None
 
     def origins(self, positions_N: np.ndarray) -> list[Origin]:
         """Where the rows at some positions come from, in their order."""

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,7 +16,7 @@ from typing import Any
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.worker import Job, build_shard
 
-_TICK_SECONDS = 0.2
+_TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
 
 _stop: Any = None
 """In a worker: the event that ends it between two batches of rows."""
@@ -56,7 +57,15 @@ def _start(stop: Event, threads: int) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    for wait_and_exit in (_die_with_parent, _die_when_stopped):
+        threading.Thread(target=wait_and_exit, daemon=True).start()
+
+
+def _die_when_stopped() -> None:
+    """Ends a worker that a batch of rows holds up, such as one whose server does not answer."""
+    _stop.wait()
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)
 
 
 def _die_with_parent() -> None:

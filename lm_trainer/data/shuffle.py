@@ -34,6 +34,13 @@ class ShuffleConfig(Config):
         """
         raise NotImplementedError
 
+    def rows_needed(self, draw: int) -> int | None:
+        """How many windows there must be for this draw, and all before it, to be the same however many more come.
+
+        None = all that there will be. With so many, `locate` may be called with any larger number of windows.
+        """
+        raise NotImplementedError
+
 
 class NoShuffle(ShuffleConfig):
     """In order, the same in every epoch."""
@@ -44,6 +51,9 @@ class NoShuffle(ShuffleConfig):
         del seed
         return np.asarray(draws_N, np.int64) % num_windows
 
+    def rows_needed(self, draw: int) -> int | None:
+        return draw + 1
+
 
 class FullShuffle(ShuffleConfig):
     """All windows at once, anew in every epoch."""
@@ -53,6 +63,9 @@ class FullShuffle(ShuffleConfig):
     def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_windows)
         return permute(indices_N, num_windows, _keys(seed, epochs_N))
+
+    def rows_needed(self, draw: int) -> int | None:
+        del draw
 
 
 class EraShuffle(ShuffleConfig):
@@ -73,6 +86,9 @@ class EraShuffle(ShuffleConfig):
         starts_N = bounds[eras_N]
         sizes_N = np.minimum(bounds[eras_N + 1], num_windows) - starts_N
         return starts_N + permute(indices_N - starts_N, sizes_N, _keys(seed, epochs_N, eras_N))
+
+    def rows_needed(self, draw: int) -> int | None:
+        return int(self._bounds(draw + 1)[-1])
 
     def _bounds(self, num_windows: int) -> np.ndarray:
         bounds, size = [0], min(self.first, self.largest)

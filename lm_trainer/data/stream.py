@@ -1,4 +1,4 @@
-"""The tokens of a finished cache as one long array, read at any place.
+"""The tokens of a cache as one long array, read at any place.
 
 Shape letters: N reads, T tokens of one read.
 """
@@ -24,13 +24,22 @@ class TokenStream:
     """All documents one after another, each ended by EOS. Safe to read from several threads."""
 
     def __init__(self, store: Store, ledger: Ledger, dtype: np.dtype):
-        self._store, self._names, self._dtype = store, ledger.parts, dtype
-        self._ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
-        self._starts = self._ends - np.asarray(ledger.tokens, np.int64)
+        self._store, self._dtype = store, dtype
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
         self.marks: TokenStream | None = None
         """Which tokens are learnt and which end a document, where the format says so; see `lm_trainer.data.marks`."""
+        self.extend(ledger)
+
+    def extend(self, ledger: Ledger) -> None:
+        """Takes in the parts that were written since, while others read; those that were there keep their places."""
+        if self.marks is not None:
+            self.marks.extend(ledger)
+        counts = np.asarray(ledger.tokens, np.int64)
+        ends = np.cumsum(counts)
+        self._names, self._starts = ledger.parts, ends - counts
+        # The last to change: it is by the ends that readers know what is there.
+        self._ends = ends
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
