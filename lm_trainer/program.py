@@ -30,6 +30,9 @@ from lm_trainer.train_step import CurvatureFn, LossFn, TrainStep, UpdateRule
 
 _INIT, _DROPOUT = 0, 1
 
+Selection = bool | Mapping[str, bool] | Callable[[str], bool]
+"""Which parameters, by dotted name; a name that a mapping lacks is not among them."""
+
 _DRAWN_TOGETHER = 1024
 """Tokens whose logits exist at a time while targets are drawn; another number would draw others."""
 
@@ -180,9 +183,7 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     return trace_module(build, config.trainer.mp.param_dtype)
 
 
-def trace_module(
-    build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Callable[[str], bool] = lambda _: True
-) -> ModelDef:
+def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
     """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
 
     def cast() -> nnx.Module:
@@ -192,6 +193,10 @@ def trace_module(
                 variable.set_value(variable.get_value().astype(param_dtype))
         return model
 
+    if isinstance(is_trainable, bool):
+        return ModelDef.trace(cast, lambda _: is_trainable)
+    if isinstance(is_trainable, Mapping):
+        return ModelDef.trace(cast, lambda name: is_trainable.get(name, False))
     return ModelDef.trace(cast, is_trainable)
 
 

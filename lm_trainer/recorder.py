@@ -10,6 +10,7 @@ import jax
 
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.evidence import Evidence
 from lm_trainer.hooks import StepInfo, scalar
 from lm_trainer.profile.meter import Meter
 from lm_trainer.trackers import Progress
@@ -38,9 +39,18 @@ class Recorder:
         eval_losses: of the last evaluation, by name.
     """
 
-    def __init__(self, config: TrainerConfig, trackers: Composite, progress: Progress, meter: Meter, watcher: Watcher):
+    def __init__(
+        self,
+        config: TrainerConfig,
+        trackers: Composite,
+        progress: Progress,
+        meter: Meter,
+        watcher: Watcher,
+        *,
+        evidence: Evidence,
+    ):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
-        self._watcher = watcher
+        self._watcher, self._evidence = watcher, evidence
         self._pending: _Pending | None = None
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
@@ -102,14 +112,20 @@ class Recorder:
             self._trackers.log_text("sample", sample, step=step)
 
     def _check_finite(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            stop = self._config.crash_on_nan if math.isnan(value) else self._config.crash_on_inf
-            if not math.isfinite(value) and stop:
-                raise NonFiniteError(
-                    f"step {step}: {name} is {value}; the step was not applied. Lower optimizer.learning_rate, look at "
-                    f"the data of this step, or set trainer.crash_on_nan and trainer.crash_on_inf to false to skip "
-                    f"such steps"
-                )
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        file = self._evidence.write(step)
+        found = ", ".join(f"{name} is {value}" for name, value in bad.items())
+        what = f"step {step}: {found}; the step was not applied" + (f"; its batch is in {file}" if file else "")
+        config = self._config
+        if not any(config.crash_on_nan if math.isnan(value) else config.crash_on_inf for value in bad.values()):
+            self._progress.note(what)
+            return
+        raise NonFiniteError(
+            f"{what}. Lower optimizer.learning_rate, look at the data of this step, or set trainer.crash_on_nan and "
+            f"trainer.crash_on_inf to false to skip such steps"
+        )
 
 
 def _metric_name(name: str) -> str:

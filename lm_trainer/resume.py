@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from lm_trainer.checkpoint.digest import not_finite
 from lm_trainer.checkpoint.model import AVERAGED, PARAMS, load_model, locate, read_vocabulary
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
 from lm_trainer.config.trainer import TrainerConfig
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.program import Program
@@ -83,7 +84,18 @@ def start_state(
 
 
 def save_state(store: CheckpointStore, state: TrainState, program: Program, record: dict[str, Any]) -> None:
-    """Starts an asynchronous checkpoint of everything that a resume needs, and of the weights to export."""
+    """Starts an asynchronous checkpoint of everything that a resume needs, and of the weights to export.
+
+    Raises:
+        NonFiniteError: when a parameter holds a number that is not finite, from which no step could go on.
+        MachineError: when this or the previous save failed.
+    """
+    if bad := not_finite(state.params):
+        raise NonFiniteError(
+            f"after step {state.step} {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} "
+            f"{'are' if len(bad) > 1 else 'is'} not finite, so no checkpoint was written of it (there are: "
+            f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
+        )
     *_, export = program.weights(state).values()
     averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
     store.save(state.step, _arrays(state.params, state.opt_state, averaged), record)
@@ -127,6 +139,7 @@ def _other_checkpoint(path: str, program: Program, *, partial: bool) -> Restored
             return read_step(directory, step, _like(program), partial=partial)
         except CheckpointError as error:
             problems.append(f"step {step}: {error}")
+            logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, step, error)
     raise UserError(
         f"trainer.load_checkpoint_path: {path} holds no checkpoint that can be used\n  " + "\n  ".join(problems)
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import logging
 import os
 import platform
+import shutil
+import socket
 import subprocess
 import time
 from importlib import metadata
@@ -21,6 +25,8 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.core.processes import is_lead, wait_for_all
+
+logger = logging.getLogger(__name__)
 
 
 def run_id(config: RunConfig, config_name: str) -> str:
@@ -94,6 +100,20 @@ class RunDirectory:
         content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": identity}
         write_atomically(record, json.dumps(content, indent=1) + "\n")
 
+    def write_artifact(self, name: str, artifact: Any) -> Path:
+        """Writes text, bytes, a copy of a file or anything that JSON can hold to `artifacts`/name; returns its path."""
+        file = self.path / "artifacts" / name
+        if not is_lead():
+            return file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(artifact, Path):
+            shutil.copyfile(artifact, file)
+        elif isinstance(artifact, bytes):
+            file.write_bytes(artifact)
+        else:
+            file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
+        return file
+
     def record_attempt(self, **facts: Any) -> dict[str, Any] | None:
         """Appends the environment and `facts` to env.json.
 
@@ -147,7 +167,15 @@ def _lock(directory: Path) -> Any:
     with (directory / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                logger.warning(
+                    "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
+                    directory,
+                    error.strerror,
+                )
+                yield
+                return
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UserError(
@@ -155,6 +183,6 @@ def _lock(directory: Path) -> Any:
             ) from None
         file.seek(0)
         file.truncate()
-        file.write(f"process {os.getpid()}")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield

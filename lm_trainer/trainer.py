@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, Self, overload
@@ -25,13 +23,14 @@ from lm_trainer.core.precision import Policy
 from lm_trainer.core.processes import any_process, is_lead
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.evidence import Evidence
 from lm_trainer.feeds import EvalData, Loader, TrainData
 from lm_trainer.hooks import HookFn, Hooks, StepInfo
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.profile.trace import Profiler
-from lm_trainer.program import Program, check_devices, plan_program, promise, trace_module
+from lm_trainer.program import Program, Selection, check_devices, plan_program, promise, trace_module
 from lm_trainer.recorder import Recorder
 from lm_trainer.resume import save_state, start_state
 from lm_trainer.run_dir import RunDirectory
@@ -40,6 +39,7 @@ from lm_trainer.trackers import Composite, Progress, open_trackers, profile_dire
 from lm_trainer.train_state import ModelDef, TrainState
 from lm_trainer.train_step import LossFn
 from lm_trainer.watch import Watcher
+from lm_trainer.watchdog import Watchdog
 
 
 class _Settings(Config):
@@ -87,6 +87,8 @@ class Trainer:
         settings = settings or _Settings(trainer=config, optimizer=optimizer)
         self._directory = RunDirectory(config, settings, config.id or "run")
         self._stack, self._stop = ExitStack(), StopRequest()
+        self._watchdog = Watchdog(config.watchdog, self._directory.path)
+        self._evidence = Evidence(self._directory.path / "non-finite")
         self._facts: dict[str, Any] = {}
         self._compiled_before = self._stopping = False
         self._program: Program | None = None
@@ -108,6 +110,7 @@ class Trainer:
             stack.enter_context(self._directory)
             store = CheckpointStore(self._directory.checkpoints, self.config.checkpointer)
             self.store = stack.enter_context(closing(store))
+            stack.enter_context(self._watchdog)
             self._stack = stack.pop_all()
         return self
 
@@ -205,7 +208,7 @@ class Trainer:
         model: nnx.Module | None = None,
         model_init: Callable[[], nnx.Module] | ModelDef | None = None,
         *,
-        is_trainable: bool | Mapping[str, bool] | Callable[[str], bool] = True,
+        is_trainable: Selection = True,
         data_fingerprint: str | Callable[[int], str] = "",
     ) -> TrainState:
         """The run's newest checkpoint, or what the configuration says to start from, or a fresh state.
@@ -228,7 +231,7 @@ class Trainer:
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
             build: Any = model_init if model is None else lambda: nnx.clone(model)
-            definition = trace_module(build, self.mp.param_dtype, _selection(is_trainable))
+            definition = trace_module(build, self.mp.param_dtype, is_trainable)
         program = plan_program(self.config, self.optimizer, definition, self.loss_fn, key=training_key)
         self._program = program
         tokens = None if self.seq_len is None else TokenSchedule(self.config.batch_schedule, self.seq_len)
@@ -264,7 +267,9 @@ class Trainer:
         )
         axes = self.program.model.axes
         self._watcher = Watcher(self.config.watch, self.program.placement, axes)
-        self._recorder = Recorder(self.config, self._tracker, self.progress, self._meter, self._watcher)
+        self._recorder = Recorder(
+            self.config, self._tracker, self.progress, self._meter, self._watcher, evidence=self._evidence
+        )
         if self.config.profiler and is_lead():
             self._profile(state.step)
         self._stop.arm()
@@ -316,6 +321,7 @@ class Trainer:
         seq_len = batch.tokens.shape[1]
         tokens = step.plans.at(state.step).batch_size * seq_len
         observer = self._watcher if self._watcher.due(state.step + 1) else None
+        self._evidence.keep(state.step + 1, batch)
         marked = nullcontext() if self._profiler is None else self._profiler.annotate(state.step + 1)
         with marked:
             state, metrics = step(state, step.put(batch, state.step), learning_rate, observer)
@@ -333,12 +339,15 @@ class Trainer:
         total = self.num_train_steps
         while state.step < total:
             started = time.perf_counter()
+            self._watchdog.waiting_for(f"the batch of step {state.step + 1}")
             batch = next(batches, None)
             if batch is None:
+                self._watchdog.rest()
                 self.progress.note(f"the data ended after step {state.step} of {total}")
                 return
             info = self._step(state, batch, started)
             state = info.state
+            self._watchdog.waiting_for(f"step {state.step}")
             self._stopping = any_process(bool(self._stop.requested))
             self.run_hooks(info, force=state.step == total)
             if self._stopping and state.step < total:
@@ -348,6 +357,7 @@ class Trainer:
                     f"stopped by {signal} after step {state.step}; everything is saved, and the same command goes on "
                     f"from here"
                 )
+            self._watchdog.rest()
             yield info
 
     def train(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> TrainState:
@@ -358,12 +368,14 @@ class Trainer:
         """
         for info in self.training_steps(state, train_loader):
             state = info.state
+        self._watchdog.waiting_for("the last step and its checkpoint")
         if self._recorder is not None:
             self._recorder.flush()
         self.store.wait()
         if state.step not in self.store.steps():
             self._save(state)
             self.store.wait()
+        self._watchdog.rest()
         return state
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
@@ -374,20 +386,13 @@ class Trainer:
             artifact: text, bytes, the path of a file to copy, or anything that JSON can hold.
             type: what kind of thing it is, for trackers that sort by it.
         """
-        file = self.run_dir / "artifacts" / name
-        if not is_lead():
-            return file
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(artifact, Path):
-            shutil.copyfile(artifact, file)
-        elif isinstance(artifact, bytes):
-            file.write_bytes(artifact)
-        else:
-            file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
-        self.tracker.log_artifact(name, file, type=type)
+        file = self._directory.write_artifact(name, artifact)
+        if is_lead():
+            self.tracker.log_artifact(name, file, type=type)
         return file
 
     def _compile(self, step: int, batch: Batch) -> None:
+        self._watchdog.rest()
         self.progress.phase("compiling the training step")
         started = time.monotonic()
         lanes = self.program.step.compile(batch, step)
@@ -418,7 +423,8 @@ class Trainer:
             batches = dataset.batches(
                 evaluate.batch_size, rows=evaluate.local_rows, max_batches=self.config.max_eval_batches
             )
-            self.recorder.evaluated(state.step, "/".join(filter(None, (weights, name))), evaluate(params, batches))
+            watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
+            self.recorder.evaluated(state.step, "/".join(filter(None, (weights, name))), evaluate(params, watched))
 
     def _save_when_due(self, info: StepInfo) -> None:
         last = info.step == self.num_train_steps or self._stopping
@@ -427,6 +433,7 @@ class Trainer:
 
     def _save(self, state: TrainState) -> None:
         self.recorder.flush()
+        self._watchdog.waiting_for(f"the checkpoint of step {state.step}")
         facts = {
             "data_fingerprint": self._fingerprint(state.step),
             "train_loss": self.recorder.train_loss,
@@ -437,11 +444,3 @@ class Trainer:
     def record(self, **facts: Any) -> None:
         """Saves `facts` with every checkpoint from now on, as JSON."""
         self._facts |= facts
-
-
-def _selection(is_trainable: bool | Mapping[str, bool] | Callable[[str], bool]) -> Callable[[str], bool]:
-    if isinstance(is_trainable, bool):
-        return lambda _: is_trainable
-    if isinstance(is_trainable, Mapping):
-        return lambda name: is_trainable.get(name, False)
-    return is_trainable

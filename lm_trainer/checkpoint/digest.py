@@ -35,3 +35,14 @@ def _digest(x: jax.Array) -> jax.Array:
     for axis, size in enumerate(x.shape):
         index = index * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
     return jnp.sum(bits * (index * 2 + 1) * jnp.uint32(0x9E3779B1), dtype=jnp.uint32)
+
+
+def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
+    """The names of the arrays that hold a NaN or an infinity. Of several processes, all must call it."""
+    values = _all_finite({name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)})
+    return [name for name, value in values.items() if not np.asarray(value.addressable_data(0))]
+
+
+@jax.jit
+def _all_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.all(jnp.isfinite(x)) for name, x in arrays.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from lm_trainer.train_state import ModelDef
 if TYPE_CHECKING:
     from lm_trainer.config.run import RunConfig
     from lm_trainer.models.base import DecoderConfig
+
+logger = logging.getLogger(__name__)
 
 PARAMS = "params."
 """Prefix of the names of parameters among the arrays of a checkpoint."""
@@ -76,6 +79,7 @@ def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
             return _load_step(directory, candidate, config)
         except CheckpointError as error:
             problems.append(f"step {candidate}: {error}")
+            logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, candidate, error)
     raise UserError(f"{directory}: no checkpoint can be used:\n  " + "\n  ".join(problems))
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import json
 import logging
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +26,8 @@ from lm_trainer.core.processes import is_lead, wait_for_all
 logger = logging.getLogger(__name__)
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
-FORMAT = 1
+FORMAT = 2
+_FORMAT_WITHOUT_CHECKSUM = 1
 
 Arrays = dict[str, jax.Array]
 
@@ -57,7 +61,7 @@ class CheckpointStore:
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
-        self._orbax = _open(self.directory, cleanup=True)
+        self._reopen(cleanup=True)
         self._earlier = set() if config.delete_old_temp_checkpoints else set(self.steps())
 
     def steps(self) -> list[int]:
@@ -78,6 +82,7 @@ class CheckpointStore:
         self.wait()
         self._delete_temporary()
         meta = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
+        meta["checksum"] = _checksum(meta)
         try:
             self._orbax.save_checkpointables_async(step, {"state": arrays}, force=True, custom_metadata=meta)
         except Exception as error:
@@ -106,7 +111,8 @@ class CheckpointStore:
     ) -> Restored | None:
         """The newest checkpoint that proves intact, or None when there is none.
 
-        A checkpoint that cannot be trusted is moved aside, named, and the one before it is tried.
+        One that cannot be trusted is named and moved aside, and the one before it is used. Where there is none before
+        it, all stay where they are.
 
         Args:
             like: shape, dtype and sharding of every array.
@@ -115,30 +121,48 @@ class CheckpointStore:
 
         Raises:
             UserError: when the checkpoint holds another model, or the given step does not exist.
+            MachineError: when there are checkpoints, but none can be used.
         """
         steps = self.steps()
         if step is not None and step not in steps:
             raise UserError(f"{self.directory}: there is no checkpoint of step {step} (there are: {steps or 'none'})")
+        bad: dict[int, CheckpointError] = {}
         for candidate in [step] if step is not None else reversed(steps):
             try:
-                return read_step(self.directory, candidate, like, partial=partial)
+                restored = read_step(self.directory, candidate, like, partial=partial)
             except CheckpointError as error:
-                aside = self._move_aside(candidate)
-                logger.error("checkpoint %s cannot be used: %s; moved to %s", candidate, error, aside)
+                bad[candidate] = error
+            else:
+                self._move_aside(bad)
+                return restored
+        if bad:
+            raise self._none_usable(bad)
         return None
 
-    def _move_aside(self, step: int) -> Path:
-        target = self.directory / f"{step}{_CORRUPT}"
-        for n in range(1, 1000):
-            if not target.exists():
-                break
-            target = self.directory / f"{step}{_CORRUPT}.{n}"
-        wait_for_all("a bad checkpoint is known")
-        if is_lead():
-            (self.directory / str(step)).rename(target)
-        wait_for_all("a bad checkpoint is moved")
-        self._orbax.reload()
-        return target
+    def _move_aside(self, bad: Mapping[int, CheckpointError]) -> None:
+        if bad:
+            self._rename(bad)
+            self._reload()
+
+    def _rename(self, bad: Mapping[int, CheckpointError]) -> None:
+        wait_for_all("bad checkpoints are known")
+        for step, why in bad.items():
+            target = next(
+                path
+                for n in itertools.count()
+                if not (path := self.directory / f"{step}{_CORRUPT}{f'.{n}' if n else ''}").exists()
+            )
+            if is_lead():
+                (self.directory / str(step)).rename(target)
+            logger.error("checkpoint %s cannot be used: %s; moved to %s", step, why, target)
+        wait_for_all("bad checkpoints are moved")
+
+    def _none_usable(self, bad: Mapping[int, CheckpointError]) -> MachineError:
+        return MachineError(
+            f"{self.directory}: no checkpoint can be used, and nothing was changed:\n"
+            + "".join(f"  step {step}: {why}\n" for step, why in bad.items())
+            + "Mend the disk or put back a copy; to start from the beginning, remove the directory or set trainer.id"
+        )
 
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint but the newest.
@@ -153,7 +177,35 @@ class CheckpointStore:
             shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("old checkpoints are gone")
         if old:
+            self._reload()
+
+    def _reopen(self, *, cleanup: bool = False) -> None:
+        """Has Orbax look at what is there.
+
+        It reads the metadata of every step, and one that is damaged, however old, would keep all others from being
+        read and written.
+        """
+        try:
+            self._orbax = _open(self.directory, cleanup=cleanup)
+        except Exception as error:
+            bad: dict[int, CheckpointError] = {}
+            for step in self.steps():
+                try:
+                    read_record(self.directory, step)
+                except CheckpointError as problem:
+                    bad[step] = problem
+            if len(bad) == len(self.steps()):
+                raise self._none_usable(bad) from error
+            self._rename(bad)
+            self._orbax = _open(self.directory, cleanup=cleanup)
+
+    def _reload(self) -> None:
+        """Tells Orbax that steps have gone."""
+        try:
             self._orbax.reload()
+        except Exception:
+            self._orbax.close()
+            self._reopen()
 
     def _save_failed(self, error: Exception) -> MachineError:
         for left in self.directory.glob("*.orbax-checkpoint-tmp*"):
@@ -183,7 +235,15 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
         raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
     if not isinstance(meta, dict) or "digests" not in meta:
         raise CheckpointError("its metadata is missing")
+    if meta.get("format") != _FORMAT_WITHOUT_CHECKSUM and meta.get("checksum") != _checksum(meta):
+        raise CheckpointError("the checksum of its metadata differs")
     return meta
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    """Of everything else in the JSON that is saved with a step."""
+    others = {name: value for name, value in record.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
 
 def read_step(

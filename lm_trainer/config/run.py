@@ -29,6 +29,7 @@ _OPERATIONAL = {
             "log_dir",
             "tracker",
             "watch",
+            "watchdog",
             "profiler",
             "profiler_start_step",
             "profiler_num_steps",

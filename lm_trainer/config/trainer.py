@@ -20,6 +20,7 @@ from lm_trainer.nn.quantize import AnyQuantization
 from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
 from lm_trainer.watch import WatchConfig
+from lm_trainer.watchdog import WatchdogConfig
 
 Resources = dict[str, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
@@ -95,6 +96,7 @@ class TrainerConfig(Config):
     """Stop when the loss or the gradient is NaN. The step is not applied in any case."""
     crash_on_inf: bool = True
     """Stop when the loss or the gradient is infinite. The step is not applied in any case."""
+    watchdog: WatchdogConfig = WatchdogConfig()
 
     checkpointer: CheckpointerConfig = CheckpointerConfig()
     load_checkpoint: bool | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,8 @@ from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.mesh import MeshShape, build_mesh
 
+SPOILT = '{"custom_metadata": {"a": 1}, "init_timesuamp_nsecs": 2}'
+"""Metadata of a step with one flipped bit, which Orbax refuses to read."""
 NEVER = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10**9),))
 
 
@@ -116,6 +120,43 @@ def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) 
     assert committed_steps(directory) == [3, 7]
 
 
+def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> None:
+    config = NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})
+    store = saved(directory, 10, 20, 21, config=config)
+    (directory / "10" / "_CHECKPOINT_METADATA").write_text(SPOILT)
+    for step in (22, 23):
+        store.save(step, arrays(step, sharded(1)), {})
+    store.close()
+    assert committed_steps(directory) == [20, 23]
+    (directory / "20" / "_CHECKPOINT_METADATA").write_text(SPOILT)
+    saved(directory, 24, config=config).close()
+    assert committed_steps(directory) == [24]
+    assert (directory / "10.corrupt").is_dir()
+    assert (directory / "20.corrupt").is_dir()
+
+
+@pytest.mark.parametrize("how", ["bit", "spoilt metadata"])
+def test_without_any_good_step_nothing_starts_over(directory: Path, how: str) -> None:
+    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+    for step in ("1", "2"):
+        if how == "bit":
+            damage(directory / step, how)
+        else:
+            (directory / step / "_CHECKPOINT_METADATA").write_text(SPOILT)
+    for _ in range(2):
+        with pytest.raises(MachineError, match=r"no checkpoint can be used, and nothing was changed:\n  step"):
+            CheckpointStore(directory, NEVER).restore(like(sharded(8)))
+        assert committed_steps(directory) == [1, 2]
+
+
+def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(directory, NEVER.model_copy(update={"save_interval": timedelta(minutes=15)}))
+    now = time.time()
+    for jump in (-86400, 86400):
+        monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
+        assert not store.due(5)
+
+
 def test_when_a_checkpoint_is_due(directory: Path) -> None:
     store = CheckpointStore(directory, CheckpointerConfig(keep=(KeepEvery(every=10),)))
     assert [step for step in range(25) if store.due(step)] == [10, 20]
@@ -152,6 +193,35 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
     store.save(2, arrays(2, sharded(8)), {})
     store.close()
     assert committed_steps(directory) == [1, 2]
+
+
+def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> None:
+    """Whatever file of the newest step it is in, what comes back is a whole step with the bits that were saved."""
+    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+    expected = {
+        step: {name: np.asarray(x).tobytes() for name, x in arrays(step, sharded(1)).items()} for step in (1, 2)
+    }
+    pristine = directory.with_name("pristine")
+    shutil.copytree(directory, pristine)
+    files = sorted(p.relative_to(directory) for p in (directory / "2").rglob("*") if p.is_file() and p.stat().st_size)
+    assert len(files) >= 6
+    rng, used = np.random.default_rng(0), []
+    for file in [f for f in files for _ in range(10 if f.name == "_CHECKPOINT_METADATA" else 3)]:
+        content = bytearray((directory / file).read_bytes())
+        content[rng.integers(len(content))] ^= 1 << rng.integers(8)
+        (directory / file).write_bytes(content)
+        store = CheckpointStore(directory, NEVER)
+        restored = store.restore(like(sharded(1)))
+        assert restored is not None, file
+        assert {name: np.asarray(x).tobytes() for name, x in restored.arrays.items()} == expected[restored.step], file
+        assert restored.record["note"] == f"step {restored.step}", file
+        store.save(3, arrays(3, sharded(1)), {})
+        store.close()
+        assert 3 in committed_steps(directory)
+        used.append(restored.step)
+        shutil.rmtree(directory)
+        shutil.copytree(pristine, directory)
+    assert set(used) == {1, 2}
 
 
 def test_nothing_to_restore(directory: Path) -> None:

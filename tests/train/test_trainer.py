@@ -147,19 +147,25 @@ def test_averaged_weights_are_the_formula_and_are_evaluated() -> None:
     assert plain != averaged
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights() -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     def broken(model: Bigrams, rows: Batch, key: jax.Array | None) -> Any:
         total, weight, metrics = loss(model, rows, key)
         return jnp.where(rows.tokens[0, 0] >= 0, total / 0, total), weight, metrics
 
     with Trainer(settings(), OPTIMIZER, broken) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
-        with pytest.raises(NonFiniteError, match="the step was not applied"):
+        file = Path("logs/own/non-finite/step-1.npz")
+        with pytest.raises(NonFiniteError, match=f"loss is inf.*the step was not applied; its batch is in {file}"):
             trainer.train(state, trainer.data_loader(Numbered()))
+    with np.load(file) as written:
+        for name, x in batch(0)._asdict().items():
+            np.testing.assert_array_equal(written[name], x)
     skipping = settings(id="skip", crash_on_inf=False, crash_on_nan=False)
     with Trainer(skipping, OPTIMIZER, broken) as trainer:
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))
         np.testing.assert_array_equal(state.params["table"], 0)
+    assert len(list(Path("logs/skip/non-finite").glob("*.npz"))) == STEPS
+    assert f"step {STEPS}: grad_norm is nan, loss is inf; the step was not applied" in capsys.readouterr().out
 
 
 def test_hooks_that_cannot_be() -> None:

@@ -20,6 +20,7 @@ from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.evidence import Evidence
 from lm_trainer.hooks import HookFn, StepInfo
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.meter import Meter
@@ -141,7 +142,8 @@ def recorder(**flags: bool) -> Recorder:
     trackers = open_trackers([], run_dir=".", run_id="r")
     watcher: Any = mock.Mock(report=lambda **_: [])
     meter = Meter(flops_per_token=0.0, peak_flops=None)
-    return Recorder(settings(**flags), trackers, Progress(STEPS), meter, watcher)
+    evidence = Evidence(Path("non-finite"))
+    return Recorder(settings(**flags), trackers, Progress(STEPS), meter, watcher, evidence=evidence)
 
 
 @pytest.mark.parametrize(("value", "flag"), [(np.nan, "crash_on_nan"), (np.inf, "crash_on_inf")])

@@ -1,0 +1,143 @@
+"""Notices that a run no longer gets on, and writes down where each of its threads stands."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Self, TypeVar
+
+import jax
+from pydantic import field_validator
+
+from lm_trainer.core.config import Config, Duration
+from lm_trainer.core.errors import EXIT_PREEMPTED
+
+T = TypeVar("T")
+
+
+class WatchdogConfig(Config):
+    """What happens when a run hangs: on a dead mount, a lost machine, a deadlock."""
+
+    timeout: Duration | None = timedelta(minutes=10)
+    """When a step, a batch, an evaluation or a checkpoint takes longer, say for what the run waits, and append the
+    stacks of all threads to RUN_DIR/stacks.txt; null: never. Compilation and the reading of data at the start are not
+    timed."""
+    abort: bool = False
+    """End the process then, with exit code 75, so that a scheduler starts it again from its newest checkpoint."""
+
+    @field_validator("timeout")
+    @classmethod
+    def _positive(cls, value: timedelta | None) -> timedelta | None:
+        if value is not None and value <= timedelta(0):
+            raise ValueError("expected a positive duration such as 10m, or null for no watchdog")
+        return value
+
+
+class Watchdog:
+    """Compares, in a thread of its own, for how long the run has waited for one thing; use it as a context manager.
+
+    Time during which the process was stopped or the machine slept does not count.
+
+    Args:
+        config: when to bark, and whether to bite.
+        directory: where the stacks go; where it cannot be written, they go to standard error.
+        clock: seconds that only grow.
+        leave: ends the process with an exit code.
+    """
+
+    def __init__(
+        self,
+        config: WatchdogConfig,
+        directory: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        leave: Callable[[int], object] = os._exit,
+    ):
+        self._timeout = None if config.timeout is None else config.timeout.total_seconds()
+        self._interval = min((self._timeout or 0.0) / 4, 10.0)
+        self._abort, self._directory, self._clock, self._leave = config.abort, directory, clock, leave
+        # One tuple, so that the thread never sees half a change.
+        self._wait: tuple[str, float] | None = None
+        self._reported: tuple[str, float] | None = None
+        self._looked = self._awake_since = clock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._timeout is not None:
+            self._looked = self._awake_since = self._clock()
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def waiting_for(self, what: str) -> None:
+        """From now on the run waits for this."""
+        self._wait = (what, self._clock())
+
+    def rest(self) -> None:
+        """What comes now may take any time."""
+        self._wait = None
+
+    def each(self, items: Iterable[T], what: str) -> Iterator[T]:
+        """The items, where the time for one of them and its use is measured."""
+        for item in items:
+            self.waiting_for(what)
+            yield item
+        self.waiting_for(what)
+
+    def look(self) -> None:
+        """Barks when the present wait is longer than the timeout, once for each wait."""
+        now, wait = self._clock(), self._wait
+        if now - self._looked > 2 * self._interval + 1:
+            self._awake_since = now
+        self._looked = now
+        if wait is None or self._timeout is None or wait is self._reported:
+            return
+        age = now - max(wait[1], self._awake_since)
+        if age >= self._timeout:
+            self._reported = wait
+            self._bark(wait[0], age)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval):
+            self.look()
+
+    def _bark(self, what: str, age: float) -> None:
+        text = f"no progress for {age:.0f} s, waiting for {what}"
+        where = self._write_stacks(text)
+        if self._abort:
+            outcome = f"ending with exit code {EXIT_PREEMPTED}; the same command goes on from the newest checkpoint"
+        else:
+            outcome = "the run waits on (trainer.watchdog.abort: true would end it)"
+        _write(2, f"\nwatchdog: {text}; the stacks of all threads are {where}; {outcome}\n".encode())
+        if self._abort:
+            self._leave(EXIT_PREEMPTED)
+
+    def _write_stacks(self, text: str) -> str:
+        index = jax.process_index()
+        file = self._directory / ("stacks.txt" if index == 0 else f"stacks.{index}.txt")
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(f"=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()}: {text}\n")
+                stream.flush()
+                faulthandler.dump_traceback(stream, all_threads=True)
+        except OSError:
+            faulthandler.dump_traceback(2, all_threads=True)
+            return "above"
+        return f"in {file}"
+
+
+def _write(descriptor: int, text: bytes) -> None:
+    """Past the buffers of a stream, whose lock a hanging thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, text)
