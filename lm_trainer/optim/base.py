@@ -71,15 +71,17 @@ class OptimizerConfig(Config):
     rewarmup: FractionOrSteps = 0.0
     """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
     learning rate jumps back to the peak."""
-    decay: FractionOrSteps | None = None
-    """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps; null: everything after the
-    warm-up. What is left between the two is at the peak."""
+    decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
+    each cycle; null: everything after the warm-up. What is left between the two is at the peak."""
     cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """How many times warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is lowest;
     the end of the run need not be listed."""
     cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Instead of `cycles`, how long each is: a fraction of the run (a float up to 1.0), a number of steps, or a list of
     numbers of steps. What is left of the run is a last, shorter cycle."""
+    cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
+    """The peak of each cycle as a multiple of `learning_rate`; null: all 1."""
     lr_schedule: ScheduleName = "cosine"
     """The shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
     `power` (by the batch size and the number of tokens, with `learning_rate` as its limit)."""
@@ -96,7 +98,8 @@ class OptimizerConfig(Config):
         """
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
         cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
-        return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens)
+        peaks = self.cycle_peaks or ()
+        return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks)
 
     @field_validator("cycle_length")
     @classmethod

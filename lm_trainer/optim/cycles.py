@@ -36,8 +36,8 @@ class Lengths(NamedTuple):
     """Of the first cycle."""
     rewarmup: float = 0
     """Of the others."""
-    decay: float | None = None
-    """None: all that follows the warm-up."""
+    decay: float | Sequence[int] | None = None
+    """None: all that follows the warm-up; a list: of each cycle, in steps."""
 
 
 def cycle_ends(
@@ -101,8 +101,10 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
     """Splits each cycle into its phases.
 
     Raises:
-        ValueError: when the phases do not fit into their cycle.
+        ValueError: when the phases do not fit into their cycle, or decays are listed that are not one for each.
     """
+    if isinstance(lengths.decay, Sequence) and len(lengths.decay) != len(ends):
+        raise ValueError(f"decay: {_shown(lengths.decay)} lists {len(lengths.decay)} decays for {len(ends)} cycles")
     return tuple(
         _plan_cycle(number, start, end - start, lengths, several=len(ends) > 1)
         for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1)
@@ -112,7 +114,8 @@ def plan_cycles(ends: Sequence[int], lengths: Lengths) -> tuple[Cycle, ...]:
 def _plan_cycle(number: int, start: int, steps: int, lengths: Lengths, *, several: bool) -> Cycle:
     key, wanted = ("warmup", lengths.warmup) if number == 1 else ("rewarmup", lengths.rewarmup)
     warmup = fraction_or_steps(wanted, steps)
-    decay = max(0, steps - warmup) if lengths.decay is None else fraction_or_steps(lengths.decay, steps)
+    asked_decay = lengths.decay[number - 1] if isinstance(lengths.decay, Sequence) else lengths.decay
+    decay = max(0, steps - warmup) if asked_decay is None else fraction_or_steps(asked_decay, steps)
     stable = steps - warmup - decay
     if stable < 0:
         asked = f"{key} ({warmup} steps)" + (f" and decay ({decay} steps) do" if decay else " does")

@@ -36,8 +36,10 @@ class Schedule:
     - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the cycle began, B the rows of the
       batch, a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.
 
+    In cycle i all of this is multiplied by `peaks[i]`, where there are any.
+
     Raises:
-        ValueError: for `inv` with `min_ratio` 0, and for `power` without `tokens`.
+        ValueError: for `inv` with `min_ratio` 0, for `power` without `tokens`, and unless each cycle has a peak.
     """
 
     shape: ScheduleName
@@ -45,8 +47,11 @@ class Schedule:
     peak: float
     min_ratio: float
     tokens: TokenSchedule | None = None
+    peaks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.peaks and len(self.peaks) != len(self.cycles):
+            raise ValueError(f"cycle_peaks lists {len(self.peaks)} peaks for {len(self.cycles)} cycles")
         if self.shape == "inv" and self.min_ratio == 0:
             raise ValueError("lr_schedule 'inv' cannot decay to 0: set min_lr_ratio above 0")
         if self.shape == "power" and self.tokens is None:
@@ -58,9 +63,13 @@ class Schedule:
         step = min(step, cycle.end)
         since = step - cycle.start
         if since >= cycle.warmup:
-            return self.peak * self._decayed(cycle, max(0, step - cycle.decay_start))
-        low = self._decayed(self.cycles[number - 1], self.cycles[number - 1].decay) if number else 0.0
-        return self.peak * (low + (self._decayed(cycle, 0) - low) * since / cycle.warmup)
+            return self.peak * self._part(number, max(0, step - cycle.decay_start))
+        low = self._part(number - 1, self.cycles[number - 1].decay) if number else 0.0
+        return self.peak * (low + (self._part(number, 0) - low) * since / cycle.warmup)
+
+    def _part(self, number: int, since: int) -> float:
+        """Of the peak, `since` steps after the decay of a cycle began."""
+        return (self.peaks[number] if self.peaks else 1.0) * self._decayed(self.cycles[number], since)
 
     def _decayed(self, cycle: Cycle, since: int) -> float:
         """The decay, as a part of the peak, `since` steps after it began."""

@@ -202,12 +202,30 @@ def test_fractions_are_of_their_cycle_and_whole_numbers_are_steps() -> None:
         {"cycles": 5},
         {"cycles": None, "cycle_length": 40},
         *({"lr_schedule": name} for name in SHAPES if name != "cosine"),
+        {"cycle_peaks": [1.0, 0.5]},
+        {"decay": [10, 20]},
     ],
 )
 def test_every_field_changes_the_learning_rate(fields: dict[str, Any]) -> None:
     base = {"learning_rate": 2.0, "warmup": 10, "rewarmup": 5, "decay": 10, "cycles": 2, "lr_schedule": "cosine"}
     before, after = (AdamConfig(**kw).schedule(TOTAL, TOKENS) for kw in (base, {**base, **fields}))
     assert [before(step) for step in range(TOTAL)] != [after(step) for step in range(TOTAL)]
+
+
+def test_cycles_with_peaks_and_decays_of_their_own() -> None:
+    config = AdamConfig(
+        learning_rate=2.0,
+        warmup=4,
+        decay=[2, 5],
+        cycles=[10, 30],
+        cycle_peaks=[1.5, 0.5],
+        lr_schedule="linear",
+        min_lr_ratio=0,
+    )
+    found = config.schedule(30)
+    first = [3 * step / 4 for step in range(4)] + [3.0] * 5 + [1.5]
+    second = [1.0] * 16 + [0.8, 0.6, 0.4, 0.2]
+    assert [found(step) for step in range(31)] == pytest.approx([*first, *second, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -229,6 +247,8 @@ def test_every_field_changes_the_learning_rate(fields: dict[str, Any]) -> None:
         ({"cycle_length": 0.0013}, r"cycle_length: 0.0013 is less than a step"),
         ({"cycle_length": [60, 60]}, r"cycle_length: \[60, 60\] ends at step 120, but the run has 100 steps"),
         ({"lr_schedule": "inv", "min_lr_ratio": 0.0}, "set min_lr_ratio above 0"),
+        ({"cycles": 2, "decay": [10]}, r"decay: \[10\] lists 1 decays for 2 cycles"),
+        ({"cycles": 2, "cycle_peaks": [1, 1, 1]}, "cycle_peaks lists 3 peaks for 2 cycles"),
     ],
 )
 def test_schedules_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -247,7 +267,7 @@ def test_schedules_that_do_not_fit_are_refused(fields: dict[str, Any], message: 
         ({"cycle_length": 0.0}, r"cycle_length\.[\s\S]* greater than 0"),
         ({"cycle_length": 2.5}, r"cycle_length\n.* 2.5 is neither a fraction"),
         ({"warmup": 2.5}, r"warmup\n.* 2.5 is neither a fraction"),
-        ({"decay": 2.5}, r"decay[\s\S].* 2.5 is neither a fraction"),
+        ({"decay": 2.5}, r"decay[\s\S]* 2.5 is neither a fraction"),
         ({"cycles": 2, "rewarmup": 2.5}, r"rewarmup\n.* 2.5 is neither a fraction"),
         ({"lr_schedule": "exponential"}, "'inv' or 'power'"),
     ],
