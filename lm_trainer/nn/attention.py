@@ -117,20 +117,26 @@ class Attention(nnx.Module):
         layer: jax.Array | int,
         *,
         key: jax.Array | None = None,
+        adapter_key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None]:
-        """Attends to `x_BSD` itself, or with a cache to all that it holds, `x_BSD` included."""
-        q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS)
+        """Attends to `x_BSD` itself, or with a cache to all that it holds, `x_BSD` included.
+
+        The keys are for the dropout of probabilities, and for that of adapters.
+        """
+        q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
         if self.spec.scores.upcast:
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
         o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, self._bias(context), key=key)
-        return self.out(o_BSNH), cache
+        return self.out(o_BSNH, key=adapter_key), cache
 
-    def _project(self, x_BSD: jax.Array, positions_BS: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        q_BSNH, k_BSKH, v_BSKH = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+    def _project(
+        self, x_BSD: jax.Array, positions_BS: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
         if (most := self.spec.clip) is not None:
             q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -most, most) for x in (q_BSNH, k_BSKH, v_BSKH))
         if self.q_norm is not None and self.k_norm is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from flax import nnx
 
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import Activation
+
+if TYPE_CHECKING:
+    from lm_trainer.nn.lora import Lora
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 """`product(x_MI, w_IO)`, in the dtype of `x_MI`."""
@@ -29,13 +33,18 @@ class Linear(nnx.Module):
         self.weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
         self.product: Product = jnp.matmul
+        self.lora: Lora | None = None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Computes in the dtype of `x`."""
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Computes in the dtype of `x`; the key is for the dropout of an adapter, None switches it off."""
         lead = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = self.weight[...].astype(x.dtype).reshape(math.prod(self.in_shape), -1)
-        y = self.product(x.reshape(-1, w_IO.shape[0]), w_IO).reshape(*lead, *self.out_shape)
+        x_MI = x.reshape(-1, w_IO.shape[0])
+        y_MO = self.product(x_MI, w_IO)
+        if self.lora is not None:
+            y_MO = y_MO + self.lora(x_MI, key)
+        y = y_MO.reshape(*lead, *self.out_shape)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

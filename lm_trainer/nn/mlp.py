@@ -23,8 +23,9 @@ class Mlp(nnx.Module):
         gate = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init) if spec.gated else None
         self.gate = gate
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """The key is for the dropout of adapters."""
         activation = ACTIVATIONS[self.spec.activation]
         if self.gate is None:
-            return self.down(activation(self.up(x_BSD)))
-        return self.down(activation(self.gate(x_BSD)) * self.up(x_BSD))
+            return self.down(activation(self.up(x_BSD, key=key)), key=key)
+        return self.down(activation(self.gate(x_BSD, key=key)) * self.up(x_BSD, key=key), key=key)

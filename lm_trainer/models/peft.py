@@ -1,0 +1,161 @@
+"""Adapters in PEFT's format: the content of adapter_config.json, and the tensors of adapter_model.safetensors.
+
+Where the file of a family joins several of our linear layers into one, their adapters become one of the sum of their
+ranks, whose B has zeros wherever the rank of one layer meets the outputs of another: the product is the same.
+
+Shape letters: R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.hf import parameter_leaves
+from lm_trainer.models.hf_table import Entry, HfFamily, HfTensor, Leaf, Part, file_entries, file_name
+from lm_trainer.nn.lora import LoraConfig
+
+_WEIGHT = ".weight"
+
+
+class _Module(NamedTuple):
+    """A linear layer of the file that has an adapter."""
+
+    name: str
+    in_layer: str
+    """The end of the name, as it is in every layer."""
+    parts: int
+    """How many of our adapters it joins."""
+    by_inputs: bool
+    """The file has inputs before outputs."""
+
+
+def module_names(model_config: DecoderConfig, vocab_size: int) -> dict[str, list[str]]:
+    """From each of our parameters to the modules of `transformers` that hold it, layer after layer.
+
+    Empty for a family that `transformers` does not have.
+    """
+    names: dict[str, list[str]] = {}
+    for entry in _weights(model_config, vocab_size):
+        for part in entry.parts:
+            names.setdefault(part.path, []).append(_module_name(model_config, entry))
+    return names
+
+
+def adapter_to_peft(
+    model_config: DecoderConfig, lora: LoraConfig, params: Mapping[str, np.ndarray], *, vocab_size: int, base: str
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The content of adapter_config.json, and the tensors of the file beside it, C-contiguous, in their dtypes.
+
+    Args:
+        model_config: of the adapted model.
+        lora: of its adapters.
+        params: the adapters' parameters by dotted name.
+        vocab_size: of the model.
+        base: where the frozen model is, for those who load the adapter without saying it.
+
+    Raises:
+        UserError: for a family that `transformers` does not have.
+    """
+    modules, tensors = [], {}
+    for entry in _weights(model_config, vocab_size):
+        adapted = [_adapter_of(part, params) for part in entry.parts]
+        if any(pair is not None for pair in adapted):
+            module = _module_of(model_config, entry, sum(pair is not None for pair in adapted))
+            modules.append(module)
+            a_RI, b_OR = _joined(entry, adapted)
+            tensors[f"base_model.model.{module.name}.lora_A.weight"] = a_RI
+            tensors[f"base_model.model.{module.name}.lora_B.weight"] = b_OR
+    if not modules:
+        raise UserError(f"a {model_config.type} model has no layers in `transformers` that could hold the adapter")
+    return _config(lora, modules, _layers(model_config, vocab_size), base), tensors
+
+
+def _weights(model_config: DecoderConfig, vocab_size: int) -> list[Entry]:
+    """The matrices of the layers."""
+    if not isinstance(model_config.hf, HfFamily):
+        return []
+    leaves = parameter_leaves(model_config, vocab_size)
+    entries = file_entries(model_config.hf, leaves, model_config.spec(vocab_size).period)
+    return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
+
+
+def _module_name(model_config: DecoderConfig, entry: Entry) -> str:
+    assert isinstance(model_config.hf, HfFamily)
+    return file_name(model_config.hf, entry.name).removesuffix(_WEIGHT)
+
+
+def _module_of(model_config: DecoderConfig, entry: Entry, parts: int) -> _Module:
+    in_layer = entry.table.hf.split("{}.", 1)[1].removesuffix(_WEIGHT)
+    return _Module(_module_name(model_config, entry), in_layer, parts, not entry.table.transposed)
+
+
+def _layers(model_config: DecoderConfig, vocab_size: int) -> int:
+    return len(model_config.spec(vocab_size).blocks)
+
+
+def _adapter_of(part: Part, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+    """A and B of one layer, where it has an adapter."""
+    lora = part.path.removesuffix(_WEIGHT) + ".lora"
+    if f"{lora}.a" not in params:
+        return None
+    return np.asarray(params[f"{lora}.a"][part.index]), np.asarray(params[f"{lora}.b"][part.index])
+
+
+def _joined(entry: Entry, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -> tuple[np.ndarray, np.ndarray]:
+    there = [pair for pair in adapted if pair is not None]
+    rank, inputs = there[0][0].shape[-1], there[0][0].ndim - 1
+    a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in there])
+    pieces, parts, start = [], [], 0
+    for part, pair in zip(entry.parts, adapted, strict=True):
+        shape, axes = part.leaf.part_shape[inputs:], part.leaf.part_axes[inputs:]
+        piece = np.zeros((len(a_RI), *shape), a_RI.dtype)
+        if pair is not None:
+            piece[start : start + rank] = pair[1]
+            start += rank
+        pieces.append(piece)
+        parts.append(Part(part.path, (), Leaf(piece.shape, ("rank", *axes))))
+    table = HfTensor(entry.table.hf, entry.table.ours, transposed=True, by_head=entry.table.by_head)
+    return np.ascontiguousarray(a_RI), Entry(entry.name, table, tuple(parts)).join(pieces)
+
+
+def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:
+    everywhere: dict[str, list[_Module]] = {}
+    for module in modules:
+        everywhere.setdefault(module.in_layer, []).append(module)
+    names = {}
+    for in_layer, found in everywhere.items():
+        same = len(found) == layers and len({module.parts for module in found}) == 1
+        names |= {in_layer: found[0].parts} if same else {module.name: module.parts for module in found}
+    joined = {name: parts for name, parts in names.items() if parts > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": _number(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        "target_modules": sorted(names),
+        "rank_pattern": {name: parts * lora.rank for name, parts in joined.items()},
+        "alpha_pattern": {name: _number(lora.alpha * _factor(lora, parts)) for name, parts in joined.items()},
+        "fan_in_fan_out": modules[0].by_inputs,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _factor(lora: LoraConfig, parts: int) -> float:
+    """What alpha must grow by so that a rank that is `parts` times as large has the same scale."""
+    return math.sqrt(parts) if lora.use_rslora else parts
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else value

@@ -1,0 +1,213 @@
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): a trained product of two thin matrices beside a frozen one.
+
+Shape letters: L layers, M rows, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.init import LOGICAL_AXES
+from lm_trainer.nn.linear import Linear, dropout
+
+Aliases = Mapping[str, Sequence[str]]
+"""From a parameter to the modules of other names that hold it, one for each layer."""
+
+_LORA = "lora"
+
+
+class LoraConfig(Config):
+    """Low-rank adapters: beside each chosen linear layer W of a frozen model, x W + scale * (x A) B with only A and B
+    trained. The scale is alpha / rank. B starts at zero, so training starts at the model itself.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "r": "written in full; use `rank`",
+        "lora_alpha": "use `alpha`",
+        "lora_dropout": "use `dropout`",
+        "targets": "use `target_modules`",
+        "bias": "biases stay frozen; remove it",
+        "modules_to_save": "what is not adapted stays frozen; remove it",
+        "layers_to_transform": "layers are adapted together; remove it",
+        "fan_in_fan_out": "follows from the model; remove it",
+    }
+
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = 8
+    """Columns of A and rows of B."""
+    alpha: PositiveFloat = 8.0
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of what enters an adapter; what enters the frozen layer stays whole."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Which linear layers get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
+    v_proj]` or `[attention.*]`: whole components from the end of a layer's name here or in `transformers`, `*` for
+    anything. A string: a regular expression for the whole of either name."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that the size of updates does not shrink as the rank grows
+    (Kalajdzievski 2023, arXiv 2312.03732)."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _can_match(cls, value: Any) -> Any:
+        if value is not None and (not value or "" in tuple(value)):
+            raise ValueError("names nothing; write a list such as [q_proj, v_proj], or null for all linear layers")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(
+                    f"not a regular expression: {error}; write one such as '.*self_attn.*', or a list of names"
+                ) from error
+        return value
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's product is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """What must each match a layer; None: all layers are meant."""
+        if self.target_modules in (None, "all-linear"):
+            return None
+        return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Whether one of `patterns` means the module of this dotted name."""
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(pattern, name) is not None
+        parts = name.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
+
+
+AnyAdapter = LoraConfig
+"""Whatever may stand under `adapter:`."""
+
+
+class Lora(nnx.Module):
+    """What an adapter adds to the result of its linear layer."""
+
+    def __init__(self, linear: Linear, config: LoraConfig, *, place: int, rngs: nnx.Rngs):
+        axes = linear.weight.get_metadata(LOGICAL_AXES)
+        lead = len(axes) - len(linear.in_shape) - len(linear.out_shape)
+        layers, inputs = linear.weight.shape[:lead], math.prod(linear.in_shape)
+        into, out = axes[: lead + len(linear.in_shape)], axes[lead + len(linear.in_shape) :]
+        # That of torch's linear layers, which other implementations take for A.
+        bound = 1.0 / math.sqrt(inputs)
+        shape = (*layers, *linear.in_shape, config.rank)
+        values = jax.random.uniform(rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound)
+        self.a = nnx.Param(values, logical_axes=(*into, None))
+        zeros = jnp.zeros((*layers, config.rank, *linear.out_shape), jnp.float32)
+        self.b = nnx.Param(zeros, logical_axes=(*axes[:lead], None, *out))
+        self.rank, self.scale, self.dropout, self.place = config.rank, config.scale, config.dropout, place
+
+    def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
+        """[M, O] in the dtype of `x_MI`; `key` is that of the block."""
+        own = None if key is None else jax.random.fold_in(key, self.place)
+        a_IR = self.a[...].astype(x_MI.dtype).reshape(-1, self.rank)
+        b_RO = self.b[...].astype(x_MI.dtype).reshape(self.rank, -1)
+        return self.scale * jnp.matmul(jnp.matmul(dropout(x_MI, self.dropout, own), a_IR), b_RO)
+
+
+def attach(model: nnx.Module, config: LoraConfig, aliases: Aliases, *, rngs: nnx.Rngs) -> None:
+    """Gives the linear layers that `config` chooses their adapters.
+
+    Raises:
+        UserError: when a pattern matches no linear layer of the blocks, or some layers of a kind but not others, or
+            experts.
+    """
+    linears = {_dotted(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
+    linears = {place: linear for place, linear in linears.items() if place.startswith("blocks.")}
+    chosen = _chosen(config, list(linears), _experts(model), aliases)
+    for number, (place, linear) in enumerate(linears.items()):
+        if place in chosen:
+            linear.lora = nnx.data(Lora(linear, config, place=number, rngs=rngs))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by its dotted name, is one of an adapter."""
+    return name.split(".")[-2:-1] == [_LORA]
+
+
+def layer_of(name: str) -> str:
+    """The dotted name of the linear layer whose adapter has the parameter `name`."""
+    return name.rsplit(".", 2)[0]
+
+
+def merge(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
+    """The parameters of a model without adapters that computes what `params`, by dotted name, compute with them."""
+    merged = {name: x for name, x in params.items() if not is_adapter(name)}
+    for layer in sorted({layer_of(name) for name in params if is_adapter(name)}):
+        weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
+        layers = weight.shape[0]
+        a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
+        change = (config.scale * (a_LIR.astype("float32") @ b_LRO.astype("float32"))).reshape(weight.shape)
+        merged[f"{layer}.weight"] = (weight.astype("float32") + change).astype(weight.dtype)
+    return merged
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _experts(model: nnx.Module) -> list[str]:
+    """The parameters that routed experts have."""
+    variables = {_dotted(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
+    return [name for name, variable in variables.items() if "experts" in variable.get_metadata(LOGICAL_AXES)]
+
+
+def _chosen(config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: Aliases) -> set[str]:
+    if config.patterns is None:
+        return set(layers)
+    chosen: set[str] = set()
+    for pattern in config.patterns:
+        for name in experts:
+            if found := next((n for n in (name, *aliases.get(name, ())) if config.matches(pattern, n)), None):
+                raise UserError(
+                    f"adapter.target_modules: {pattern!r} names {found}, but routed experts cannot have adapters; "
+                    f"name linear layers alone: {', '.join(_short_names(layers, aliases))}"
+                )
+        matched = {layer for layer in layers if _means(config, pattern, layer, aliases.get(f"{layer}.weight", ()))}
+        if not matched:
+            names = _short_names(layers, aliases)
+            near = difflib.get_close_matches(pattern, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1)
+            raise UserError(
+                f"adapter.target_modules: {pattern!r} matches no linear layer of the blocks"
+                + (f"; did you mean {near[0]!r}?" if near else ".")
+                + f" There are: {', '.join(names)}"
+            )
+        chosen |= matched
+    return chosen
+
+
+def _means(config: LoraConfig, pattern: str, layer: str, others: Sequence[str]) -> bool:
+    if config.matches(pattern, layer):
+        return True
+    found = [name for name in others if config.matches(pattern, name)]
+    if found and len(found) < len(others):
+        left = next(name for name in others if name not in found)
+        raise UserError(
+            f"adapter.target_modules: {pattern!r} matches {found[0]} but not {left}; layers of one kind are adapted "
+            f"together, so write '*' or a pattern for any number in place of the layer's"
+        )
+    return bool(found)
+
+
+def _short_names(layers: Sequence[str], aliases: Aliases) -> list[str]:
+    """Each linear layer in the shortest words that a list may hold, ours first."""
+    ours = [layer.split(".", 2)[-1] for layer in layers]
+    theirs = [re.sub(r"^.*?\.\d+\.", "", name) for layer in layers for name in aliases.get(f"{layer}.weight", ())[:1]]
+    return list(dict.fromkeys([*ours, *theirs]))
