@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,6 @@ import numpy as np
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.microbatch import PlacedBatch
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.program import Program, build_program, check_devices, describe_mesh
@@ -37,7 +37,7 @@ class BenchSession:
     num_params: int
     _program: Program
     _state: TrainState
-    _batch: PlacedBatch
+    _batch: Any
     _learning_rate: Schedule
 
     def run_step(self) -> None:

@@ -51,6 +51,36 @@ def local_groups(mesh: Mesh) -> list[Group]:
     return groups
 
 
+@dataclass(frozen=True)
+class Executable:
+    """A compiled program, and what it was made of."""
+
+    traced: jax.stages.Traced
+    compiled: jax.stages.Compiled
+
+    @classmethod
+    def make(cls, jitted: Any, *args: Any) -> Executable:
+        """Compiles for arguments like these, which may be shapes."""
+        traced = jitted.trace(*args)
+        return cls(traced, traced.lower().compile())
+
+    def fingerprint(self) -> str:
+        """A hash of the optimised program, without what names source lines."""
+        return program_hash(self.compiled)
+
+    def jaxpr(self) -> str:
+        """What was traced, as JAX prints it."""
+        return str(self.traced.jaxpr)
+
+    def hlo(self) -> str:
+        """The optimised program, as XLA prints it."""
+        return self.compiled.as_text() or ""
+
+    def memory(self) -> Any:
+        """XLA's memory analysis, None where the backend has none."""
+        return self.compiled.memory_analysis()
+
+
 class Lanes:
     """One function, compiled once for every group of this process.
 
@@ -62,15 +92,14 @@ class Lanes:
     def __init__(self, function: Callable[..., Any], groups: Sequence[Group]):
         self._jitted = jax.jit(function)
         self.groups = groups
-        self._traced: jax.stages.Traced | None = None
-        self._compiled: list[jax.stages.Compiled] = []
+        self._compiled: list[Executable] = []
 
     def compile(
         self, params: Mapping[str, jax.ShapeDtypeStruct], layouts: Mapping[str, LeafLayout], batch: Batch
     ) -> None:
         """Compiles for all groups at once, for parameters in their `compute` layout and a microbatch like `batch`."""
 
-        def trace(group: Group) -> jax.stages.Traced:
+        def one(group: Group) -> Executable:
             whole = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
@@ -78,15 +107,14 @@ class Lanes:
             }
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-            return self._jitted.trace(placed, rows, scalar, scalar)
+            return Executable.make(self._jitted, placed, rows, scalar, scalar)
 
         # The first alone: where the compilation cache serves all devices alike, the others are read from it, and
         # with them the choices of kernels that were made by timing.
-        self._traced = trace(self.groups[0])
-        first = self._traced.lower().compile()
+        first = one(self.groups[0])
         with ThreadPoolExecutor() as pool:
-            self._compiled = [first, *pool.map(lambda group: trace(group).lower().compile(), self.groups[1:])]
-        if len({program_hash(compiled) for compiled in self._compiled}) > 1:
+            self._compiled = [first, *pool.map(one, self.groups[1:])]
+        if len({executable.fingerprint() for executable in self._compiled}) > 1:
             logger.warning("the devices run different programs for one computation: bits may depend on their number")
 
     @property
@@ -94,25 +122,14 @@ class Lanes:
         """Whether `compile` has been called."""
         return bool(self._compiled)
 
+    @property
+    def program(self) -> Executable:
+        """What the first group runs; the others run the same."""
+        return self._compiled[0]
+
     def __call__(self, group: int, *args: Any) -> Any:
         """Enqueues the function on the `group`-th local group and returns at once."""
-        return self._compiled[group](*args)
-
-    def fingerprint(self) -> str:
-        """A hash of the optimised program, without what names source lines."""
-        return program_hash(self._compiled[0])
-
-    def jaxpr(self) -> str:
-        """What was traced, as JAX prints it."""
-        return "" if self._traced is None else str(self._traced.jaxpr)
-
-    def hlo(self) -> str:
-        """The optimised program, as XLA prints it."""
-        return self._compiled[0].as_text() or ""
-
-    def memory(self) -> Any:
-        """XLA's memory analysis of one lane, None where the backend has none."""
-        return self._compiled[0].memory_analysis()
+        return self._compiled[group].compiled(*args)
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:

@@ -120,7 +120,7 @@ class Devices:
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Cuts this process's rows and sends them to their devices."""
         per_shard = plan.per_shard(self.placement.mesh)
-        batch = _pad(batch, per_shard * plan.rows * len(self.groups))
+        batch = pad_rows(batch, per_shard * plan.rows * len(self.groups))
         placed = []
         for i, group in enumerate(self.groups):
             starts = [(i * per_shard + j) * plan.rows for j in range(per_shard)]
@@ -134,7 +134,7 @@ class Devices:
         return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
 
 
-def _pad(batch: Batch, rows: int) -> Batch:
+def pad_rows(batch: Batch, rows: int) -> Batch:
     """Fills up with rows that are no part of any document and have no weight."""
     missing = rows - len(batch.tokens)
     if not missing:

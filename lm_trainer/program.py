@@ -21,14 +21,16 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
 from lm_trainer.evaluate import Evaluator
+from lm_trainer.global_step import GlobalStep
+from lm_trainer.models.peft import module_names
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
 from lm_trainer.nn.loss import token_loss_and_metrics
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.optim import OptimizerConfig, Param
 from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, fresh_state, place_state, state_from_params
-from lm_trainer.train_step import CurvatureFn, LossFn, TrainStep, UpdateRule
+from lm_trainer.train_step import CurvatureFn, LossFn, Step, TrainStep, UpdateRule
 
-_INIT, _DROPOUT = 0, 1
+_INIT, _DROPOUT, _ADAPTER = 0, 1, 2
 
 Selection = bool | Mapping[str, bool] | Callable[[str], bool]
 """Which parameters, by dotted name; a name that a mapping lacks is not among them."""
@@ -48,7 +50,7 @@ class Program:
     placement: Placement
     optimizer: OptimizerConfig
     tx: optax.GradientTransformationExtraArgs
-    step: TrainStep
+    step: Step
     evaluate: Evaluator
     averages: bool
     """Whether the state has averaged weights."""
@@ -125,14 +127,13 @@ def plan_program(
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
     placement = place_state(trained, tx, layouts, mesh)
-    step = TrainStep(
-        model,
-        loss,
-        UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, trainer.mp.compute_dtype)),
-        placement=placement,
-        plans=plans,
-        key=jax.random.fold_in(jax.random.key(trainer.seed), _DROPOUT) if key is None else key,
-    )
+    rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, trainer.mp.compute_dtype))
+    key = jax.random.fold_in(jax.random.key(trainer.seed), _DROPOUT) if key is None else key
+    if trainer.determinism == "fast":
+        accumulate = trainer.per_device_parallelism != -1
+        step: Step = GlobalStep(model, loss, rule, placement=placement, plans=plans, key=key, accumulate=accumulate)
+    else:
+        step = TrainStep(model, loss, rule, placement=placement, plans=plans, key=key)
     return Program(
         model=model,
         placement=placement,
@@ -226,8 +227,13 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f": {sizes}" if sizes else "")
 
 
-def promise(mesh: Mesh) -> str | None:
-    """What a mesh with a model axis promises instead of equality with all other meshes; None where nothing is lost."""
+def promise(trainer: TrainerConfig, mesh: Mesh) -> str | None:
+    """What is promised instead of the same bits on every mesh; None where nothing is lost."""
+    if trainer.determinism == "fast":
+        return (
+            "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
+            "same processes and with the same mesh; on others the losses are close, and part over the steps"
+        )
     if mesh.shape["model"] == 1:
         return None
     others = ", ".join(BATCH_AXES)

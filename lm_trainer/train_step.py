@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.reduction import sum_of_squares
 from lm_trainer.core.steps import Steps
-from lm_trainer.lanes import Lanes
+from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.averaging import AveragingConfig
@@ -57,12 +57,47 @@ class UpdateRule:
     """The estimate that the optimizer takes."""
 
 
-class TrainStep:
-    """Callable `(state, batch, learning_rate) -> (state, metrics)`; consumes the state that it is given.
+class Step(Protocol):
+    """One optimizer step after another; what `determinism: elastic` and `fast` have in common.
 
-    `metrics` are float32 scalars on the device (`loss`, `grad_norm`, `tokens` and others): reading them waits for the
-    step. A step whose loss or gradient is not finite leaves parameters and optimizer as they were.
+    Calling it with a batch placed by `put` returns the next state and float32 scalars on the device (`loss`,
+    `grad_norm`, `tokens` and others): reading them waits for the step. The state that it is given is consumed. A step
+    whose loss or gradient is not finite leaves parameters and optimizer as they were.
     """
+
+    plans: Steps[MicrobatchPlan]
+    devices: Devices
+
+    def compile(self, batch: Batch, step: int = 0) -> Executable:
+        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
+
+        Returns the program that computes the gradient: of a microbatch, or where that is one program, of the step.
+        """
+        ...
+
+    def compiled(self, step: int) -> bool:
+        """Whether this step needs no compilation."""
+        ...
+
+    def local_rows(self, step: int = 0) -> range:
+        """The rows of the global batch of `step` that this process needs."""
+        ...
+
+    def put(self, batch: Batch, step: int = 0) -> Any:
+        """This process's rows of the global batch of `step` on their devices."""
+        ...
+
+    def gradient(self, state: TrainState, batch: Any) -> Sums:
+        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        ...
+
+    def __call__(
+        self, state: TrainState, batch: Any, learning_rate: float, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]: ...
+
+
+class TrainStep:
+    """The `Step` whose bits are the same on every mesh."""
 
     def __init__(
         self,
@@ -79,23 +114,23 @@ class TrainStep:
         for plan in plans.values:
             plan.per_shard(mesh)
         trainable = shardings.params
-        self._gradient = MicrobatchSum(_loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
         self._curvature = None
         if rule.curvature is not None:
-            estimate = _curvature_sums(model, rule.curvature, trainable)
+            estimate = curvature_sums(model, rule.curvature, trainable)
             self._curvature = MicrobatchSum(estimate, self.devices, jax.random.fold_in(key, 1), trainable)
         self._rule = rule
         layouts = {name: placement.layouts[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=everywhere)
         self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
-        self._average = jax.jit(_move, out_shardings=shardings.params, donate_argnums=0)
+        self._average = jax.jit(move, out_shardings=shardings.params, donate_argnums=0)
 
-    def compile(self, batch: Batch, step: int = 0) -> Lanes:
+    def compile(self, batch: Batch, step: int = 0) -> Executable:
         """Compiles the lane for rows like those of `batch` (any number of rows) and the batch size of `step`."""
         if self._curvature is not None:
             self._curvature.compile(self._shapes, batch, self.plans.at(step))
-        return self._gradient.compile(self._shapes, batch, self.plans.at(step))
+        return self._gradient.compile(self._shapes, batch, self.plans.at(step)).program
 
     def compiled(self, step: int) -> bool:
         """Whether this step needs no compilation of its lane."""
@@ -139,7 +174,9 @@ class TrainStep:
         return self._average(state.averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
 
 
-def _loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         def objective(chosen: Params) -> tuple[jax.Array, Any]:
             total, weight, metrics = loss(model.merge({**params, **chosen}), batch, key)
@@ -151,7 +188,9 @@ def _loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]
     return function
 
 
-def _curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The optimizer's estimate for the parameters `trainable`, as sums."""
+
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         sums = curvature(model.merge(params), batch, key)
         named = model.named(sums)
@@ -160,5 +199,6 @@ def _curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collecti
     return function
 
 
-def _move(averaged: Params, params: Params, share: jax.Array) -> Params:
+def move(averaged: Params, params: Params, share: jax.Array) -> Params:
+    """The average after one more step, of which `share` is that of the new parameters."""
     return jax.tree.map(lambda a, p: a + share.astype(a.dtype) * (p.astype(a.dtype) - a), averaged, params)

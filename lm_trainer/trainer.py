@@ -244,7 +244,7 @@ class Trainer:
         state = start_state(self.config, program, self.store, init, self._fingerprint)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
-        if instead := promise(program.placement.mesh):
+        if instead := promise(self.config, program.placement.mesh):
             self.progress.note(instead)
         self._open_trackers(state)
         return state

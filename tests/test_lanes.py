@@ -34,8 +34,8 @@ def lanes() -> tuple[Lanes, list[int]]:
 def test_the_program_is_shown_as_it_was_compiled(lanes):
     compiled, traced = lanes
     before = len(traced)
-    assert ":f32[4] = tanh" in compiled.jaxpr()
-    hlo = compiled.hlo()
+    assert ":f32[4] = tanh" in compiled.program.jaxpr()
+    hlo = compiled.program.hlo()
     assert hlo.startswith("HloModule")
     assert "ENTRY" in hlo
     assert len(traced) == before

@@ -43,8 +43,10 @@ class TrainerConfig(Config):
     """Mixed precision: `f32`, `bfloat16`, or parts as in `p=f32,c=bfloat16` (parameters, computation, output)."""
     quantization: AnyQuantization | None = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
-    determinism: Literal["elastic"] = "elastic"
-    """`elastic`: the same bits on any number of devices."""
+    determinism: Literal["elastic", "fast"] = "elastic"
+    """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
+    order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
+    at once. It is there to measure what `elastic` costs."""
 
     num_train_steps: PositiveInt = 400_000
     """How many optimizer steps to run."""
