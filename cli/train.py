@@ -14,6 +14,13 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the configuration and the devices, say what would run, and stop.")
     ] = False,
+    allow_config_change: Annotated[
+        bool,
+        typer.Option(
+            "--allow-config-change",
+            help="Go on with a run whose configuration or data differ from what it was begun with, and write down how.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model; the same command again resumes the run where it stopped.
 
@@ -42,6 +49,6 @@ def train(
     with Progress(run.trainer.num_train_steps) as progress:
         for change in tuned:
             progress.note(change)
-        summary = run_training(run, name=config.stem, progress=progress)
+        summary = run_training(run, name=config.stem, progress=progress, allow_config_change=allow_config_change)
     for line in summary.lines() if is_lead() else ():
         typer.echo(line)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
+from lm_trainer.checkpoint.digest import hashes
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.evidence import Evidence
+from lm_trainer.fingerprint import fingerprint, link
 from lm_trainer.hooks import StepInfo, scalar
 from lm_trainer.profile.meter import Meter
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
+from lm_trainer.train_state import TrainState
 from lm_trainer.watch import Watcher
 
 _NAMED = ("loss", "grad_norm", "tokens")
@@ -37,6 +40,7 @@ class Recorder:
     Attributes:
         train_loss: of the last step that was read.
         eval_losses: of the last evaluation, by name.
+        chain: over the losses and gradient norms of all steps of the run that were read; see `fingerprint.link`.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Recorder:
         self._pending: _Pending | None = None
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
+        self.chain = ""
 
     def step_done(self, info: StepInfo) -> None:
         """Takes a step that was just enqueued, and records the one before."""
@@ -74,12 +79,9 @@ class Recorder:
         values = {name: scalar(x) for name, x in pending.metrics.items()}
         speed = self._meter.step(pending.tokens, loading=pending.loading)
         self.train_loss = values["loss"]
+        self.chain = link(self.chain, pending.step, values["loss"], values["grad_norm"])
         metrics = {
-            "train/loss": values["loss"],
-            "optim/grad_norm": values["grad_norm"],
-            "optim/learning_rate": pending.learning_rate,
-            "data/loss_tokens": values["tokens"],
-            **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
+            **step_metrics(values, pending.learning_rate),
             "throughput/total_tokens": pending.total_tokens,
             **speed,
         }
@@ -105,6 +107,13 @@ class Recorder:
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
         self._meter.pause()
 
+    def prove(self, state: TrainState) -> dict[str, Any]:
+        """Records the fingerprint of a state whose step has been read; returns what its checkpoint is to keep of it."""
+        found = hashes(state.params)
+        proof = fingerprint(self.chain, found)
+        self._trackers.log_record({"fingerprint": proof}, step=state.step)
+        return {"fingerprint": proof, "chain": self.chain, "hashes": found}
+
     def finish(self, step: int, sample: str | None) -> None:
         """Records what the run came to."""
         self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
@@ -126,6 +135,22 @@ class Recorder:
             f"{what}. Lower optimizer.learning_rate, look at the data of this step, or set trainer.crash_on_nan and "
             f"trainer.crash_on_inf to false to skip such steps"
         )
+
+
+def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str, float]:
+    """What is recorded of a step and is the same whenever and wherever it is computed.
+
+    Args:
+        values: what the step returned.
+        learning_rate: what it was given.
+    """
+    return {
+        "train/loss": values["loss"],
+        "optim/grad_norm": values["grad_norm"],
+        "optim/learning_rate": learning_rate,
+        "data/loss_tokens": values["tokens"],
+        **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
+    }
 
 
 def _metric_name(name: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from lm_trainer.adapters import FROZEN, check_frozen, frozen_digest, load_whole
 from lm_trainer.checkpoint.digest import not_finite
-from lm_trainer.checkpoint.model import AVERAGED, PARAMS, load_model, locate, read_vocabulary
+from lm_trainer.checkpoint.model import AVERAGED, PARAMS, locate, read_vocabulary
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_step
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import NonFiniteError, UserError
@@ -20,6 +21,9 @@ from lm_trainer.program import Program
 from lm_trainer.train_state import Params, TrainState, copied
 
 logger = logging.getLogger(__name__)
+
+Fingerprint = str | Mapping[str, str]
+"""Of data: a text, or as `lm_trainer.data` makes it, `tokens` and `sources`, of which `tokens` may still be unknown."""
 
 _OPT_STATE = "opt_state."
 
@@ -47,7 +51,9 @@ def start_state(
     program: Program,
     store: CheckpointStore,
     init: Callable[[], TrainState],
-    fingerprint: Callable[[int], str],
+    fingerprint: Callable[[int], Fingerprint],
+    *,
+    allow_other_data: bool = False,
 ) -> TrainState:
     """The state to train on from.
 
@@ -60,6 +66,7 @@ def start_state(
         store: its own checkpoints.
         init: makes a fresh state.
         fingerprint: of the data up to a step.
+        allow_other_data: go on, with a warning, from a checkpoint that was trained on other data.
 
     Raises:
         UserError: when a checkpoint must be there and is not, holds another model, or belongs to other data.
@@ -70,7 +77,8 @@ def start_state(
         if restored is None and trainer.load_checkpoint_path is not None:
             restored = _other_checkpoint(trainer.load_checkpoint_path, program, partial=partial)
         if restored is not None:
-            return _resumed(restored, program, init, fingerprint)
+            _check_data(restored, fingerprint(restored.step), allow_other_data)
+            return _resumed(restored, program, init)
         if trainer.load_checkpoint:
             raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {store.directory}")
     elif store.steps():
@@ -98,6 +106,8 @@ def save_state(store: CheckpointStore, state: TrainState, program: Program, reco
         )
     *_, export = program.weights(state).values()
     averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
+    if program.freezes:
+        record = {**record, FROZEN: frozen_digest(state.frozen)}
     store.save(state.step, _arrays(state.params, state.opt_state, averaged), record)
 
 
@@ -145,16 +155,34 @@ def _other_checkpoint(path: str, program: Program, *, partial: bool) -> Restored
     )
 
 
-def _resumed(
-    restored: Restored, program: Program, init: Callable[[], TrainState], fingerprint: Callable[[int], str]
-) -> TrainState:
-    saved, now = restored.record.get("data_fingerprint"), fingerprint(restored.step)
-    if saved != now:
+def _check_data(restored: Restored, now: Fingerprint, allow_other: bool) -> None:
+    saved = restored.record.get("data_fingerprint")
+    if saved == now:
+        return
+    old, new = ({"tokens": found} if isinstance(found, str) else found or {} for found in (saved, now))
+    # Where the text was or is still being tokenised, only what it is made of is known.
+    known = next((name for name in ("tokens", "sources") if name in old and name in new), None)
+    if known and old[known] == new[known]:
+        return
+    if new and not known and not allow_other:
         raise UserError(
-            f"the checkpoint of step {restored.step} was trained on other data (fingerprint {saved}, now "
-            f"{now}): the text, the tokenizer, the order or the sequence length has changed. Undo the "
-            f"change, or set trainer.id to start another run"
+            f"the checkpoint of step {restored.step} knows its data by their tokens alone, and the text is still being "
+            f"tokenised; run `lmt data build` with this configuration first, then start again"
         )
+    what = "the text" if known == "tokens" else "the name, size or time of a file of text"
+    key = known or "tokens"
+    problem = (
+        f"the checkpoint of step {restored.step} was trained on other data (fingerprint {old.get(key)}, now "
+        f"{new.get(key)}): {what}, the tokenizer, the order or the sequence length has changed"
+    )
+    if not allow_other:
+        raise UserError(
+            f"{problem}. Undo the change, set trainer.id to start another run, or go on by --allow-config-change"
+        )
+    logger.warning("%s; training goes on", problem)
+
+
+def _resumed(restored: Restored, program: Program, init: Callable[[], TrainState]) -> TrainState:
     arrays = restored.arrays
     frozen: Any = {}
     missing = set(_like(program)) - set(arrays)
@@ -162,6 +190,8 @@ def _resumed(
     if program.freezes or missing:
         fresh = init()
         frozen = fresh.frozen
+        if program.freezes:
+            check_frozen(restored, frozen)
         arrays = {**_arrays(fresh.params, fresh.opt_state, None), **arrays}
     params, opt_state = _abstract(program)
     named = {name: arrays[_OPT_STATE + name] for name in named_leaves(opt_state)}
@@ -186,7 +216,7 @@ def _announce(source: str, missing: Collection[str]) -> None:
 
 
 def _from_weights(path: str, program: Program, init: Callable[[], TrainState], *, partial: bool) -> TrainState:
-    loaded = load_model(path)
+    loaded = load_whole(path)
     named = {name: np.asarray(x) for name, x in named_leaves(loaded.params).items()}
     wanted = program.model.shapes
     if partial and (missing := set(wanted) - set(named)):

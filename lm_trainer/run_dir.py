@@ -8,12 +8,8 @@ import fcntl
 import json
 import logging
 import os
-import platform
 import shutil
 import socket
-import subprocess
-import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,6 +21,7 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.core.processes import is_lead, wait_for_all
+from lm_trainer.environment import changes_since, environment
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +50,17 @@ class RunDirectory:
         settings: all that decides the run, with `trainer` as one of its sections.
         name: the run's id.
 
+    Attributes:
+        allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
+            written down, with the first step that is computed under it.
+
     Raises:
         UserError: when it cannot be written, is in use, or holds another configuration.
     """
 
     def __init__(self, trainer: TrainerConfig, settings: Config, name: str):
-        self.name = name
+        self.name, self.allow_change = name, False
+        self._differences: list[str] = []
         self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
         self.path = Path(trainer.log_dir) / name
         self.checkpoints = checkpoint_directory(trainer, name).absolute()
@@ -75,7 +77,7 @@ class RunDirectory:
             for directory in {self.path.absolute(), self.checkpoints}:
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(_lock(directory))
-            self._check_and_write()
+            self._check()
         except BaseException:
             self._locks.close()
             raise
@@ -83,22 +85,29 @@ class RunDirectory:
     def __exit__(self, *_: object) -> None:
         self._locks.close()
 
-    def _check_and_write(self) -> None:
+    def _check(self) -> None:
         record = self.path / "run.json"
-        identity = numeric_identity(self.config)
-        if record.exists():
-            differences = numeric_differences(json.loads(record.read_text())["identity"], identity)
-            if differences:
-                raise UserError(
-                    f"{self.path} holds a run with another configuration:\n  "
-                    + "\n  ".join(differences)
-                    + "\nSet trainer.id to another name to start a new run, or undo these changes to resume this one"
-                )
+        before = json.loads(record.read_text()) if record.exists() else {}
+        if before:
+            self._differences = numeric_differences(before["identity"], numeric_identity(self.config), self.config)
+        if self._differences and not self.allow_change:
+            raise UserError(
+                f"{self.path} holds a run with another configuration:\n  "
+                + "\n  ".join(self._differences)
+                + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
+                "on with them by --allow-config-change, which is written down in the run's records"
+            )
+        if not self._differences:
+            self._write(before.get("changes", []))
+
+    def _write(self, changes: list[dict[str, Any]]) -> None:
+        content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
+        if changes:
+            content["changes"] = changes
+        write_atomically(self.path / "run.json", json.dumps(content, indent=1) + "\n")
         text = without_credentials(to_yaml(self.config))
         for directory in (self.path, self.checkpoints):
             write_atomically(directory / "config.yaml", text)
-        content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": identity}
-        write_atomically(record, json.dumps(content, indent=1) + "\n")
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
         """Writes text, bytes, a copy of a file or anything that JSON can hold to `artifacts`/name; returns its path."""
@@ -114,51 +123,39 @@ class RunDirectory:
             file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
         return file
 
-    def record_attempt(self, **facts: Any) -> dict[str, Any] | None:
-        """Appends the environment and `facts` to env.json.
+    def record_attempt(self, *, step: int, rows: int, program: str) -> list[str]:
+        """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
+
+        Args:
+            step: steps that are done.
+            rows: in a microbatch.
+            program: the hash of the program that computes one.
 
         Returns:
-            The attempt before this one, None for the first (and in all processes but the first).
+            What the person at the terminal should know: how this attempt differs from the one before. Empty in all
+            processes but the first.
         """
         if not is_lead():
-            return None
+            return []
         file = self.path / "env.json"
         attempts = json.loads(file.read_text()) if file.exists() else []
-        before = attempts[-1] if attempts else None
-        write_atomically(file, json.dumps([*attempts, {**environment(), **facts}], indent=1) + "\n")
-        return before
+        now = {**environment(), "step": step, "rows": rows, "program": program}
+        notes = [*self._change(step), *(changes_since(attempts[-1], now, file) if step and attempts else ())]
+        write_atomically(file, json.dumps([*attempts, now], indent=1) + "\n")
+        return notes
 
-
-def environment() -> dict[str, Any]:
-    """What may matter to someone who wants to reproduce the run, without host name, user or environment variables."""
-    import jax
-
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": dict(sorted((d.name.lower(), d.version) for d in metadata.distributions() if d.name)),
-        "git": _git_commit(),
-        "devices": [d.device_kind for d in jax.devices()],
-        "processes": jax.process_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout that this code runs from, marked when it has changes; None outside one."""
-    here = Path(__file__).resolve().parent
-    try:
-        commit = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit.stdout.strip()
+    def _change(self, step: int) -> list[str]:
+        changes = json.loads((self.path / "run.json").read_text()).get("changes", [])
+        # Where a checkpoint was lost, what came after an earlier one is computed again, under the newest configuration.
+        moved = [{**change, "step": min(change["step"], step)} for change in changes]
+        if self._differences:
+            kept = f"config.{len(changes) + 1}.yaml"
+            write_atomically(self.path / kept, (self.path / "config.yaml").read_text())
+            moved.append({"step": step, "differences": self._differences, "config_before": kept})
+        if moved != changes:
+            self._write(moved)
+        listed, self._differences = self._differences, []
+        return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
 
 
 @contextlib.contextmanager

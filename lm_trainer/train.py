@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lm_trainer.adapters import describe_size, find_base, training_flops
 from lm_trainer.config.run import RunConfig
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.processes import is_lead
 from lm_trainer.data import open_data
 from lm_trainer.data.builder import BuildProgress
 from lm_trainer.data.pipeline import Data
 from lm_trainer.generate.engine import generate
-from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.hf_exports import HfExports
+from lm_trainer.hooks import StepInfo
+from lm_trainer.pretrained import Start, find_start
+from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.program import Program, loss_function, trace_model
 from lm_trainer.resume import choose_vocab_size
 from lm_trainer.run_dir import run_id
@@ -62,13 +67,14 @@ def _shortest(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def train(config: RunConfig, *, name: str, progress: Progress) -> Summary:
+def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
     """Trains to `trainer.num_train_steps`, going on from the run's newest checkpoint if there is one.
 
     Args:
         config: the run.
         name: what to call the run if neither the configuration nor the environment names it.
         progress: the person at the terminal.
+        allow_config_change: whether to go on with a run that was begun with another configuration or other data.
 
     Raises:
         UserError: for anything that the user can mend; among them `Preempted` after a stop signal, with everything
@@ -76,9 +82,18 @@ def train(config: RunConfig, *, name: str, progress: Progress) -> Summary:
     """
     started = time.monotonic()
     named = config.trainer.model_copy(update={"id": run_id(config, name)})
+    start = find_start(config, str(named.id))
+    config = config if start is None else start.config
     trainer = Trainer(named, config.optimizer, loss_function(config), settings=config, progress=progress)
-    with trainer, closing(_Setting.open(config, trainer)) as setting:
+    trainer.allow_config_change = allow_config_change
+    with trainer, hf_exports(config, trainer) as exports, closing(_Setting.open(config, trainer, start)) as setting:
         state = setting.start()
+        if exports:
+            tokenizer = setting.data.tokenizer
+            trainer.add_hook(
+                lambda info: exports.save(info, trainer.program, trainer.recorder, tokenizer),
+                every=config.hf_save_steps,
+            )
         resumed_at = state.step
         state = trainer.train(state, trainer.data_loader(setting.data))
         recorder, sample = trainer.recorder, None
@@ -105,11 +120,14 @@ class _Setting:
     config: RunConfig
     trainer: Trainer
     data: Data
+    hf_start: Start | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, trainer: Trainer) -> _Setting:
+    def open(cls, config: RunConfig, trainer: Trainer, hf_start: Start | None) -> _Setting:
         trainer.progress.note(f"run {trainer.run_id}, in {trainer.run_dir}")
-        return cls(config, trainer, open_training_data(config, trainer.progress))
+        for note in hf_start.notes if hf_start else ():
+            trainer.progress.note(note)
+        return cls(config, trainer, open_training_data(config, trainer.progress), hf_start)
 
     def close(self) -> None:
         self.data.close()
@@ -117,25 +135,43 @@ class _Setting:
     def start(self) -> TrainState:
         """Builds the model for the data's vocabulary, and says what will run."""
         config, trainer, data, progress = self.config, self.trainer, self.data, self.trainer.progress
-        vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
+        if self.hf_start is None:
+            vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
+        else:
+            vocab_size = self.hf_start.check_tokenizer(data.tokenizer)
         spec = config.model.spec(vocab_size)
         trainer.seq_len = config.model.seq_len
-        trainer.flops_per_token = flops_per_token(spec, config.model.seq_len).training
+        definition = trace_model(config, vocab_size)
+        trainer.flops_per_token = training_flops(flops_per_token(spec, config.model.seq_len), definition)
         plan = config.trainer.microbatches().at(0)
+        so_far = "" if data.complete else " so far"
         progress.note(
-            f"{parameter_count(spec):,} parameters, {data.num_train_tokens:,} training tokens, {plan.count} "
+            f"{describe_size(definition)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
             f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
         )
         if is_lead():
             data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
         trainer.record(vocab_size=vocab_size)
-        state = trainer.initial_state(model_init=trace_model(config, vocab_size), data_fingerprint=data.fingerprint)
+        if base := find_base(config, trainer.store):
+            definition = base.attach(definition)
+            trainer.config = trainer.config.model_copy(update={"initialize_from": None})
+            trainer.record(**base.facts)
+        state = trainer.initial_state(model_init=definition, data_fingerprint=data.fingerprints)
+        if not data.complete:
+            for note in describe_build(data):
+                progress.note(note)
+            trainer.add_hook(BuildWatch(data, progress))
         sets = data.validation()
         for name, held_out in sets.items():
             trainer.add_eval_hook(held_out, name if len(sets) > 1 else None)
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
         return state
+
+
+def hf_exports(config: RunConfig, trainer: Trainer) -> AbstractContextManager[HfExports | None]:
+    """What exports the model while it is trained, where the configuration says so."""
+    return nullcontext() if config.hf_save_path is None else HfExports(config, trainer.run_id, trainer.progress)
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
@@ -168,4 +204,34 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         on_progress=on_progress,
         # Without an address Ray would start a cluster, for which nobody has asked.
         ray=config.trainer.ray if config.trainer.ray.address else None,
+        background=True,
     )
+
+
+def describe_build(data: Data) -> list[str]:
+    """What a person should know of a run that begins before all of its text is tokenised."""
+    because = data.waits_for_all
+    if because is None:
+        return ["the text is tokenised while the run trains on what is there"]
+    instead = " (data.shuffle: {type: era} would begin with the first text)" if "shuffle" in because else ""
+    return [f"the first step waits until all text is tokenised, because of {because}{instead}"]
+
+
+class BuildWatch:
+    """A hook that says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
+
+    def __init__(self, data: Data, progress: Progress):
+        self._data, self._progress, self._told = data, progress, False
+
+    def __call__(self, info: StepInfo) -> None:
+        if self._told:
+            return
+        try:
+            self._data.check_builds()
+        except UserError as error:
+            self._progress.note(f"warning: {error}. Training goes on with the text that is there")
+            self._told = True
+        if self._data.complete:
+            tokens = self._data.num_train_tokens
+            self._progress.note(f"step {info.step}: all text is tokenised, {tokens:,} training tokens")
+            self._told = True

@@ -17,24 +17,24 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.config import Config
-from lm_trainer.core.errors import Preempted
 from lm_trainer.core.mesh import AxisRules
 from lm_trainer.core.precision import Policy
 from lm_trainer.core.processes import any_process, is_lead
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.steps import TokenSchedule
 from lm_trainer.evidence import Evidence
-from lm_trainer.feeds import EvalData, Loader, TrainData
+from lm_trainer.feeds import EvalData, Feed, Loader, Patience, TrainData
 from lm_trainer.hooks import HookFn, Hooks, StepInfo
 from lm_trainer.optim import OptimizerConfig
+from lm_trainer.peers import joined
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.profile.trace import Profiler
 from lm_trainer.program import Program, Selection, check_devices, plan_program, promise, trace_module
 from lm_trainer.recorder import Recorder
-from lm_trainer.resume import save_state, start_state
+from lm_trainer.resume import Fingerprint, save_state, start_state
 from lm_trainer.run_dir import RunDirectory
-from lm_trainer.signals import StopRequest
+from lm_trainer.signals import StopRequest, preempted
 from lm_trainer.trackers import Composite, Progress, open_trackers, profile_directory
 from lm_trainer.train_state import ModelDef, TrainState
 from lm_trainer.train_step import LossFn
@@ -62,6 +62,8 @@ class Trainer:
         add_default_hooks: whether metrics are recorded and checkpoints saved.
 
     Attributes:
+        allow_config_change: go on with a run that was begun with another configuration or other data; set it before the
+            trainer is entered.
         flops_per_token: of a training step, for the figure of MFU; 0 where it is not known.
         seq_len: positions in a row, for schedules that count tokens.
 
@@ -84,10 +86,12 @@ class Trainer:
         self.hooks, self._last_hooks = Hooks(), Hooks()
         self.flops_per_token = 0.0
         self.seq_len: int | None = None
+        self.allow_config_change = False
         settings = settings or _Settings(trainer=config, optimizer=optimizer)
         self._directory = RunDirectory(config, settings, config.id or "run")
         self._stack, self._stop = ExitStack(), StopRequest()
         self._watchdog = Watchdog(config.watchdog, self._directory.path)
+        self._patience = Patience(self._stop, self.progress, self._watchdog, self._keep)
         self._evidence = Evidence(self._directory.path / "non-finite")
         self._facts: dict[str, Any] = {}
         self._compiled_before = self._stopping = False
@@ -103,14 +107,14 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self._stop)
             configure_jax(self.config.jax_config, self.config.jax_compilation_cache_dir)
-            self.config.distributed.start()
-            if not is_lead():
-                self.progress.close()
+            peers = stack.enter_context(joined(self.config.distributed, self.progress))
             check_devices(self.config)
+            self._directory.allow_change = self.allow_config_change
             stack.enter_context(self._directory)
             store = CheckpointStore(self._directory.checkpoints, self.config.checkpointer)
             self.store = stack.enter_context(closing(store))
             stack.enter_context(self._watchdog)
+            stack.push(peers.tell)
             self._stack = stack.pop_all()
         return self
 
@@ -209,7 +213,7 @@ class Trainer:
         model_init: Callable[[], nnx.Module] | ModelDef | None = None,
         *,
         is_trainable: Selection = True,
-        data_fingerprint: str | Callable[[int], str] = "",
+        data_fingerprint: Fingerprint | Callable[[int], Fingerprint] = "",
     ) -> TrainState:
         """The run's newest checkpoint, or what the configuration says to start from, or a fresh state.
 
@@ -241,7 +245,8 @@ class Trainer:
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: program.from_weights(weights)  # noqa: E731
-        state = start_state(self.config, program, self.store, init, self._fingerprint)
+        other_data = self.allow_config_change
+        state = start_state(self.config, program, self.store, init, self._fingerprint, allow_other_data=other_data)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
         if instead := promise(self.config, program.placement.mesh):
@@ -270,6 +275,7 @@ class Trainer:
         self._recorder = Recorder(
             self.config, self._tracker, self.progress, self._meter, self._watcher, evidence=self._evidence
         )
+        self._recorder.chain = self.store.record(state.step).get("chain", "")
         if self.config.profiler and is_lead():
             self._profile(state.step)
         self._stop.arm()
@@ -336,11 +342,11 @@ class Trainer:
             NonFiniteError: when the loss is not finite and the configuration says to stop.
         """
         batches = train_loader.iter_from(state.step) if isinstance(train_loader, Loader) else iter(train_loader)
-        total = self.num_train_steps
+        feed, total = Feed(batches, self._patience), self.num_train_steps
         while state.step < total:
             started = time.perf_counter()
             self._watchdog.waiting_for(f"the batch of step {state.step + 1}")
-            batch = next(batches, None)
+            batch = feed.next(state)
             if batch is None:
                 self._watchdog.rest()
                 self.progress.note(f"the data ended after step {state.step} of {total}")
@@ -352,11 +358,7 @@ class Trainer:
             self.run_hooks(info, force=state.step == total)
             if self._stopping and state.step < total:
                 self.store.wait()
-                signal = self._stop.requested or "another process"
-                raise Preempted(
-                    f"stopped by {signal} after step {state.step}; everything is saved, and the same command goes on "
-                    f"from here"
-                )
+                raise preempted(self._stop.requested, state.step)
             self._watchdog.rest()
             yield info
 
@@ -371,12 +373,16 @@ class Trainer:
         self._watchdog.waiting_for("the last step and its checkpoint")
         if self._recorder is not None:
             self._recorder.flush()
+        self._keep(state)
+        self._watchdog.rest()
+        return state
+
+    def _keep(self, state: TrainState) -> None:
+        """Saves a state unless that has been done."""
         self.store.wait()
         if state.step not in self.store.steps():
             self._save(state)
             self.store.wait()
-        self._watchdog.rest()
-        return state
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
         """Saves something beside the metrics, and hands it to the trackers.
@@ -406,17 +412,14 @@ class Trainer:
         if self.config.log_xla_hlo:
             self.write_artifact("train_step.hlo.txt", lanes.hlo(), type="program")
         rows = self.program.step.plans.at(step).rows
-        before = self._directory.record_attempt(step=step, rows=rows, program=program)
+        for note in self._directory.record_attempt(step=step, rows=rows, program=program):
+            self.progress.note(note)
         for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
             self.tracker.log_artifact(name, self.run_dir / name, type=kind)
-        if step and before and before.get("rows") == rows and before["program"] != program:
-            self.progress.note(
-                f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "
-                f"those of an uninterrupted run (see what changed in {self.run_dir / 'env.json'})"
-            )
 
     def _evaluate(self, state: TrainState, dataset: EvalData, name: str | None) -> None:
         self.recorder.flush()
+        self._patience.wait(dataset, state)
         evaluate = self.program.evaluate
         self.progress.phase(f"evaluating{f' on {name}' if name else ''}")
         for weights, params in self.program.weights(state).items():
@@ -438,6 +441,7 @@ class Trainer:
             "data_fingerprint": self._fingerprint(state.step),
             "train_loss": self.recorder.train_loss,
             "eval_losses": self.recorder.eval_losses,
+            **self.recorder.prove(state),
         }
         save_state(self.store, state, self.program, {**self._facts, **facts})
 

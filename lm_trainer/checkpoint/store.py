@@ -68,6 +68,13 @@ class CheckpointStore:
         """Steps that are committed, in order."""
         return committed_steps(self.directory)
 
+    def record(self, step: int) -> dict[str, Any]:
+        """The JSON that was saved with a step; empty when there is none that can be read."""
+        try:
+            return read_record(self.directory, step) if step in self.steps() else {}
+        except CheckpointError:
+            return {}
+
     def due(self, step: int) -> bool:
         """Whether a policy asks for a checkpoint after `step` steps."""
         elapsed = time.monotonic() - self._saved_at

@@ -71,6 +71,14 @@ class Tracker(Protocol):
         ...
 
 
+class RunFile(Tracker, Protocol):
+    """The tracker that every run has: its own file."""
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Texts that belong to a step as its metrics do, such as a fingerprint."""
+        ...
+
+
 class TrackerConfig(Config):
     """What is under `tracker:`; each kind adds its `type` and fields."""
 
@@ -102,7 +110,7 @@ class Composite:
     The file must succeed: its errors go to the caller. Any other tracker that raises is reported once and dropped.
     """
 
-    def __init__(self, always: Tracker, others: Sequence[tuple[str, Tracker]]):
+    def __init__(self, always: RunFile, others: Sequence[tuple[str, Tracker]]):
         self._always = always
         self._others = list(others)
 
@@ -115,6 +123,14 @@ class Composite:
         """
         numbers = {name: as_number(name, value) for name, value in metrics.items()}
         self._each(lambda tracker: tracker.log(numbers, step=step))
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Records texts that belong to a step, in the run's own file alone: other trackers take numbers.
+
+        Raises:
+            MachineError: when the file cannot be written.
+        """
+        self._always.log_record(record, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Records the resolved configuration; passwords inside URLs are blanked."""

@@ -43,8 +43,8 @@ class JsonlTracker:
 
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
     since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
-    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). Texts have `name` and `text` instead of metrics,
-    histograms `name`, `counts` and `edges`.
+    "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). With a checkpoint comes a line whose
+    `fingerprint` is text. Texts have `name` and `text` instead of metrics, histograms `name`, `counts` and `edges`.
 
     Raises:
         MachineError: here and in every method, when a file cannot be written. What was written before stays whole.
@@ -62,6 +62,9 @@ class JsonlTracker:
         if reserved := metrics.keys() & {"step", "time"}:
             raise ValueError(f"a metric cannot be called {sorted(reserved)[0]!r}")
         self._lines(METRICS).write(_record(step) | {name: _encode(value) for name, value in metrics.items()})
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        self._lines(METRICS).write(_record(step) | dict(record))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Nothing: the run directory has its config.yaml."""

@@ -27,6 +27,9 @@ class NoopTracker:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         pass
 
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        pass
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         pass
 

@@ -1,0 +1,92 @@
+"""On what a run is computed, as far as it may decide bits, and how two attempts differ in it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
+"""Packages whose version may change a run's bits."""
+
+
+def environment() -> dict[str, Any]:
+    """What may matter to someone who wants to reproduce the run, without host name, user or environment variables."""
+    import jax
+
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": dict(sorted((d.name.lower(), d.version) for d in metadata.distributions() if d.name)),
+        "git": _git_commit(),
+        "code": _code_hash(),
+        "devices": [d.device_kind for d in jax.devices()],
+        "processes": jax.process_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, marked when it has changes; None outside one."""
+    here = Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit.stdout.strip()
+
+
+def _code_hash() -> str:
+    """Of the source of this package, which tells apart what one commit with changes does not."""
+    here, digest = Path(__file__).resolve().parent, hashlib.sha256()
+    for file in sorted(here.rglob("*.py")):
+        digest.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -> list[str]:
+    """What to say of an attempt that goes on where another one stopped."""
+    notes = []
+    if changed := environment_differences(before, now):
+        notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
+    if before.get("rows") == now["rows"] and before["program"] != now["program"]:
+        notes.append(
+            f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "
+            f"those of an uninterrupted run (see what changed in {file})"
+        )
+    return notes
+
+
+def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What may give other bits and differs between two entries of env.json, as `NAME: OLD -> NEW`.
+
+    How many devices there are gives none, and of the packages only those that compute count.
+    """
+    found = [f"{key}: {old[key]} -> {new[key]}" for key in ("code", "git", "python") if _other(old, new, key)]
+    kinds = [sorted({*attempt.get("devices", ())}) for attempt in (old, new)]
+    if kinds[0] != kinds[1]:
+        found.append(f"devices: {', '.join(kinds[0])} -> {', '.join(kinds[1])}")
+    versions = [attempt.get("packages", {}) for attempt in (old, new)]
+    for name in sorted({*versions[0], *versions[1]}):
+        a, b = (packages.get(name, "(absent)") for packages in versions)
+        if a != b and _COMPUTES.match(name):
+            found.append(f"{name}: {a} -> {b}")
+    return found
+
+
+def _other(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
+    return key in old and key in new and old[key] != new[key]
