@@ -7,14 +7,15 @@ from typer.core import TyperGroup
 
 from cli import bench, config, data, generate, hf, train
 from cli.common import OVERRIDES, report
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import UserError, disk_error
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
-    "3 stopped on a non-finite loss; 75 stopped from outside with everything saved, start it again; 130 interrupted."
+    "3 stopped on a non-finite loss; 75 stopped from outside with everything saved, or by the watchdog: start it again; "
+    "130 interrupted."
 )
 
 
@@ -26,6 +27,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             raise typer.Exit(report(error)) from None
+        except OSError as error:
+            if told := disk_error(error):
+                raise typer.Exit(report(told)) from None
+            raise
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None

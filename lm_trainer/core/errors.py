@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 
 from lm_trainer.core.credentials import without_credentials
+
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2
@@ -53,3 +56,12 @@ class Preempted(UserError):
     """The run was asked to stop and has saved everything."""
 
     exit_code = EXIT_PREEMPTED
+
+
+def disk_error(error: OSError) -> MachineError | None:
+    """What to tell the user of an error that a full, broken or read-only disk raised wherever it was met; else None."""
+    if error.errno not in _OF_THE_DISK:
+        return None
+    return MachineError(
+        f"{error.filename or 'a file'}: {error.strerror}; make room or mend the disk, then start the same command again"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,11 +12,18 @@ from lm_trainer.core.errors import UserError
 def write_atomically(path: Path, text: str) -> None:
     """Replaces the content of a file by a rename, after the new content is on disk."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        # An error of `write` does not know of which file.
+        error.filename = str(path)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def make_writable(directory: Path, setting: str) -> None:

@@ -1,5 +1,6 @@
 """What `lmt` says of itself, how quickly, and how it ends."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,12 @@ class TestEnds:
             (ConfigError(["a: x", "b: y"]), 2, "error: a: x\nerror: b: y\n2 problems; nothing was started.\n"),
             (ConfigError(["a: x"]), 2, "error: a: x\n1 problem; nothing was started.\n"),
             (KeyboardInterrupt(), 130, "interrupted\n"),
+            (
+                OSError(errno.ENOSPC, "No space left on device", "logs/run/env.json"),
+                1,
+                "error: logs/run/env.json: No space left on device; make room or mend the disk, then start the same "
+                "command again\n",
+            ),
         ],
     )
     def test_message_and_exit_code(self, run, error: BaseException | None, code: int, stderr: str) -> None:
@@ -108,9 +115,10 @@ class TestEnds:
         assert (done.exit_code, done.stderr, done.stdout) == (code, stderr, "")
 
     def test_any_other_error_is_a_crash(self, run) -> None:
-        done = run(RuntimeError("a defect"))
-        assert done.exit_code == 1
-        assert isinstance(done.exception, RuntimeError)
+        for error in (RuntimeError("a defect"), FileNotFoundError(errno.ENOENT, "not there")):
+            done = run(error)
+            assert done.exit_code == 1
+            assert done.exception is error
 
 
 def test_a_crash_shows_a_traceback_but_no_values(tmp_path: Path) -> None:
