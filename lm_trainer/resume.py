@@ -104,11 +104,17 @@ def save_state(store: CheckpointStore, state: TrainState, program: Program, reco
             f"{'are' if len(bad) > 1 else 'is'} not finite, so no checkpoint was written of it (there are: "
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
-    *_, export = program.weights(state).values()
-    averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
+    arrays = saved_arrays(state, program)
     if program.freezes:
         record = {**record, FROZEN: frozen_digest(state.frozen)}
-    store.save(state.step, _arrays(state.params, state.opt_state, averaged), record)
+    store.save(state.step, arrays, record)
+
+
+def saved_arrays(state: TrainState, program: Program) -> dict[str, Any]:
+    """What a checkpoint holds of a state, under the names that it has there."""
+    *_, export = program.weights(state).values()
+    averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
+    return _arrays(state.params, state.opt_state, averaged)
 
 
 def _exports_others(program: Program) -> bool:

@@ -81,19 +81,13 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             saved, `NonFiniteError` when the loss is not finite, and `MachineError` for a full disk and the like.
     """
     started = time.monotonic()
-    named = config.trainer.model_copy(update={"id": run_id(config, name)})
-    start = find_start(config, str(named.id))
-    config = config if start is None else start.config
-    trainer = Trainer(named, config.optimizer, loss_function(config), settings=config, progress=progress)
+    config, trainer, start = prepare(config, name=name, progress=progress)
     trainer.allow_config_change = allow_config_change
-    with trainer, hf_exports(config, trainer) as exports, closing(_Setting.open(config, trainer, start)) as setting:
+    with trainer, hf_exports(config, trainer) as exports, closing(Setting.open(config, trainer, start)) as setting:
         state = setting.start()
         if exports:
-            tokenizer = setting.data.tokenizer
-            trainer.add_hook(
-                lambda info: exports.save(info, trainer.program, trainer.recorder, tokenizer),
-                every=config.hf_save_steps,
-            )
+            save = exports.hook(trainer, setting.data.tokenizer)
+            trainer.add_hook(save, every=config.hf_save_steps)
         resumed_at = state.step
         state = trainer.train(state, trainer.data_loader(setting.data))
         recorder, sample = trainer.recorder, None
@@ -113,8 +107,21 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         )
 
 
+def prepare(config: RunConfig, *, name: str, progress: Progress) -> tuple[RunConfig, Trainer, Start | None]:
+    """The configuration with what it takes from a Hugging Face checkpoint, the trainer, and where the weights begin.
+
+    Raises:
+        UserError: when that checkpoint cannot be used.
+    """
+    named = config.trainer.model_copy(update={"id": run_id(config, name)})
+    start = find_start(config, str(named.id))
+    config = config if start is None else start.config
+    trainer = Trainer(named, config.optimizer, loss_function(config), settings=config, progress=progress)
+    return config, trainer, start
+
+
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """What a run reads, and the trainer that it is given to."""
 
     config: RunConfig
@@ -123,7 +130,7 @@ class _Setting:
     hf_start: Start | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, trainer: Trainer, hf_start: Start | None) -> _Setting:
+    def open(cls, config: RunConfig, trainer: Trainer, hf_start: Start | None) -> Setting:
         trainer.progress.note(f"run {trainer.run_id}, in {trainer.run_dir}")
         for note in hf_start.notes if hf_start else ():
             trainer.progress.note(note)
