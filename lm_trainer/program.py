@@ -63,8 +63,15 @@ class Program:
         return type(self.optimizer).eval_params is not OptimizerConfig.eval_params
 
     def init(self) -> TrainState:
-        """The fresh state of the run; it depends on the seed alone."""
-        return fresh_state(self.model.init, self.tx, self.placement, averaged=self.averages)
+        """The fresh state of the run; it depends on the seed alone, or on the weights that the model starts from."""
+        if self.model.load is None:
+            return fresh_state(self.model.init, self.tx, self.placement, averaged=self.averages)
+        rest = self.placement.rest
+        params = self.model.load(self.model.shapes, rest)
+        if others := {name: sharding for name, sharding in rest.items() if name not in params}:
+            fresh = jax.jit(lambda: {n: x for n, x in self.model.init().items() if n in others}, out_shardings=others)
+            params = {**params, **fresh()}
+        return self.from_weights(params)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
         """A state at step 0 with given weights, all of them."""

@@ -21,6 +21,10 @@ Params = dict[str, jax.Array]
 """Dotted name -> array; every place that handles parameters outside a model uses this form."""
 
 
+LoadFn = Callable[[Mapping[str, jax.ShapeDtypeStruct], Mapping[str, NamedSharding]], Params]
+"""From the shapes and shardings of all parameters to those that it has values for."""
+
+
 class TrainState(NamedTuple):
     """Everything that a step changes."""
 
@@ -47,6 +51,8 @@ class ModelDef:
     build: Callable[[], nnx.Module]
     trainable: frozenset[str]
     """The parameters that are trained; the others stay as they are."""
+    load: LoadFn | None = None
+    """Reads the values to start from straight to where they lie; None: `build` makes them."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:
@@ -186,9 +192,13 @@ def copied(params: Params) -> Params:
     return jax.jit(lambda p: jax.tree.map(jnp.copy, p))(params)
 
 
-def to_host(params: Params) -> dict[str, np.ndarray]:
-    """Copies whole parameters off the devices; of several processes, all must call it."""
-    return {name: np.asarray(x if x.is_fully_addressable else _whole(x)) for name, x in params.items()}
+def to_host(params: Params, *, keep: bool = True) -> dict[str, np.ndarray]:
+    """Copies whole parameters off the devices; of several processes, all must call it.
+
+    Those that do not `keep` them take part and get nothing.
+    """
+    whole = ((name, x if x.is_fully_addressable else _whole(x)) for name, x in params.items())
+    return {name: np.asarray(x) for name, x in whole if keep}
 
 
 def _whole(x: jax.Array) -> jax.Array:

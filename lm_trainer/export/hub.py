@@ -11,9 +11,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm_trainer.core.errors import MachineError, UserError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 TOKEN_VARIABLE = "HF_TOKEN"
 _DOWNLOADED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
@@ -44,7 +47,34 @@ def check_push(name: str) -> None:
     _check_online()
 
 
-def push(directory: Path, name: str, *, public: bool, patterns: Sequence[str]) -> Pushed:
+def prepare_push(name: str) -> str:
+    """Makes a private repository, or finds that the one that exists may be written and is private; uploads nothing.
+
+    Args:
+        name: `ORG/NAME`, or the name alone for the account of the token.
+
+    Returns:
+        `ORG/NAME`.
+
+    Raises:
+        UserError: as `push`.
+        MachineError: when the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    if "/" not in name:
+        check_push(f"user/{name}")
+        with _explained(name):
+            name = f"{HfApi(token=_token()).whoami()['name']}/{name}"
+    check_push(name)
+    with _explained(name):
+        _open_repository(HfApi(token=_token()), name, public=False)
+    return name
+
+
+def push(
+    directory: Path, name: str, *, public: bool, patterns: Sequence[str], message: str = "Upload the model"
+) -> Pushed:
     """Uploads the files of `directory` that match `patterns` to the model repository `name` (`ORG/NAME`).
 
     Creates the repository if need be, private unless `public`. Weights of an earlier push that are not part of this
@@ -59,19 +89,27 @@ def push(directory: Path, name: str, *, public: bool, patterns: Sequence[str]) -
     check_push(name)
     api = HfApi(token=_token())
     with _explained(name):
-        api.create_repo(name, private=not public, exist_ok=True)
-        # An existing repository keeps its visibility whatever create_repo was asked for.
-        private = bool(api.repo_info(name).private)
-        if not private and not public:
-            raise UserError(f"{name} exists on the hub and is public; say --public to push there, or take another name")
+        private = _open_repository(api, name, public=public)
         api.upload_folder(
             repo_id=name,
             folder_path=directory,
             allow_patterns=list(patterns),
             delete_patterns=_STALE,
-            commit_message="Upload the model",
+            commit_message=message,
         )
     return Pushed(f"{api.endpoint}/{name}", private)
+
+
+def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
+    """Makes the repository if need be; returns whether it is private."""
+    api.create_repo(name, private=not public, exist_ok=True)
+    # An existing repository keeps its visibility whatever create_repo was asked for.
+    private = bool(api.repo_info(name).private)
+    if not private and not public:
+        raise UserError(
+            f"{name} exists on the hub and is public; take another name, or push there with lmt export-hf and --public"
+        )
+    return private
 
 
 def download(name: str, *, revision: str | None = None) -> Path:

@@ -101,6 +101,11 @@ def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
         (draft / "README.md").write_text(card, encoding="utf-8")
 
 
+def check_exportable(config: DecoderConfig) -> None:
+    """Raises `UserError` where the format has no place for something that a model of this configuration has."""
+    hf.check_writable(config)
+
+
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
     return {"do_sample": True, "temperature": 0.8, **{key: value for key, value in ids.items() if value is not None}}
@@ -125,17 +130,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     """
     from lm_trainer.data.tokenizer import load_tokenizer
 
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory")
-    config_file = directory / "config.json"
-    raw = read_json(config_file)
-    if "auto_map" in raw:
-        raise UserError(
-            f"{config_file}: `auto_map` asks to run code from the directory, which is never done; "
-            f"use a model that transformers supports without trust_remote_code"
-        )
-    with _blame(config_file):
-        config, vocab_size = hf.config_from_hf(raw)
+    config, vocab_size = read_hf_config(directory)
     home = tokenizer or directory
     if not (home / "tokenizer.json").is_file():
         raise UserError(f"{home}: no tokenizer.json; name a directory that has the model's with --tokenizer")
@@ -146,13 +141,33 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
             f"{vocab_size}; it is the tokenizer of another model"
         )
     weights = Weights(directory)
-    with _blame(directory):
+    with blame(directory):
+        hf.plan_reading(config, vocab_size, *weights.headers())
         params = hf.params_from_hf(config, vocab_size, weights)
     return TextModel(config, vocab_size, params, loaded, name or directory.resolve().name)
 
 
+def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
+    """The model that config.json describes, and the size of its vocabulary.
+
+    Raises:
+        UserError: for a family or setting that is not supported, code in the directory, or a damaged or missing file.
+    """
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory")
+    config_file = directory / "config.json"
+    raw = read_json(config_file)
+    if "auto_map" in raw:
+        raise UserError(
+            f"{config_file}: `auto_map` asks to run code from the directory, which is never done; "
+            f"use a model that transformers supports without trust_remote_code"
+        )
+    with blame(config_file):
+        return hf.config_from_hf(raw)
+
+
 @contextlib.contextmanager
-def _blame(path: Path) -> Iterator[None]:
+def blame(path: Path) -> Iterator[None]:
     """Puts the name of the file or directory before what is wrong with its content."""
     try:
         yield

@@ -70,13 +70,26 @@ def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | N
         UserError: as `read_hf` and `download`.
         MachineError: when the hub cannot be reached.
     """
-    path = Path(source)
-    if path.exists() or not _HUB_NAME.fullmatch(source):
-        if revision is not None:
-            raise UserError(f"--revision {revision} is for models on the hub, but {source} is a path")
-        return read_hf(path, tokenizer=tokenizer)
+    if revision is not None and _is_path(source):
+        raise UserError(f"--revision {revision} is for models on the hub, but {source} is a path")
+    local = fetch_directory(source, revision=revision)
+    return read_hf(local, tokenizer=tokenizer, name=None if _is_path(source) else source)
+
+
+def fetch_directory(source: str, *, revision: str | None = None) -> Path:
+    """Where a model in Hugging Face's layout lies: the path itself, or the local copy of a model on the hub.
+
+    Raises:
+        UserError: as `download`.
+        MachineError: when the hub cannot be reached.
+    """
+    if _is_path(source):
+        return Path(source)
     try:
-        local = download(source, revision=revision)
+        return download(source, revision=revision)
     except UserError as error:
         raise type(error)(f"there is no directory {source} here, and {error}") from None
-    return read_hf(local, tokenizer=tokenizer, name=source)
+
+
+def _is_path(source: str) -> bool:
+    return Path(source).exists() or not _HUB_NAME.fullmatch(source)

@@ -7,7 +7,8 @@ from flax import nnx
 from pydantic import Field
 
 from lm_trainer.core.config import Config
-from lm_trainer.models.hf_table import HfFamily
+from lm_trainer.core.errors import UserError
+from lm_trainer.models.hf_table import HfFamily, NoHfFormat
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Remat, ScoreSpec
 
@@ -35,7 +36,7 @@ class CheckpointPolicy(Config):
 class DecoderConfig(Config):
     """Settings of a decoder-only model that do not change its parameters."""
 
-    hf: ClassVar[HfFamily]
+    hf: ClassVar[HfFamily | NoHfFormat]
     """How the family is written in Hugging Face's format."""
 
     type: str
@@ -44,6 +45,9 @@ class DecoderConfig(Config):
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=12, gt=0)
     """How many blocks the model has."""
+    reference_checkpoint: str | None = None
+    """What `initialize_from_hf: true` starts from: a directory, or a name on the hub. Unset: the family's best known
+    checkpoint, if it has one."""
     gradient_checkpointing: (
         bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch"] | CheckpointPolicy
     ) = True
@@ -73,6 +77,18 @@ class DecoderConfig(Config):
     def build(self, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
         """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`."""
         return Decoder(self.spec(vocab_size), rngs=rngs)
+
+    @classmethod
+    def hf_family(cls) -> HfFamily:
+        """`hf` of a family that has a format.
+
+        Raises:
+            UserError: for one that has none, with the reason.
+        """
+        if isinstance(cls.hf, NoHfFormat):
+            name = cls.model_fields["type"].default
+            raise UserError(f"a {name} model has no Hugging Face format: {cls.hf.reason}")
+        return cls.hf
 
     @property
     def remat(self) -> Remat:

@@ -70,6 +70,7 @@ class GemmaConfig(_GemmaConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gemma",
+        reference="google/gemma-2b",
         architecture="GemmaForCausalLM",
         fields=hf_fields(
             **_SHARED, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16
@@ -195,6 +196,7 @@ class Gemma2Config(_WindowedGemmaConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gemma2",
+        reference="google/gemma-2-2b",
         architecture="Gemma2ForCausalLM",
         fields=(*hf_fields(activation="hidden_activation", **_WINDOWED), *_CAPS),
         tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *MLP),
@@ -225,6 +227,7 @@ class Gemma3Config(_WindowedGemmaConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gemma3_text",
+        reference="google/gemma-3-1b-pt",
         architecture="Gemma3ForCausalLM",
         fields=(
             *hf_fields(activation="hidden_activation", **{**_WINDOWED, "max_position_embeddings": 131072}),

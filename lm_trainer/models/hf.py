@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,17 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
-from lm_trainer.models.hf_table import Leaf, read_config, read_tensors, write_config, write_tensors
+from lm_trainer.models.hf_stream import Piece, pieces_by_parameter
+from lm_trainer.models.hf_table import (
+    HfFamily,
+    Leaf,
+    check_tensors,
+    file_entries,
+    read_config,
+    read_tensors,
+    write_config,
+    write_tensors,
+)
 from lm_trainer.nn.init import LOGICAL_AXES
 
 
@@ -30,16 +40,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
-        known = ", ".join(sorted(families))
+        known = ", ".join(sorted(name for name, c in families.items() if isinstance(c.hf, HfFamily)))
         raise UserError(f"config.json: model_type={hf.get('model_type')!r} is not supported; supported: {known}")
-    fields = read_config(config_class.hf, hf)
+    family = config_class.hf_family()
+    fields = read_config(family, hf)
     vocab_size = hf.get("vocab_size")
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise UserError(f"config.json: vocab_size={vocab_size!r} is not a positive number")
     try:
         return config_class(**fields), vocab_size
     except ValidationError as error:
-        names = {entry.ours: entry.hf for entry in config_class.hf.fields}
+        names = {entry.ours: entry.hf for entry in family.fields}
         lines = [
             ".".join(names.get(str(at), str(at)) for at in problem["loc"]) + f": {problem['msg']}"
             for problem in error.errors()
@@ -56,7 +67,7 @@ def config_to_hf(
         UserError: for a setting that the format has no place for.
     """
     return {
-        **write_config(model_config.hf, model_config),
+        **write_config(model_config.hf_family(), model_config),
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -75,7 +86,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
     """
     shapes = _abstract(model_config, vocab_size)
     period = model_config.spec(vocab_size).period
-    return from_named_leaves(shapes, read_tensors(model_config.hf, _leaves(shapes), period, tensors))
+    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _leaves(shapes), period, tensors))
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -84,14 +95,60 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     Raises:
         UserError: for a setting that the format has no place for, or parameters of another configuration.
     """
-    write_config(model_config.hf, model_config)
+    write_config(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
     leaves = _leaves(_abstract(model_config, vocab_size))
     found = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if wrong := sorted(name for name in leaves.keys() | found.keys() if not _same(leaves.get(name), found.get(name))):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
-    return write_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period, named)
+    return write_tensors(model_config.hf_family(), leaves, model_config.spec(vocab_size).period, named)
+
+
+def check_writable(model_config: DecoderConfig) -> None:
+    """Raises `UserError` where the format has no place for a setting or a parameter of the model."""
+    family, vocab_size = model_config.hf_family(), 1
+    write_config(family, model_config)
+    leaves = parameter_leaves(model_config, vocab_size)
+    entries = file_entries(family, leaves, model_config.spec(vocab_size).period)
+    _check_places(family, leaves, {part.path for entry in entries for part in entry.parts})
+
+
+def _check_places(family: HfFamily, leaves: Mapping[str, Leaf], placed: Collection[str]) -> None:
+    if lost := sorted(leaves.keys() - set(placed)):
+        raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
+
+
+class StoredModel(NamedTuple):
+    """What of a file belongs where."""
+
+    pieces: dict[str, list[Piece]]
+    """By parameter of ours."""
+    repeated: dict[str, str]
+    """Tensors of the file that must equal another one, since this model has one for both."""
+
+
+def plan_reading(
+    model_config: DecoderConfig, vocab_size: int, shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
+) -> StoredModel:
+    """How the tensors of a file make up the parameters; reads none of them.
+
+    Args:
+        model_config: the model.
+        vocab_size: rows of its embedding.
+        shapes: of the tensors of the file.
+        files: which file each is in, for messages.
+
+    Raises:
+        UserError: for missing, unknown and misshapen tensors, naming them.
+    """
+    family = model_config.hf_family()
+    leaves = parameter_leaves(model_config, vocab_size)
+    entries = file_entries(family, leaves, model_config.spec(vocab_size).period)
+    names, repeated = check_tensors(family, entries, shapes, files)
+    pieces = pieces_by_parameter(entries, names)
+    _check_places(family, leaves, pieces.keys())
+    return StoredModel(pieces, repeated)
 
 
 def parameter_leaves(model_config: DecoderConfig, vocab_size: int) -> dict[str, Leaf]:

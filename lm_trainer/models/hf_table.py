@@ -7,7 +7,7 @@ holds names alone. A matrix in the file has two dimensions: (heads, head_size) a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,6 +81,17 @@ class HfFamily:
     They must be equal."""
     bare: tuple[str, ...] = ()
     """Tensors whose names never have the prefix."""
+    reference: str | None = None
+    """The best known checkpoint of the family on the hub."""
+
+
+@dataclass(frozen=True)
+class NoHfFormat:
+    """Stands where a family has no format that transformers itself reads."""
+
+    model_type: str
+    """What files of it call it."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -223,18 +234,53 @@ def read_tensors(
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
     entries = file_entries(family, leaves, period)
-    names = _match_names(family, {entry.name for entry in entries}, tensors)
-    problems: list[str] = []
+    names, repeated = match_names(family, {entry.name for entry in entries}, tensors)
+    problems = [
+        f"{copy} differs from {first}, but this model has one tensor for both"
+        for copy, first in repeated.items()
+        if not np.array_equal(np.asarray(tensors[copy]), np.asarray(tensors[first]))
+    ]
     pieces: dict[str, dict[tuple[int, ...], np.ndarray]] = {path: {} for path in leaves}
     for entry in entries:
         tensor = np.asarray(tensors[names[entry.name]])
         if tensor.shape != entry.shape:
-            problems.append(f"{names[entry.name]} has the shape {list(tensor.shape)}, expected {list(entry.shape)}")
+            problems.append(_misshapen(names[entry.name], tensor.shape, entry))
             continue
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
     _raise(problems)
     return {path: _joined(pieces.pop(path), leaf) for path, leaf in leaves.items()}
+
+
+def check_tensors(
+    family: HfFamily, entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """`match_names` for what the headers of files say, with the shapes compared as well; reads no tensor.
+
+    Args:
+        family: the table.
+        entries: what is expected.
+        shapes: by the names of the file.
+        files: which file each is in, for the message.
+
+    Raises:
+        UserError: for missing, unknown and misshapen tensors, naming them.
+    """
+    expected = {entry.name: entry for entry in entries}
+    names, repeated = match_names(family, expected.keys(), shapes, files)
+    shaped = {names[name]: entry for name, entry in expected.items()}
+    shaped |= {copy: shaped[first] for copy, first in repeated.items()}
+    wrong = {name: entry for name, entry in shaped.items() if tuple(shapes[name]) != entry.shape}
+    _raise(_misshapen(name, shapes[name], entry) + _in_file(name, files) for name, entry in wrong.items())
+    return names, repeated
+
+
+def _misshapen(name: str, shape: tuple[int, ...], entry: Entry) -> str:
+    return f"{name} has the shape {list(shape)}, expected {list(entry.shape)}"
+
+
+def _in_file(name: str, files: Mapping[str, str]) -> str:
+    return f" (in {files[name]})" if name in files else ""
 
 
 def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: Leaf) -> np.ndarray:
@@ -297,26 +343,40 @@ def _layer_entries(tensor: HfTensor, leaves: Mapping[str, Leaf], layer: int, *, 
     ]
 
 
-def _match_names(family: HfFamily, expected: set[str], tensors: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """From a tensor's name without prefix to its name in the file."""
+def match_names(
+    family: HfFamily, expected: Collection[str], found: Iterable[str], files: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """From a tensor's name without prefix to its name in the file; and copies of tied tensors, to what they repeat.
+
+    Args:
+        family: the table.
+        expected: names without prefix.
+        found: names in the file.
+        files: which file each is in, for the message.
+
+    Raises:
+        UserError: for missing and unknown tensors, naming them.
+    """
     buffer = re.compile(family.buffers)
     names: dict[str, str] = {}
     problems = []
-    for name in tensors:
+    for name in found:
         bare = name.removeprefix(family.prefix)
         if bare in names:
             problems.append(f"{names[bare]} and {name} are the same tensor")
         if not buffer.fullmatch(bare):
             names[bare] = name
-    for second, first in family.tied.items():
-        if second not in expected and second in names and first in names:
-            copy = names.pop(second)
-            if not np.array_equal(np.asarray(tensors[copy]), np.asarray(tensors[names[first]])):
-                problems.append(f"{copy} differs from {names[first]}, but this model has one tensor for both")
-    problems += [f"{file_name(family, name)} is missing" for name in sorted(expected - names.keys())]
-    problems += [f"{names[name]} is unknown" for name in sorted(names.keys() - expected)]
+    repeated = {
+        names.pop(second): names[first]
+        for second, first in family.tied.items()
+        if second not in expected and second in names and first in names
+    }
+    problems += [f"{file_name(family, name)} is missing" for name in sorted(set(expected) - names.keys())]
+    problems += [
+        f"{names[name]} is unknown{_in_file(names[name], files or {})}" for name in sorted(names.keys() - set(expected))
+    ]
     _raise(problems)
-    return names
+    return names, repeated
 
 
 def _raise(problems: Iterable[str]) -> None:

@@ -44,6 +44,7 @@ def _to_hf(config: "LlamaConfig") -> dict[str, Any]:
 
 _HF = HfFamily(
     model_type="llama",
+    reference="NousResearch/Llama-2-7b-hf",
     architecture="LlamaForCausalLM",
     fields=hf_fields(),
     tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
@@ -63,8 +64,6 @@ class LlamaConfig(RotaryConfig):
     hf: ClassVar[HfFamily] = _HF
     refused_keys: ClassVar[Mapping[str, str]] = {
         **RotaryConfig.refused_keys,
-        "reference_checkpoint": "a model here has no checkpoint behind it; start from one with `lmt import-hf` and "
-        "`trainer.initialize_from`",
         "tokenizer": "the tokenizer belongs to the data; use `data.tokenizer`",
     }
 

@@ -34,6 +34,7 @@ def _to_hf(config: "MistralConfig") -> dict[str, Any]:
 
 _HF = HfFamily(
     model_type="mistral",
+    reference="mistralai/Mistral-7B-v0.1",
     architecture="MistralForCausalLM",
     fields=hf_fields(intermediate_size=14336, max_position_embeddings=131072),
     tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),

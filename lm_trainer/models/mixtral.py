@@ -39,6 +39,7 @@ class MixtralConfig(ExpertsConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="mixtral",
+        reference="mistralai/Mixtral-8x7B-v0.1",
         architecture="MixtralForCausalLM",
         fields=(
             *hf_fields(intermediate_size=14336, max_position_embeddings=131072, rms_norm_eps=1e-5),

@@ -84,6 +84,7 @@ class Olmo2Config(_OlmoConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="olmo2",
+        reference="allenai/OLMo-2-1124-7B",
         architecture="Olmo2ForCausalLM",
         fields=_FIELDS,
         tensors=_TENSORS,
@@ -107,6 +108,7 @@ class Olmo3Config(_OlmoConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="olmo3",
+        reference="allenai/Olmo-3-1025-7B",
         architecture="Olmo3ForCausalLM",
         fields=_FIELDS,
         tensors=_TENSORS,

@@ -98,6 +98,7 @@ class Qwen2Config(_QwenConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen2",
+        reference="Qwen/Qwen2.5-0.5B",
         architecture="Qwen2ForCausalLM",
         fields=_FIELDS,
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
@@ -122,6 +123,7 @@ class Qwen3Config(_QwenConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen3",
+        reference="Qwen/Qwen3-0.6B-Base",
         architecture="Qwen3ForCausalLM",
         fields=_FIELDS,
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *QK_NORM, *MLP),

@@ -51,6 +51,7 @@ class Qwen3MoeConfig(ExpertsConfig):
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="qwen3_moe",
+        reference="Qwen/Qwen3-30B-A3B-Base",
         architecture="Qwen3MoeForCausalLM",
         fields=(
             *hf_fields(hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, max_position_embeddings=32768),
