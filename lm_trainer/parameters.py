@@ -20,7 +20,9 @@ def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
     config = loaded.config
     # The names do not depend on the size of the vocabulary, which is known only once the tokenizer is read.
     model = trace_model(config, _ANY_VOCABULARY)
-    params = {name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items()}
+    params = {
+        name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items() if name in model.trainable
+    }
     try:
         return config.optimizer.decay_mask(params)
     except UserError as error:

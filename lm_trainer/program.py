@@ -24,6 +24,7 @@ from lm_trainer.evaluate import Evaluator
 from lm_trainer.global_step import GlobalStep
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
+from lm_trainer.nn.lora import attach, is_adapter
 from lm_trainer.nn.loss import token_loss_and_metrics
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.optim import OptimizerConfig, Param
@@ -180,15 +181,18 @@ def check_devices(trainer: TrainerConfig) -> None:
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     """The model of a configuration; its initial values follow from the seed."""
     key = jax.random.fold_in(jax.random.key(config.trainer.seed), _INIT)
-    quantization = config.trainer.quantization
+    quantization, adapter = config.trainer.quantization, config.adapter
+    names = {} if adapter is None else module_names(config.model, vocab_size)
 
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        if adapter is not None:
+            attach(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, _ADAPTER)))
         if quantization is not None:
             quantize(model, quantization)
         return model
 
-    return trace_module(build, config.trainer.mp.param_dtype)
+    return trace_module(build, config.trainer.mp.param_dtype, True if adapter is None else is_adapter)
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:

@@ -21,7 +21,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import write_atomically
-from lm_trainer.core.tree import named_leaves
+from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.train_state import ModelDef
 
@@ -43,7 +43,8 @@ class LoadedModel:
 
     config: RunConfig
     params: dict[str, Any]
-    """Nested dicts of NumPy arrays in the parameter dtype, as `nnx.to_pure_dict` gives them."""
+    """Nested dicts of NumPy arrays in the parameter dtype, as `nnx.to_pure_dict` gives them. Of a run that trains an
+    adapter, the adapter's alone."""
     step: int
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
@@ -100,18 +101,32 @@ def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
 def _load_step(directory: Path, step: int, config: RunConfig) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
-    definition = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
     device = SingleDeviceSharding(jax.local_devices()[0])
     prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
+    if config.adapter is None:
+        wanted = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0))).shapes
+    else:
+        wanted = _saved_arrays(record, prefix)
     like = {
         prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=device)
-        for name, x in definition.shapes.items()
+        for name, x in wanted.items()
     }
     restored = read_step(directory, step, like, prefix=prefix)
     params = {name.removeprefix(prefix): np.asarray(x) for name, x in restored.arrays.items()}
     tokenizer = load_tokenizer(directory / "tokenizer")
     name = config.trainer.id or directory.name
-    return LoadedModel(config, definition.nested(params), step, vocab_size, tokenizer, name, restored.record)
+    return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record)
+
+
+def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array of a checkpoint whose name begins with `prefix`, by the rest of its name."""
+    described = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): jax.ShapeDtypeStruct(
+            tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype)
+        )
+        for name, (dtype, sizes) in described.items()
+    }
 
 
 def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -121,8 +121,8 @@ class RunConfig(Config):
     def _adapter_has_a_base(self) -> RunConfig:
         if self.adapter is not None and not (self.trainer.initialize_from or self.initialize_from_hf):
             raise ValueError(
-                "adapter: there is no model to adapt; name a run or checkpoint as trainer.initialize_from, or a Hugging "
-                "Face checkpoint as initialize_from_hf"
+                "adapter: there is no model to adapt; name a run or checkpoint as trainer.initialize_from, or a "
+                "Hugging Face checkpoint as initialize_from_hf"
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,3 +30,15 @@ def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
     """The tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(structure, [named[leaf_name(path)] for path, _ in paths])
+
+
+def nested_from_names(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts from leaves by dotted name."""
+    result: dict[str, Any] = {}
+    for name, leaf in named.items():
+        *path, last = name.split(".")
+        at = result
+        for key in path:
+            at = at.setdefault(key, {})
+        at[last] = leaf
+    return result

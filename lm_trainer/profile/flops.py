@@ -44,6 +44,17 @@ class FlopsCount(NamedTuple):
         """Forward and backward, per token: three times the forward pass."""
         return 3 * self.forward
 
+    def adapted(self, adapters: int) -> int:
+        """Forward and backward, per token, where all weights are frozen but those of adapters.
+
+        A product with a frozen weight has a gradient of its input alone, so it costs twice its forward pass; scores,
+        softmax and adapters cost three times.
+
+        Args:
+            adapters: operations of a forward pass through all adapters: 2 for each of their weights.
+        """
+        return 2 * self.forward + self.attention_product + self.attention_softmax + 3 * adapters
+
 
 def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
     """Operations per token when sequences of `seq_len` tokens are processed.
