@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from lm_trainer.core.errors import UserError
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
     from lm_trainer.config.run import RunConfig
+    from lm_trainer.ladder import ModelLadder
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of a command that takes overrides. It must have no short options: `-1` is a value here."""
@@ -29,6 +30,7 @@ def _complete_key(incomplete: str) -> Iterator[str]:
 
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
+LadderArgument = Annotated[Path, typer.Argument(metavar="LADDER", help="The YAML file.", show_default=False)]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -46,14 +48,26 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     Raises:
         ConfigError: with all that is wrong.
     """
+    from lm_trainer.config.run import RunConfig
+
+    return _load(ctx, config, overrides, RunConfig)
+
+
+def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "ModelLadder":
+    """Loads a ladder in the same way as `load_run` a run."""
+    from lm_trainer.ladder import ModelLadder
+
+    return _load(ctx, config, overrides, ModelLadder).config
+
+
+def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
 
     from lm_trainer.config.loader import load
-    from lm_trainer.config.run import RunConfig
 
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
-    loaded = load(config, overrides or [], RunConfig, options=[*options, "--help"])
+    loaded = load(config, overrides or [], root, options=[*options, "--help"])
     for note in loaded.notes:
         typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     return loaded
@@ -62,6 +76,12 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
 def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
     """The validated configuration alone; see `load_run`."""
     return load_run(ctx, config, overrides).config
+
+
+def check_is_run(run: str) -> None:
+    """Raises UserError for an option that stands where a run is expected."""
+    if run.startswith("-"):
+        raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
 
 
 def report(error: UserError) -> int:

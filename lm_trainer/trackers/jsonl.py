@@ -61,7 +61,7 @@ class JsonlTracker:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         if reserved := metrics.keys() & {"step", "time"}:
             raise ValueError(f"a metric cannot be called {sorted(reserved)[0]!r}")
-        self._lines(METRICS).write(_record(step) | {name: _encode(value) for name, value in metrics.items()})
+        self._lines(METRICS).write(_record(step) | {name: encode(value) for name, value in metrics.items()})
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
         self._lines(METRICS).write(_record(step) | dict(record))
@@ -73,7 +73,7 @@ class JsonlTracker:
         self._summary |= summary
         path = self._run.dir / SUMMARY
         try:
-            write_atomically(path, json.dumps(_encode(self._summary), indent=1) + "\n")
+            write_atomically(path, json.dumps(encode(self._summary), indent=1) + "\n")
         except OSError as error:
             raise _machine_error(path, error) from error
 
@@ -112,13 +112,14 @@ def _record(step: int) -> dict[str, Any]:
     return {"step": step, "time": round(time.time(), 3)}
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """The value as these files hold it: the floats that JSON lacks are texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: _encode(v) for name, v in value.items()}
+        return {name: encode(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(v) for v in value]
+        return [encode(v) for v in value]
     return value
 
 

@@ -1,0 +1,99 @@
+"""`lmt verify`: compute parts of a run again, and compare bits."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.common import OverridesArgument, check_is_run
+
+if TYPE_CHECKING:
+    from lm_trainer.proof.verify import Stretch
+
+_COLUMNS = "{:<16}{:>8}{:>14}  {}"
+
+
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)],
+    overrides: OverridesArgument = None,
+    segments: Annotated[
+        int, typer.Option("--segments", metavar="K", min=1, help="Compute so many stretches again, drawn at random.")
+    ] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="The same seed draws the same stretches.", show_default="new"),
+    ] = None,
+    max_steps: Annotated[
+        int | None,
+        typer.Option("--max-steps", metavar="N", min=1, help="Stop a stretch after so many steps.", show_default="all"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Compute random stretches of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
+
+    Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing is written
+    into the run, which may be going on. The devices may be others than the run's: settings may change whatever changes
+    no number. Exit codes: 0 all equal, 1 with the first difference.
+
+    Examples:
+        lmt verify my-run --segments 3
+
+        lmt verify my-run trainer.jax_config.jax_num_cpu_devices=4
+    """
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    check_is_run(run)
+    import json
+    import random
+    import sys
+    from dataclasses import asdict
+
+    from lm_trainer.proof.record import RunRecord
+    from lm_trainer.proof.rerun import QuietProgress
+    from lm_trainer.proof.verify import changed_since, choose, results, stretches
+    from lm_trainer.trackers.jsonl import encode
+
+    record = RunRecord.read(run)
+    seed = random.randrange(10**6) if seed is None else seed
+    found = stretches(record, max_steps)
+    chosen = choose(found, segments, seed)
+    changes = changed_since(record, chosen, overrides or [])
+    if not as_json:
+        _begin(record.id, f"{len(chosen)} of {len(found)} stretches, seed {seed}", changes)
+    done: list[Stretch] = []
+    with QuietProgress(record.last, stream=sys.stderr) as progress:
+        for part in results(record, chosen, overrides=overrides or [], progress=progress):
+            done.append(part)
+            if not as_json:
+                _show(part)
+    differs = done[-1].difference
+    if as_json:
+        content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
+        typer.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(part)) for part in done]})))
+    elif differs:
+        typer.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
+        typer.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
+    else:
+        typer.echo(f"equal, bit for bit: {sum(part.steps for part in done)} steps")
+    if differs:
+        raise typer.Exit(1)
+
+
+def _plain(part: dict) -> dict:
+    return part | {"difference": part["difference"] and part["difference"]._asdict()}
+
+
+def _begin(name: str, what: str, changes: list[str]) -> None:
+    typer.echo(f"run {name}: {what}")
+    if changes:
+        typer.echo("what runs here is not what the run was computed with, so bits may differ:")
+        for change in changes:
+            typer.echo(f"  {change}")
+    typer.echo(_COLUMNS.format("steps", "compared", "fingerprints", "result"))
+
+
+def _show(part: "Stretch") -> None:
+    span = f"{part.start + 1} to {part.end}"
+    typer.echo(_COLUMNS.format(span, part.steps, part.fingerprints, "differs" if part.difference else "equal"))
+    for note in part.notes:
+        typer.echo(f"  note: {note}")

@@ -1,0 +1,158 @@
+"""What a run has left behind, read without touching it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
+from lm_trainer.config.loader import load
+from lm_trainer.config.run import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.core.errors import UserError
+from lm_trainer.trackers import read_metrics
+
+_IGNORED = ("time", "step")
+_OF_THE_STEP = ("train/", "optim/", "data/loss_tokens", "fingerprint")
+"""Metrics that are the same whenever and wherever a step is computed."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run directory, of a run that has ended or goes on."""
+
+    path: Path
+    """Absolute."""
+    id: str
+    checkpoints: Path
+    identity: Mapping[str, Any]
+    """What of the configuration decides numbers, as it was last."""
+    changes: Sequence[Mapping[str, Any]]
+    """Changes of the configuration: `step`, `differences`, and `config_before`, the file with the one before."""
+    attempts: Sequence[Mapping[str, Any]]
+    """On what the run was computed, each from its `step` on."""
+    steps: Mapping[int, Mapping[str, Any]]
+    """Metrics by the number of steps done, those of all lines of a step together; in order."""
+
+    @classmethod
+    def read(cls, run: str | Path) -> RunRecord:
+        """Reads a run by its id (in `logs`) or its directory.
+
+        Raises:
+            UserError: when there is no such run, or it has not written any metrics.
+        """
+        path = _find(run)
+        content = json.loads((path / "run.json").read_text())
+        attempts = json.loads((path / "env.json").read_text()) if (path / "env.json").is_file() else []
+        steps: dict[int, dict[str, Any]] = {}
+        if (path / "metrics.jsonl").is_file():
+            for line in read_metrics(path):
+                steps.setdefault(line["step"], {}).update(line)
+        if not steps or not attempts:
+            raise UserError(f"{path}: this run has not done a step yet")
+        return cls(
+            path,
+            content["id"],
+            _checkpoints(path, Path(content["checkpoints"])),
+            content["identity"],
+            content.get("changes", []),
+            attempts,
+            {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},
+        )
+
+    @property
+    def start(self) -> int:
+        """Steps that were done when the run began: 0, but for one that went on from a checkpoint of another run."""
+        return self.attempts[0]["step"]
+
+    @cached_property
+    def computed(self) -> dict[int, dict[str, Any]]:
+        """Of `steps`, what is the same whenever and wherever a step is computed; steps without any are left out."""
+        found = {
+            step: {name: value for name, value in metrics.items() if name.startswith(_OF_THE_STEP)}
+            for step, metrics in self.steps.items()
+        }
+        return {step: metrics for step, metrics in found.items() if metrics}
+
+    @property
+    def last(self) -> int:
+        """The last step whose numbers are known."""
+        return max(self.computed, default=self.start)
+
+    def saved(self) -> list[int]:
+        """The steps that have a checkpoint now; a run that goes on replaces its temporary ones."""
+        return committed_steps(self.checkpoints)
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """What was written down with a checkpoint; empty where there is none that can be read."""
+        try:
+            return read_record(self.checkpoints, step) if step in self.saved() else {}
+        except CheckpointError:
+            return {}
+
+    def attempt(self, step: int) -> Mapping[str, Any]:
+        """On what a step was computed; steps count from 1."""
+        return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
+
+    @property
+    def root(self) -> Path:
+        """The directory that relative paths of the configuration are meant from: where the run was started."""
+        return self.path.parents[len(Path(self._log_dir).parts)] if self._is_below_root() else Path.cwd()
+
+    @cached_property
+    def _log_dir(self) -> str:
+        return self.config(self.last).trainer.log_dir
+
+    def _is_below_root(self) -> bool:
+        tail = Path(self._log_dir) / self.id
+        return not tail.is_absolute() and ".." not in tail.parts and self.path.parts[-len(tail.parts) :] == tail.parts
+
+    def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
+        """The configuration that a step was computed with.
+
+        Args:
+            step: from 1.
+            overrides: settings over it, of keys that change no number.
+
+        Raises:
+            UserError: when the run is one of a loop of one's own, or a setting would change its numbers.
+        """
+        if not {"model", "data"} <= self.identity.keys():
+            raise UserError(
+                f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
+                f"nor data; it cannot be computed again from there"
+            )
+        name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
+        # Without trackers, whose packages need not be installed where the run is computed again.
+        plain = load(self.path / name, ["trainer.tracker=[]"], RunConfig).config
+        if not overrides:
+            return plain
+        config = load(self.path / name, ["trainer.tracker=[]", *overrides], RunConfig).config
+        if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
+            raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
+        return config
+
+
+def _find(run: str | Path) -> Path:
+    for candidate in (Path(run), Path("logs") / run):
+        if (candidate / "run.json").is_file():
+            return candidate.absolute()
+    if (Path(run) / "config.yaml").is_file():
+        raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
+    known = sorted(p.parent.name for p in Path("logs").glob("*/run.json"))
+    there = f"; runs here: {', '.join(known)}" if known else ""
+    raise UserError(f"{run}: no run of this name, and no run directory{there}")
+
+
+def _checkpoints(run_dir: Path, recorded: Path) -> Path:
+    # A run that was moved as a whole keeps its checkpoints beside it.
+    beside = run_dir.parent.parent / recorded.parent.name / recorded.name
+    return recorded if recorded.is_dir() or not beside.is_dir() else beside
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two recorded values are equal, bit for bit; NaN equals NaN."""
+    return a == b or (a != a and b != b)
