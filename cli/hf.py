@@ -43,10 +43,14 @@ def export_hf(
         bool, typer.Option("--public/--private", help="Who can see a repository that the upload creates.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a run that trains an adapter, write the whole model with it merged in.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.
 
-    OUT is complete or does not exist, also after a crash.
+    A run that trains an adapter becomes a directory that `peft` loads. OUT is complete or does not exist, also after a
+    crash.
 
     For example:
 
@@ -55,9 +59,11 @@ def export_hf(
         lmt export-hf my-run out/ --step 1000 --dtype bf16 --max-shard-size 2GB
 
         lmt export-hf my-run out/ --push-to-hub my-org/my-model
+
+        lmt export-hf my-adapter out/ --merge
     """
     from lm_trainer.export.huggingface import ExportOptions
-    from lm_trainer.export.source import open_model
+    from lm_trainer.export.source import open_for_export
     from lm_trainer.export.transfer import check_export, export_model
     from lm_trainer.export.weights import parse_size
 
@@ -65,7 +71,7 @@ def export_hf(
         dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
     )
     check_export(out, options)
-    result = export_model(open_model(run, step=step), out, options, public=public)
+    result = export_model(open_for_export(run, step=step, merge=merge), out, options, public=public)
     typer.echo(f"exported to {out}")
     if result:
         typer.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")

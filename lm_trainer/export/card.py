@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,16 +47,79 @@ def model_card(
         ("Vocabulary", _count(hf_config.get("vocab_size"))),
         ("Context length", _count(hf_config.get("max_position_embeddings", hf_config.get("n_positions")))),
         ("Weights", hf_config.get("dtype")),
+        *_training_rows(facts),
+    ]
+    return _TEXT.format(
+        header=header.to_yaml().strip(),
+        title=escape(name),
+        table=_table(rows),
+        source=hub_name or "path/to/this/directory",
+    )
+
+
+def adapter_card(
+    name: str, *, base: str, rank: int, parameters: int, facts: TrainingFacts, hub_name: str | None
+) -> str:
+    """As `model_card`, for a low-rank adapter in PEFT's format.
+
+    Args:
+        name: the title; may be any text, and is escaped.
+        base: where the model is that it was trained on.
+        rank: of each pair of matrices.
+        parameters: how many the adapter has.
+        facts: what is known of the training.
+        hub_name: `ORG/NAME` where the adapter is pushed, None when it stays local.
+    """
+    from huggingface_hub import ModelCardData
+
+    header = ModelCardData(library_name="peft", pipeline_tag="text-generation", tags=["lm_trainer", "jax", "lora"])
+    rows = [("Rank", f"{rank:,}"), ("Parameters", f"{parameters:,}"), *_training_rows(facts)]
+    return _ADAPTER_TEXT.format(
+        header=header.to_yaml().strip(),
+        title=escape(name),
+        table=_table(rows),
+        base=escape(base),
+        source=hub_name or "path/to/this/directory",
+    )
+
+
+def _training_rows(facts: TrainingFacts) -> list[tuple[str, str | None]]:
+    return [
         ("Training steps", _count(facts.step)),
         ("Training tokens", _count(facts.tokens)),
         ("Training loss (nats per token)", _loss(facts.train_loss)),
         *((f"Validation loss on {name} (nats per token)", _loss(x)) for name, x in facts.validation_losses.items()),
     ]
-    table = "\n".join(f"| {escape(title)} | {escape(str(value))} |" for title, value in rows if value is not None)
-    return _TEXT.format(
-        header=header.to_yaml().strip(), title=escape(name), table=table, source=hub_name or "path/to/this/directory"
-    )
 
+
+def _table(rows: Sequence[tuple[str, str | None]]) -> str:
+    return "\n".join(f"| {escape(title)} | {escape(str(value))} |" for title, value in rows if value is not None)
+
+
+_ADAPTER_TEXT = """\
+---
+{header}
+---
+
+# {title}
+
+A low-rank adapter trained with `lm_trainer` on the model {base}, exported for `peft`.
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{source}")
+base = AutoModelForCausalLM.from_pretrained("path/to/the/model/above")
+model = PeftModel.from_pretrained(base, "{source}")
+```
+"""
 
 _TEXT = """\
 ---

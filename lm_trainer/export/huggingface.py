@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FILES = (
     "README.md",
+    "adapter_config.json",
+    "adapter_model.safetensors",
     "config.json",
     "generation_config.json",
     "model.safetensors",

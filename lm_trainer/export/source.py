@@ -7,14 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_trainer.adapters import base_name, load_whole
 from lm_trainer.checkpoint import LoadedModel, load_model
+from lm_trainer.checkpoint.model import locate, read_config
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
 
 
 def open_model(source: str, *, step: int | None = None) -> TextModel:
-    """Reads a Hugging Face directory or a checkpoint of a run.
+    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into the model that it is for.
 
     Args:
         source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
@@ -28,7 +32,35 @@ def open_model(source: str, *, step: int | None = None) -> TextModel:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
         return read_hf(path)
-    loaded = load_model(source, step)
+    return _text_model(load_whole(source, step))
+
+
+def open_for_export(source: str, *, step: int | None = None, merge: bool = False) -> TextModel | AdapterModel:
+    """As `open_model`; the adapter of a run that trains one is left by itself unless it is to be merged.
+
+    Raises:
+        UserError: also when there is nothing to merge.
+    """
+    if not merge and not is_hf_directory(Path(source)):
+        loaded = load_model(source, step)
+        if loaded.config.adapter is None:
+            return _text_model(loaded)
+        return AdapterModel(
+            loaded.config.model,
+            loaded.vocab_size,
+            loaded.config.adapter,
+            named_leaves(loaded.params),
+            base_name(loaded.config),
+            loaded.tokenizer,
+            loaded.name,
+            _facts(loaded),
+        )
+    if merge and (is_hf_directory(Path(source)) or read_config(locate(source)[0]).adapter is None):
+        raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
+    return open_model(source, step=step)
+
+
+def _text_model(loaded: LoadedModel) -> TextModel:
     return TextModel(
         loaded.config.model, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, _facts(loaded)
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lm_trainer.checkpoint import write_model
 from lm_trainer.core.errors import UserError
+from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.hub import Pushed, check_push, download, push
 from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, read_hf, write_hf
 from lm_trainer.export.output import check_output
@@ -25,14 +26,17 @@ def check_export(out: Path, options: ExportOptions) -> None:
         check_push(options.hub_name)
 
 
-def export_model(model: TextModel, out: Path, options: ExportOptions, *, public: bool = False) -> Pushed | None:
+def export_model(model: TextModel | AdapterModel, out: Path, options: ExportOptions, *, public: bool = False) -> Pushed | None:
     """Writes `model` to `out`, and pushes it where `options.hub_name` says so.
 
     Raises:
         UserError: as `write_hf` and `push`; after a failed push `out` is complete.
         MachineError: when the file system or the network refuses.
     """
-    write_hf(out, model, options)
+    if isinstance(model, AdapterModel):
+        write_adapter(out, model, options)
+    else:
+        write_hf(out, model, options)
     if not options.hub_name:
         return None
     try:

@@ -61,22 +61,27 @@ def write_weights(directory: Path, tensors: Mapping[str, np.ndarray], *, dtype: 
         max_shard_size=max_shard_size,
     )
     for filename, names in plan.filename_to_tensors.items():
-        # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would come out wrong.
-        shard = {name: np.asarray(tensors[name], dtype=dtype, order="C") for name in names}
-        _write_file(directory / filename, shard)
+        write_file(directory / filename, {name: tensors[name] for name in names}, dtype=dtype)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         write_json(directory / INDEX_FILE, index)
 
 
-def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype) -> None:
+    """Writes `tensors`, cast to `dtype`, as one safetensors file.
+
+    Raises:
+        MachineError: when the file system refuses.
+    """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
         path.touch()
         mode = path.stat().st_mode
-        save_file(tensors, path, metadata={"format": "pt"})
+        # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would come out wrong.
+        ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
+        save_file(ordered, path, metadata={"format": "pt"})
         # safetensors makes files that only the owner can read, whatever the umask says.
         path.chmod(mode & 0o777)
     except (SafetensorError, OSError) as error:

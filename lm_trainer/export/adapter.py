@@ -1,0 +1,62 @@
+"""An adapter as a directory that PEFT loads: adapter_config.json, its tensors, tokenizer and card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lm_trainer.export.card import TrainingFacts, adapter_card
+from lm_trainer.export.huggingface import DTYPES, FILES, ExportOptions
+from lm_trainer.export.output import complete_directory
+from lm_trainer.export.weights import write_file, write_json
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.peft import adapter_to_peft
+from lm_trainer.nn.lora import LoraConfig
+
+if TYPE_CHECKING:
+    from lm_trainer.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class AdapterModel:
+    """A trained adapter, without the model that it is for."""
+
+    config: DecoderConfig
+    """Of that model."""
+    vocab_size: int
+    """Rows of its embedding."""
+    adapter: LoraConfig
+    params: Mapping[str, np.ndarray]
+    """Those of the adapter, by dotted name."""
+    base: str
+    """Where that model is."""
+    tokenizer: Tokenizer
+    name: str
+    """For people: the title of the card."""
+    facts: TrainingFacts = field(default_factory=TrainingFacts)
+
+
+def write_adapter(out: Path, model: AdapterModel, options: ExportOptions) -> None:
+    """Writes the adapter to `out`, which is complete afterwards, or as it was when this raises.
+
+    Raises:
+        UserError: when `transformers` does not have the family, or `out` may not be replaced.
+        MachineError: when the file system refuses.
+    """
+    config, tensors = adapter_to_peft(
+        model.config, model.adapter, model.params, vocab_size=model.vocab_size, base=model.base
+    )
+    parameters = sum(x.size for x in model.params.values())
+    card = adapter_card(
+        model.name, base=model.base, rank=model.adapter.rank, parameters=parameters, facts=model.facts,
+        hub_name=options.hub_name,
+    )  # fmt: skip
+    with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
+        write_json(draft / "adapter_config.json", config)
+        write_file(draft / "adapter_model.safetensors", tensors, dtype=DTYPES[options.dtype])
+        model.tokenizer.save(draft)
+        (draft / "README.md").write_text(card, encoding="utf-8")
