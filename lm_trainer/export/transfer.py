@@ -26,7 +26,9 @@ def check_export(out: Path, options: ExportOptions) -> None:
         check_push(options.hub_name)
 
 
-def export_model(model: TextModel | AdapterModel, out: Path, options: ExportOptions, *, public: bool = False) -> Pushed | None:
+def export_model(
+    model: TextModel | AdapterModel, out: Path, options: ExportOptions, *, public: bool = False
+) -> Pushed | None:
     """Writes `model` to `out`, and pushes it where `options.hub_name` says so.
 
     Raises:
