@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -12,7 +15,7 @@ from lm_trainer.core.errors import UserError
 
 
 class DistributedConfig(Config):
-    """Which processes make up the run. SLURM and TPU pods are recognised, so that nothing need be set there."""
+    """Which processes make up the run. SLURM, Open MPI and TPU pods are recognised, so nothing need be set there."""
 
     coordinator_address: str | None = None
     """`host:port` that process 0 listens on; null: what the cluster says."""
@@ -35,43 +38,126 @@ class DistributedConfig(Config):
             raise ValueError(f"process_id {self.process_id} is not below num_processes {self.num_processes}")
         return self
 
-    def start(self) -> None:
+    def start(self) -> str | None:
         """Connects this process to the others, before any device is touched; does nothing in a run of one process.
+
+        Returns:
+            What was found, for people; None where there is nothing to say.
 
         Raises:
             UserError: when the others cannot be reached, or this is a run of one process on named devices.
         """
         if not self.initialize_jax_distributed:
-            return
-        if not (self.num_processes or _in_cluster()):
+            return None
+        cluster = None if self.num_processes else find_cluster(os.environ)
+        if not self.num_processes and (cluster is None or not cluster.several):
             if self.local_device_ids is not None:
                 raise UserError(
                     "trainer.distributed.local_device_ids chooses the devices of one of several processes, but this "
                     "run has one process; set CUDA_VISIBLE_DEVICES in the environment instead"
                 )
-            return
+            return None if cluster is None else cluster.description
         import jax
 
         if jax.distributed.is_initialized():
-            return
+            return None
+        found = None if cluster is None else cluster.local_device_ids
         given: dict[str, Any] = {
             "coordinator_address": self.coordinator_address,
             "num_processes": self.num_processes,
             "process_id": self.process_id,
-            "local_device_ids": self.local_device_ids,
+            "local_device_ids": found if self.local_device_ids is None else self.local_device_ids,
         }
         try:
             jax.distributed.initialize(**given)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if cluster is not None and cluster.uncertain:
+                return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
                 f"trainer.distributed: the processes of the run could not be connected ({reason}); check that all "
                 f"num_processes were started and can reach {self.coordinator_address or 'the coordinator'}"
             ) from error
+        source = "trainer.distributed says" if cluster is None else f"{cluster.description} says"
+        if jax.process_count() == 1:
+            return None
+        return f"{jax.process_count()} processes, as {source}; this is process {jax.process_index()}"
 
 
-def _in_cluster() -> bool:
-    """Whether the environment says that this is one of several processes."""
-    slurm = int(os.environ.get("SLURM_NTASKS") or 1) > 1 and "SLURM_PROCID" in os.environ
-    tpu_pod = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ
-    return slurm or tpu_pod
+class Cluster(NamedTuple):
+    """What the environment says of the processes of a run."""
+
+    description: str
+    several: bool
+    """Whether this process is one of several; if not, the description says why."""
+    local_device_ids: tuple[int, ...] | None = None
+    """The devices of this process among those that it sees; None: what JAX chooses."""
+    uncertain: bool = False
+    """Whether this may be the only process after all."""
+
+
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
+_OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
+
+
+def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
+    """What JAX itself will find in the environment, and which of a node's GPUs are this process's own.
+
+    None when there is no sign of other processes.
+
+    Raises:
+        UserError: when the processes of a node cannot share its GPUs equally.
+    """
+    if int(environ.get("SLURM_NTASKS") or 1) > 1:
+        return _slurm(environ)
+    if all(name in environ for name in _OPEN_MPI) and int(environ["OMPI_COMM_WORLD_SIZE"]) > 1:
+        return Cluster("Open MPI", True)
+    hosts = environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", ""))
+    if "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in environ:
+        return Cluster("the TPU pod", True)
+    if not hosts and _asks_metadata(environ):
+        return Cluster("the TPU's metadata server", True, uncertain=True)
+    return None
+
+
+def _asks_metadata(environ: Mapping[str, str]) -> bool:
+    """Whether this is a TPU machine whose neighbours only Google Cloud's metadata server knows."""
+    if "TPU_SKIP_MDS_QUERY" in environ or environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
+        return False
+    return importlib.util.find_spec("libtpu") is not None and any(Path(file).exists() for file in _TPU_FILES)
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster:
+    job = f"SLURM job {environ.get('SLURM_JOB_ID', '?')}"
+    if not all(name in environ for name in _SLURM_STEP):
+        count = environ["SLURM_NTASKS"]
+        return Cluster(f"{job} has {count} tasks, but this process was not started by srun: a run of its own", False)
+    return Cluster(job, True, _slurm_devices(environ))
+
+
+def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The share of the visible GPUs that a task of a node takes; JAX alone would take one for each task."""
+    visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if not visible:
+        return None
+    tasks = _tasks_on_node(environ)
+    if any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")) or tasks is None:
+        return tuple(range(len(visible)))  # bound to the task by SLURM
+    if len(visible) % tasks:
+        raise UserError(
+            f"{tasks} processes on this node cannot share its {len(visible)} GPUs equally; ask SLURM for another "
+            f"--ntasks-per-node, or set trainer.distributed.local_device_ids"
+        )
+    share, local = len(visible) // tasks, int(environ["SLURM_LOCALID"])
+    return tuple(range(local * share, (local + 1) * share))
+
+
+def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
+    """How many tasks of this step this node runs, from a list such as `4(x2),2`; None where SLURM does not say."""
+    counts: list[int] = []
+    for part in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        count, _, times = part.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    node = int(environ.get("SLURM_NODEID", 0))
+    return counts[node] if node < len(counts) else None

@@ -1,0 +1,5 @@
+"""`python -m cli`: the same as `lmt`, for where the script is not on the path."""
+
+from cli.main import main
+
+main()

@@ -1,0 +1,189 @@
+"""`lmt launch`: several processes as one run, on this machine, under SLURM, on a Ray cluster."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Start the processes of a run: on this machine, or with a scheduler that is there already.",
+)
+
+Processes = Annotated[
+    int, typer.Option("--processes", "-n", metavar="N", min=1, help="How many processes.", show_default=False)
+]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        "--devices-per-process",
+        metavar="D",
+        min=1,
+        help="Emulate D CPU devices in each process, to try things out.",
+        show_default=False,
+    ),
+]
+
+
+def _training(config: Path, overrides: list[str] | None) -> list[str]:
+    """What Python is called with for one process."""
+    return ["-m", "cli", "train", str(config.absolute()), *(overrides or [])]
+
+
+@app.command(context_settings=OVERRIDES)
+def local(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    processes: Processes,
+    overrides: OverridesArgument = None,
+    devices_per_process: Devices = None,
+) -> None:
+    """Train in N processes on this machine.
+
+    They share the machine's GPUs (those in CUDA_VISIBLE_DEVICES) equally; without GPUs each has one CPU device. Each
+    line of output has the number of its process in front. Ctrl-C asks all of them to save and stop, a second one stops
+    them at once. The first that fails is named and takes the others down; the exit code is its own.
+
+    Examples:
+        lmt launch local my.yaml -n 8
+
+        lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
+    """
+    load_run_config(ctx, config, overrides)
+    from lm_trainer.launch.local import launch_local
+
+    arguments = _training(config, overrides)
+    raise typer.Exit(launch_local(arguments, processes, devices_per_process=devices_per_process, write=typer.echo))
+
+
+@app.command(context_settings=OVERRIDES)
+def slurm(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    processes: Processes,
+    overrides: OverridesArgument = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.", show_default=False)
+    ] = None,
+    cpus_per_process: Annotated[
+        int | None,
+        typer.Option("--cpus-per-process", metavar="C", min=1, help="Cores of each process.", show_default=False),
+    ] = None,
+    time: Annotated[
+        str | None, typer.Option("--time", metavar="LIMIT", help="Time limit, as 24:00:00.", show_default=False)
+    ] = None,
+    partition: Annotated[
+        str | None, typer.Option("--partition", metavar="NAME", help="Partition.", show_default=False)
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", metavar="NAME", help="Account.", show_default=False)
+    ] = None,
+    notice: Annotated[
+        int,
+        typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop so long before the time limit."),
+    ] = 120,
+    requeue: Annotated[
+        bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when it was stopped, to go on.")
+    ] = True,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the script here, not to the screen.", show_default=False),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
+) -> None:
+    """Write the batch script of a run, or submit it.
+
+    The processes find one another by SLURM's environment, and the tasks of a node share its GPUs. Before the time limit
+    and on preemption they save and end with exit code 75, and the job is queued again, to go on where it was. The
+    directory of the command must be one that all nodes see.
+
+    Examples:
+        lmt launch slurm my.yaml -n 8 --gpus-per-node 8 --time 24:00:00 > job.sh
+
+        lmt launch slurm my.yaml -n 16 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
+    """
+    load_run_config(ctx, config, overrides)
+    from lm_trainer.launch.slurm import SlurmJob, batch_script
+    from lm_trainer.launch.slurm import submit as hand_in
+
+    job = SlurmJob(
+        name=config.stem,
+        processes=processes,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_process=cpus_per_process,
+        time=time,
+        partition=partition,
+        account=account,
+        notice=notice,
+        requeue=requeue,
+        extra=tuple(sbatch or ()),
+    )
+    import sys
+
+    script = batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
+    if output is not None:
+        output.write_text(script)
+        typer.echo(f"wrote {output}", err=True)
+    if submit:
+        typer.echo(hand_in(script))
+    elif output is None:
+        typer.echo(script, nl=False)
+
+
+@app.command(context_settings=OVERRIDES)
+def ray(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    processes: Processes,
+    overrides: OverridesArgument = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="ADDRESS",
+            help="The cluster; else trainer.ray.address, RAY_ADDRESS, or the one of this machine.",
+            show_default=False,
+        ),
+    ] = None,
+    cpus_per_process: Annotated[
+        float, typer.Option("--cpus-per-process", metavar="C", min=0, help="Cores that Ray sets aside for each.")
+    ] = 1,
+    gpus_per_process: Annotated[
+        float, typer.Option("--gpus-per-process", metavar="G", min=0, help="GPUs that Ray gives to each.")
+    ] = 0,
+    devices_per_process: Devices = None,
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for room on the cluster.")
+    ] = 300,
+) -> None:
+    """Train in N processes on a Ray cluster that is running already; none is ever started here.
+
+    Its nodes must have lm_trainer, and see the configuration, the data and the run's directories under the same names.
+    Output, Ctrl-C and failures are as for `lmt launch local`.
+
+    Examples:
+        lmt launch ray my.yaml -n 4 --gpus-per-process 1
+
+        lmt launch ray my.yaml -n 4 --address ray://head:10001
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.launch.ray_cluster import RayJob, launch_on_ray
+
+    job = RayJob(
+        processes=processes,
+        address=address or run.trainer.ray.address or os.environ.get("RAY_ADDRESS") or "auto",
+        cpus_per_process=cpus_per_process,
+        gpus_per_process=gpus_per_process,
+        devices_per_process=devices_per_process,
+        wait=wait,
+    )
+    raise typer.Exit(launch_on_ray(_training(config, overrides), job, typer.echo))

@@ -1,0 +1,100 @@
+"""The processes of a run on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.launch.supervise import Child, free_address, supervise
+
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+
+
+def launch_local(
+    arguments: Sequence[str],
+    count: int,
+    *,
+    devices_per_process: int | None,
+    write: Callable[[str], object],
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Starts `count` processes that find one another over loopback, and waits for them; see `supervise`.
+
+    Args:
+        arguments: of Python, to train the run in one process.
+        count: how many processes.
+        devices_per_process: emulate so many CPU devices in each; None: the machine's GPUs are shared out, else each
+            process has one CPU device.
+        write: takes each line of output.
+        environ: what the processes inherit.
+
+    Raises:
+        UserError: when the processes cannot share the GPUs.
+    """
+    address = free_address()
+    environments = process_environments(environ, count, devices_per_process)
+    children = [
+        Child([sys.executable, *arguments, *coordinates(address, count, index)], environment, os.getcwd())
+        for index, environment in enumerate(environments)
+    ]
+    return supervise(children, write)
+
+
+def coordinates(address: str, count: int, index: int) -> list[str]:
+    """The settings by which one process finds the others; none where there are no others."""
+    if count == 1:
+        return []
+    section = "trainer.distributed"
+    return [
+        f"{section}.coordinator_address={address}",
+        f"{section}.num_processes={count}",
+        f"{section}.process_id={index}",
+    ]
+
+
+def process_environments(
+    environ: Mapping[str, str], count: int, devices_per_process: int | None, gpus: Sequence[str] | None = None
+) -> list[dict[str, str]]:
+    """The environment of each process.
+
+    Args:
+        environ: what all inherit.
+        count: how many processes.
+        devices_per_process: as for `launch_local`.
+        gpus: those of this machine, by default those that `environ` and /dev name.
+
+    Raises:
+        UserError: when the processes cannot share the GPUs.
+    """
+    shared = {**environ, "PYTHONUNBUFFERED": "1"}
+    if devices_per_process is not None:
+        return [{**shared, **emulation(environ, devices_per_process)} for _ in range(count)]
+    gpus = visible_gpus(environ) if gpus is None else gpus
+    if count == 1 or not gpus or environ.get("JAX_PLATFORMS") == "cpu":
+        return [dict(shared) for _ in range(count)]
+    if len(gpus) % count:
+        raise UserError(
+            f"{count} processes cannot share {len(gpus)} GPUs ({', '.join(gpus)}) equally; choose another number of "
+            f"processes, or other GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    share = len(gpus) // count
+    return [{**shared, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * share : (i + 1) * share])} for i in range(count)]
+
+
+def emulation(environ: Mapping[str, str], devices: int) -> dict[str, str]:
+    """What makes JAX emulate so many devices on a CPU."""
+    kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
+
+
+def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The names of the NVIDIA GPUs that a process started from here would use."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name not in ("", "-1")]
+    numbers = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
+    return [str(number) for number in sorted(int(match[1]) for match in numbers if match)]

@@ -1,0 +1,145 @@
+"""The processes of a run on a Ray cluster that exists already."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.launch.local import coordinates, emulation
+from lm_trainer.launch.supervise import Child, Status, free_address, supervise
+
+_LOST = -9
+"""What an actor that died says of its process: it went with it."""
+
+
+@dataclass(frozen=True)
+class RayJob:
+    """What is asked of the cluster."""
+
+    processes: int
+    address: str
+    """Of the cluster, as `auto` or `ray://host:10001`."""
+    cpus_per_process: float = 1
+    gpus_per_process: float = 0
+    devices_per_process: int | None = None
+    """Emulate so many CPU devices in each process."""
+    wait: float = 300
+    """Seconds to wait for the cluster to have room."""
+
+
+def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], object]) -> int:
+    """Starts the processes of a run, each in an actor of its own, and waits for them; see `supervise`.
+
+    The nodes must have the package, and see the configuration, the data and the directories of the run under the same
+    names.
+
+    Args:
+        arguments: of Python, to train the run in one process.
+        job: what is asked for.
+        write: takes each line of output.
+
+    Raises:
+        UserError: if Ray is not installed, there is no cluster, or it has no room in time.
+    """
+    ray = _connect(job.address)
+    try:
+        group = _reserve(ray, job)
+        options = {"num_cpus": job.cpus_per_process, "num_gpus": job.gpus_per_process, "max_restarts": 0}
+        strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        actors = [
+            ray.remote(_Worker)
+            .options(**options, scheduling_strategy=strategy(group, placement_group_bundle_index=index))
+            .remote()
+            for index in range(job.processes)
+        ]
+        address = ray.get(actors[0].address.remote())
+        extra = {} if job.devices_per_process is None else emulation({}, job.devices_per_process)
+        for index, actor in enumerate(actors):
+            command = [*arguments, *coordinates(address, job.processes, index)]
+            ray.get(actor.start.remote(command, extra, os.getcwd()))
+        return supervise([_Remote(ray, actor) for actor in actors], write)
+    except ray.exceptions.RayError as error:
+        raise MachineError(f"the Ray cluster failed: {error}") from None
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> Any:
+    try:
+        import ray
+        import ray.util.scheduling_strategies  # an attribute of `ray` only once it is imported
+    except ImportError:
+        raise UserError("`lmt launch ray` needs Ray; run: pip install ray") from None
+    quiet: Any = {"logging_level": "error", "log_to_driver": False}
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"there is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give the address of "
+            f"one that runs with --address"
+        ) from None
+    return ray
+
+
+def _reserve(ray: Any, job: RayJob) -> Any:
+    """Room for all processes at once: some of them alone would wait for the others for ever."""
+    need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
+    bundle = {name: amount for name, amount in need.items() if amount}
+    group = ray.util.placement_group([bundle] * job.processes, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=job.wait)
+    except ray.exceptions.GetTimeoutError:
+        has = {name: amount for name, amount in ray.cluster_resources().items() if name in need}
+        raise UserError(
+            f"the Ray cluster had no room for {job.processes} processes with {bundle} each within {job.wait:g} s; "
+            f"altogether it has {has}"
+        ) from None
+    return group
+
+
+class _Worker:
+    """Runs one process where Ray has put it."""
+
+    def address(self) -> str:
+        import ray
+
+        return free_address(ray.util.get_node_ip_address())
+
+    def start(self, command: Sequence[str], extra: Mapping[str, str], directory: str) -> None:
+        environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
+        self._child = Child([sys.executable, *command], environ, directory)
+
+    def place(self) -> str:
+        import ray
+
+        return f"host {ray.util.get_node_ip_address()}, {self._child.place}"
+
+    def poll(self) -> Status:
+        return self._child.poll()
+
+    def send(self, number: int) -> None:
+        self._child.send(number)
+
+
+class _Remote:
+    """A `_Worker` as a `Member`."""
+
+    def __init__(self, ray: Any, actor: Any):
+        self._ray, self._actor = ray, actor
+        self.place = ray.get(actor.place.remote())
+
+    def poll(self) -> Status:
+        try:
+            return Status(*self._ray.get(self._actor.poll.remote()))
+        except self._ray.exceptions.RayActorError:
+            return Status([], _LOST)
+
+    def send(self, number: int) -> None:
+        try:
+            self._ray.get(self._actor.send.remote(number))
+        except self._ray.exceptions.RayActorError:
+            return

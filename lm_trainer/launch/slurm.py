@@ -1,0 +1,120 @@
+"""A run as a SLURM job: the batch script, and its submission."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
+
+_LAST_SECONDS = 300
+"""How long a step may go on after its first process has ended."""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What is asked of SLURM; what is None is left to the site's defaults.
+
+    Raises:
+        UserError: when the processes do not spread equally over nodes, or GPUs over processes.
+    """
+
+    name: str
+    processes: int
+    nodes: int = 1
+    gpus_per_node: int | None = None
+    cpus_per_process: int | None = None
+    time: str | None = None
+    """The limit, as SLURM writes it: `24:00:00`, `2-00`."""
+    partition: str | None = None
+    account: str | None = None
+    notice: int = 120
+    """Seconds before the limit at which the processes are asked to save and stop."""
+    requeue: bool = True
+    """Whether a stopped job is queued again, to go on where it was."""
+    extra: tuple[str, ...] = ()
+    """More options of sbatch, as `--mem=0`."""
+
+    def __post_init__(self) -> None:
+        if self.processes % self.nodes:
+            raise UserError(f"{self.processes} processes do not spread equally over {self.nodes} nodes")
+        if self.gpus_per_node and self.gpus_per_node % self.processes_per_node:
+            raise UserError(
+                f"the {self.processes_per_node} processes of a node cannot share {self.gpus_per_node} GPUs equally; "
+                f"one process for each GPU is usual: -n {self.nodes * self.gpus_per_node}"
+            )
+        wrong = [option for option in self.extra if not option.startswith("-")]
+        if wrong:
+            raise UserError(f"{wrong[0]!r} is no option of sbatch; write it as --sbatch --mem=0")
+
+    @property
+    def processes_per_node(self) -> int:
+        return self.processes // self.nodes
+
+
+def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
+    """The script for sbatch.
+
+    Args:
+        job: what is asked for.
+        command: what each process runs.
+        directory: where.
+    """
+    options = {
+        "job-name": job.name,
+        "chdir": str(directory),
+        "nodes": job.nodes,
+        "ntasks": job.processes,
+        "ntasks-per-node": job.processes_per_node,
+        "gpus-per-node": job.gpus_per_node,
+        "cpus-per-task": job.cpus_per_process,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "signal": f"TERM@{job.notice}",
+        "open-mode": "append",
+    }
+    lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    lines += ["--requeue" if job.requeue else "--no-requeue", *job.extra]
+    again = f"""\
+if [ "$code" -eq {EXIT_PREEMPTED} ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+    cpus = "" if job.cpus_per_process is None else f"--cpus-per-task={job.cpus_per_process} "
+    return (
+        "#!/bin/bash\n"
+        + "".join(f"#SBATCH {line}\n" for line in lines)
+        + f"""
+# At SIGTERM, which also comes {job.notice} s before the time is over, the processes save and end with {EXIT_PREEMPTED}.
+# This shell has to survive it.
+trap : TERM
+
+srun {cpus}--kill-on-bad-exit=0 --wait={_LAST_SECONDS} --label {shlex.join(command)}
+code=$?
+{again if job.requeue else ""}exit "$code"
+"""
+    )
+
+
+def submit(script: str) -> str:
+    """Hands a script to sbatch and returns what sbatch says.
+
+    Raises:
+        UserError: where there is no SLURM, or SLURM refuses the job.
+        MachineError: where SLURM does not answer.
+    """
+    try:
+        done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        raise UserError(
+            "there is no sbatch on this machine; submit from a login node, or leave --submit out to get the script"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise MachineError("sbatch did not answer within two minutes") from None
+    if done.returncode:
+        raise UserError(f"sbatch refused the job: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()
