@@ -30,6 +30,9 @@ class LeafLayout:
     """The dimension that is cut in `chunks` pieces for sums, None when no dimension can be cut."""
     chunks: int
     """A power of two that depends on the shape and the most devices that a run may have, never on the mesh."""
+    grid: tuple[int, ...] = ()
+    """Into how many pieces each dimension is cut for norms; empty: one each. No mesh and no rule for the state at rest
+    cuts finer, and so neither of them decides the order of additions."""
 
 
 def plan_layout(
@@ -42,7 +45,7 @@ def plan_layout(
 ) -> dict[str, LeafLayout]:
     """The layout of every parameter, given as name -> (shape, logical axes).
 
-    A dimension that the batch axes of the mesh do not divide stays whole, which is logged; one that the model axis
+    A dimension that the batch axes of the mesh do not divide stays whole, which is logged; one that another axis
     does not divide is an error, because the user asked for that cut by name.
 
     Args:
@@ -53,19 +56,20 @@ def plan_layout(
         max_shards: the most pieces that a batch may ever be cut into (the number of microbatches).
 
     Raises:
-        UserError: two axes of a parameter on one mesh axis, or a model axis that does not divide a dimension.
+        UserError: two axes of a parameter on one mesh axis, or one that does not divide a dimension.
     """
     layouts, whole = {}, []
     for name, (shape, axes) in leaves.items():
         rest = partition_spec(name, axes, param_rules)
         compute = _without_batch_axes(partition_spec(name, axes, compute_rules))
-        _check_model_axis(name, shape, axes, rest, mesh)
+        _check_even(name, shape, axes, rest, mesh)
         kept = _drop_uneven(shape, rest, mesh)
         if kept != rest:
             whole.append(name)
         sum_dim = _sum_dim(shape, rest, compute)
         chunks = 1 if sum_dim is None else _chunks(shape[sum_dim], max_shards)
-        layouts[name] = LeafLayout(kept, compute, sum_dim if chunks > 1 else None, chunks)
+        grid = _grid(shape, rest, mesh, max_shards)
+        layouts[name] = LeafLayout(kept, compute, sum_dim if chunks > 1 else None, chunks, grid)
     if whole:
         logger.warning("not sharded, because the data axis does not divide them: %s", ", ".join(whole))
     return layouts
@@ -76,14 +80,13 @@ def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(e if len(e) > 1 else (e[0] if e else None) for e in entries))
 
 
-def _check_model_axis(
-    name: str, shape: tuple[int, ...], axes: Sequence[str | None], spec: PartitionSpec, mesh: Mesh
-) -> None:
+def _check_even(name: str, shape: tuple[int, ...], axes: Sequence[str | None], spec: PartitionSpec, mesh: Mesh) -> None:
     for size, logical, entry in zip(shape, axes, spec, strict=False):
-        pieces = math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES)
-        if size % pieces:
+        cuts = {f"{a}_axis_size": mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES}
+        if size % math.prod(cuts.values()):
+            asked = " x ".join(f"{key}={pieces}" for key, pieces in cuts.items())
             raise UserError(
-                f"{name}: its axis {logical!r} of size {size} cannot be cut into model_axis_size={pieces} pieces; "
+                f"{name}: its axis {logical!r} of size {size} cannot be cut into {asked} pieces; "
                 f"choose a divisor of {size}"
             )
 
@@ -106,6 +109,12 @@ def _sum_dim(shape: tuple[int, ...], rest: PartitionSpec, compute: PartitionSpec
             return dim if not spec_axes(compute[dim]) else None
     free = [d for d in range(len(shape)) if not spec_axes(compute[d])]
     return max(free, key=lambda d: (shape[d] & -shape[d], shape[d]), default=None)
+
+
+def _grid(shape: tuple[int, ...], rest: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
+    """Pieces that any cut over the batch axes consists of; each lies within one piece of the cut over other axes."""
+    held = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in rest]
+    return tuple(cut * _chunks(size // cut, max_shards) for size, cut in zip(shape, held, strict=True))
 
 
 def _chunks(size: int, max_shards: int) -> int:

@@ -131,20 +131,10 @@ def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
 def sum_of_squares(arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> jax.Array:
     """The float32 sum of the squares of all elements of all arrays (at rest), in an order fixed by their shapes.
 
-    Each array is cut into its `chunks`; a chunk is summed where it lies, and the chunk sums by one tree.
+    Each array is cut into the pieces of its `grid`; a piece is summed where it lies, and their sums by one tree.
     """
-
-    def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _chunk_sums(x, layouts[name], mesh) for name, x in local.items()}
-
-    in_specs = {name: layouts[name].rest for name in arrays}
-    out_specs = {name: PartitionSpec(_chunk_axis(layouts[name]), _other_axes(layouts[name])) for name in arrays}
-    sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(
-        dict(arrays)
-    )
-    replicated = NamedSharding(mesh, PartitionSpec())
-    totals = [tree_sum(lax.with_sharding_constraint(x, replicated).reshape(-1)) for x in sums.values()]
-    return tree_sum(jnp.stack(totals))
+    totals = squares_by_layer(arrays, layouts, mesh, ())
+    return tree_sum(jnp.concatenate(list(totals.values())))
 
 
 def squares_by_layer(
@@ -157,53 +147,22 @@ def squares_by_layer(
     """
 
     def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _layer_chunk_sums(x, layouts[name], mesh, name in stacked) for name, x in local.items()}
+        return {name: _piece_sums(x, layouts[name], mesh, int(name in stacked)) for name, x in local.items()}
 
-    in_specs = {name: layouts[name].rest for name in arrays}
-    out_specs = {name: _layer_spec(layouts[name], name in stacked) for name in arrays}
-    sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(
-        dict(arrays)
-    )
+    specs = {name: layouts[name].rest for name in arrays}
+    sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(dict(arrays))
     replicated = NamedSharding(mesh, PartitionSpec())
     whole = {name: lax.with_sharding_constraint(x, replicated) for name, x in sums.items()}
-    return {name: tree_sum(x.reshape(x.shape[0], -1).T) for name, x in whole.items()}
+    return {name: tree_sum(x.reshape(len(x) if name in stacked else 1, -1).T) for name, x in whole.items()}
 
 
-def _layer_chunk_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh, stacked: bool) -> jax.Array:
-    """[layers on this device, chunks on this device, 1] sums of squares; of an array that is not stacked, one layer."""
-    if not stacked:
-        return _chunk_sums(x, layout, mesh)[None]
-    layers, chunks = x.shape[0], 1
-    if layout.sum_dim:
-        chunks = layout.chunks // (mesh.shape["data"] if _rests_on_data(layout) else 1)
-        x = jnp.moveaxis(x, layout.sum_dim, 1)
-    sums = _halve(_square(x.reshape(layers * chunks, -1).astype(jnp.float32)))
-    return sums.reshape(layers, chunks, 1)
-
-
-def _layer_spec(layout: LeafLayout, stacked: bool) -> PartitionSpec:
-    if not stacked:
-        return PartitionSpec(None, _chunk_axis(layout), _other_axes(layout))
-    chunk_axis = _chunk_axis(layout) if layout.sum_dim else None
-    others = (a for entry in layout.rest[1:] for a in spec_axes(entry))
-    return PartitionSpec(layout.rest[0], chunk_axis, tuple(a for a in others if a != chunk_axis))
-
-
-def _chunk_axis(layout: LeafLayout) -> str | None:
-    return "data" if _rests_on_data(layout) else None
-
-
-def _other_axes(layout: LeafLayout) -> tuple[str, ...]:
-    chunk_axis = _chunk_axis(layout)
-    return tuple(a for entry in layout.rest for a in spec_axes(entry) if a != chunk_axis)
-
-
-def _chunk_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
-    """[chunks on this device, 1] sums of squares."""
-    chunks = layout.chunks // (mesh.shape["data"] if _rests_on_data(layout) else 1)
-    if layout.sum_dim is not None:
-        x = jnp.moveaxis(x, layout.sum_dim, 0)
-    return _halve(_square(x.reshape(chunks, -1).astype(jnp.float32)))
+def _piece_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh, kept: int) -> jax.Array:
+    """The sums of squares of the pieces on this device, with as many dimensions as `x`; the first `kept` stay whole."""
+    x = _square(x.astype(jnp.float32))
+    for dim in range(kept, x.ndim):
+        cut = math.prod(mesh.shape[axis] for axis in spec_axes(layout.rest[dim]))
+        x = _halve(x, dim, max(1, layout.grid[dim] // cut) if layout.grid else 1)
+    return x
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -217,14 +176,16 @@ def _square(x: jax.Array) -> jax.Array:
     return high * high + (2 * high * low + low * low)
 
 
-def _halve(x: jax.Array) -> jax.Array:
-    """[rows, M] -> [rows, 1]: adds the second half of the columns to the first, again and again.
+def _halve(x: jax.Array, dim: int, pieces: int) -> jax.Array:
+    """Sums each of the pieces of a dimension: adds their second half to the first, again and again.
 
     Halves are contiguous, so that every pass streams through memory.
     """
-    width = 1 << max(0, math.ceil(math.log2(x.shape[1])))
-    x = jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+    size, axis = x.shape[dim] // pieces, dim + 1
+    width = 1 << (size - 1).bit_length()
+    x = x.reshape(*x.shape[:dim], pieces, size, *x.shape[dim + 1 :])
+    x = jnp.pad(x, [(0, width - size if d == axis else 0) for d in range(x.ndim)])
     while width > 1:
         width //= 2
-        x = x[:, :width] + x[:, width:]
-    return x
+        x = lax.slice_in_dim(x, 0, width, axis=axis) + lax.slice_in_dim(x, width, 2 * width, axis=axis)
+    return x.squeeze(axis)

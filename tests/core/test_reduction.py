@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.core.layout import plan_layout
+from lm_trainer.core.layout import LeafLayout, plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
-from lm_trainer.core.reduction import TreeSum, sum_of_squares, sum_over_shards, tree_sum
+from lm_trainer.core.reduction import TreeSum, squares_by_layer, sum_of_squares, sum_over_shards, tree_sum
 
 SHAPES = {
     "matrix": ((24, 16), ("mlp", "embed")),
@@ -17,6 +19,7 @@ SHAPES = {
     "odd": ((7, 5), ("mlp", "vocab")),
     "vector": ((16,), ("embed",)),
     "few": ((12,), ("embed",)),
+    "both": ((56, 32), ("mlp", "embed")),
 }
 """Parameters that can be cut in 8, in 4, and not at all."""
 
@@ -133,19 +136,27 @@ def test_gradients_travel_as_slices_not_whole() -> None:
     assert "all-reduce(" not in text
 
 
-def test_sum_of_squares_has_the_same_bits_on_every_mesh() -> None:
+def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut() -> None:
     values = {n: random(shape, seed=i) for i, (n, (shape, _)) in enumerate(SHAPES.items())}
-    found = set()
-    for devices, shape in MESHES:
-        if shape.model > 1:
-            continue
-        for fsdp in (True, False):
-            mesh, layouts = layouts_on(devices, shape, fsdp)
+    found, layered = set(), set()
+    for devices, shape in MESHES[:6]:
+        mesh = build_mesh(shape, jax.devices()[:devices])
+        for axis in ("embed", "mlp", None):
+            rules = {axis: ("data",)} if axis else {}
+            layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
             placed = {n: jax.device_put(x, NamedSharding(mesh, layouts[n].rest)) for n, x in values.items()}
-            found.add(float(jax.jit(lambda x, m=mesh, y=layouts: sum_of_squares(x, y, m))(placed)))
-    assert len(found) == 1
+
+            def sums(x: dict[str, jax.Array], m: Mesh = mesh, y: dict[str, LeafLayout] = layouts) -> Any:
+                return sum_of_squares(x, y, m), squares_by_layer(x, y, m, ["stacked"])["stacked"]
+
+            total, layers = jax.jit(sums)(placed)
+            found.add(float(total))
+            layered.add(np.asarray(layers).tobytes())
+    assert len(found) == len(layered) == 1
     exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
     assert found.pop() == pytest.approx(exact, rel=1e-6)
+    layers = np.sum(np.square(values["stacked"], dtype=np.float64), axis=(1, 2))
+    np.testing.assert_allclose(np.frombuffer(layered.pop(), np.float32), layers, rtol=1e-6)
 
 
 def test_sum_of_squares_over_the_model_axis_is_complete() -> None:
