@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import PositiveInt, model_validator
@@ -159,8 +160,17 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None, prefix: str = "") -> list[str]:
-    """One line for each key in which two results of `numeric_identity` differ.
+def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None) -> list[str]:
+    """One line for each key in which two results of `numeric_identity` differ; arguments as for `changed_keys`."""
+    return [
+        f"{key}: was {json.dumps(a)}, now {json.dumps(b)}" for key, (a, b) in changed_keys(old, new, config).items()
+    ]
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], config: Any = None, prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two results of `numeric_identity` differ, with both values; None for one that is absent.
 
     Args:
         old: that of a run, perhaps written by older code.
@@ -169,18 +179,18 @@ def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = 
             now: older code, which did not have it, meant that. Nor is a key that no longer decides numbers.
         prefix: the section, with a dot at its end.
     """
-    lines = []
+    found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
             inner = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
-            lines += numeric_differences(a, b, inner, f"{prefix}{key}.")
+            found |= changed_keys(a, b, inner, f"{prefix}{key}.")
         elif a != b and not (isinstance(config, Config) and _came_or_went(key, old, new, config)):
-            lines.append(f"{prefix}{key}: was {json.dumps(a)}, now {json.dumps(b)}")
-    return lines
+            found[prefix + key] = (a, b)
+    return found
 
 
-def _came_or_went(key: str, old: dict[str, Any], new: dict[str, Any], config: Config) -> bool:
+def _came_or_went(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
     """Whether the code alone made the difference: a key that is new and has its default, or that is operational now."""
     field = type(config).model_fields.get(key)
     if field is None or (key in old and key in new):

@@ -97,6 +97,11 @@ class RunRecord:
         """On what a step was computed; steps count from 1."""
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
+    def identity_at(self, step: int) -> Mapping[str, Any]:
+        """What of the configuration that a step was computed with decides numbers."""
+        earlier = any(step <= change["step"] for change in self.changes)
+        return numeric_identity(self.config(step)) if earlier else self.identity
+
     @property
     def root(self) -> Path:
         """The directory that relative paths of the configuration are meant from: where the run was started."""

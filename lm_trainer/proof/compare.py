@@ -1,0 +1,145 @@
+"""Where two runs part, and why, from what their directories hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lm_trainer.config.run import changed_keys
+from lm_trainer.core.errors import UserError
+from lm_trainer.environment import environment_differences
+from lm_trainer.proof.record import RunRecord, same
+
+
+@dataclass
+class Parting:
+    """The first step whose numbers differ."""
+
+    step: int
+    after: int | None
+    """The last step before it that both runs have recorded, with equal numbers; None where there is none."""
+    values: dict[str, tuple[Any, Any]]
+    """What differs there: metrics by name; empty where only the parameters of its checkpoints do."""
+
+
+@dataclass
+class Comparison:
+    """What two runs have in common."""
+
+    a: str
+    b: str
+    common: int
+    """How many steps both have recorded."""
+    last: int
+    """The last of them."""
+    parting: Parting | None
+    causes: dict[str, list[str]] = field(default_factory=dict)
+    """What differs of what may decide numbers, as `NAME: A -> B`: `configuration`, `data`, `code and packages`, in this
+    order of likelihood. Where the runs are equal, it made no difference."""
+    harmless: list[str] = field(default_factory=list)
+    """What differs and decides no number: how many devices and processes there are."""
+    checkpoint: int | None = None
+    """The first step whose checkpoints, of both runs, hold other parameters."""
+    parameters: list[str] = field(default_factory=list)
+    """Which, in the order of the model."""
+    unchanged: int = 0
+    """How many parameters are equal there."""
+
+
+def compare(a: RunRecord, b: RunRecord) -> Comparison:
+    """Compares all steps that both runs have recorded, and all checkpoints of one step that both have.
+
+    Raises:
+        UserError: when there is no such step.
+    """
+    common = [step for step in a.computed if step in b.computed and _shared(a, b, step)]
+    if not common:
+        raise UserError(
+            f"{a.id} and {b.id} have no step in common: {a.id} has recorded {_range(a)}, {b.id} {_range(b)}; "
+            f"trainer.steps_per_log says which steps are"
+        )
+    result = Comparison(a.id, b.id, len(common), common[-1], _first_difference(a, b, common))
+    _compare_checkpoints(a, b, result)
+    at = result.parting.step if result.parting else result.last
+    config, data = _configuration(a, b, at), _data(a, b)
+    software = environment_differences(a.attempt(at), b.attempt(at))
+    causes = {"configuration": config, "data": data, "code and packages": software}
+    result.causes = {kind: lines for kind, lines in causes.items() if lines}
+    result.harmless = _harmless(a.attempt(at), b.attempt(at))
+    return result
+
+
+def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
+    return [name for name in a.computed[step] if name in b.computed[step]]
+
+
+def _range(run: RunRecord) -> str:
+    return f"steps {min(run.computed)} to {run.last}" if run.computed else "none"
+
+
+def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Parting | None:
+    before = None
+    for step in common:
+        x, y = a.computed[step], b.computed[step]
+        values = {name: (x[name], y[name]) for name in _shared(a, b, step) if not same(x[name], y[name])}
+        if values:
+            return Parting(step, before, values)
+        before = step
+    return None
+
+
+def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
+    for step in sorted({*a.saved()} & {*b.saved()}):
+        x, y = (run.checkpoint(step).get("hashes", {}) for run in (a, b))
+        other = [name for name in {**x, **y} if x.get(name) != y.get(name)]
+        if x and y and other:
+            result.checkpoint, result.parameters, result.unchanged = step, other, len({**x, **y}) - len(other)
+            if result.parting is None or step < result.parting.step:
+                result.parting = Parting(step, max((s for s in a.computed if s < step), default=None), {})
+            return
+
+
+def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
+    """The keys that differ, and the changes on the way to the step."""
+    x, y = a.identity_at(step), b.identity_at(step)
+    there, back = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
+    lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in there.items() if key in back]
+    for run, other in ((a, b), (b, a)):
+        lines += [
+            f"of {run.id} from step {change['step']} on: {'; '.join(change['differences'])}"
+            for change in run.changes
+            if change["step"] < step and change not in other.changes
+        ]
+    return lines
+
+
+def _config(run: RunRecord, step: int) -> Any:
+    try:
+        return run.config(step)
+    except UserError:
+        return None
+
+
+def _data(a: RunRecord, b: RunRecord) -> list[str]:
+    """Of the first checkpoint of a step that both have, else of the newest of each."""
+    both = sorted({*a.saved()} & {*b.saved()})
+    found = []
+    for run in (a, b):
+        steps = both[:1] or run.saved()[-1:]
+        found.append(_flat(run.checkpoint(steps[0]).get("data_fingerprint") if steps else None))
+    names = [name for name in found[0] if name in found[1] and found[0][name] != found[1][name]]
+    return [f"{name}: {found[0][name]} -> {found[1][name]}" for name in names[:1]]
+
+
+def _flat(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {"tokens": value} if value else {}
+
+
+def _harmless(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    counts = {
+        "devices": (len(a.get("devices", ())), len(b.get("devices", ()))),
+        "processes": (a.get("processes"), b.get("processes")),
+    }
+    return [f"{name}: {x} -> {y}" for name, (x, y) in counts.items() if x != y]
