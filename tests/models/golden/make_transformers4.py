@@ -1,0 +1,82 @@
+"""Writes transformers4.json: config.json files of every family as transformers 4 saves them.
+
+python -m venv old && old/bin/pip install "transformers==4.57.6"
+old/bin/python tests/models/golden/make_transformers4.py
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LINEAR = {"type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": ("Llama", {**SIZES, "rope_theta": 20000.0}),
+    "llama defaults": ("Llama", {}),
+    "llama linear": ("Llama", {**SIZES, "rope_scaling": dict(LINEAR)}),
+    "llama llama3": ("Llama", {**SIZES, "rope_theta": 500000.0, "rope_scaling": LLAMA3}),
+    "llama yarn": ("Llama", {**SIZES, "rope_scaling": YARN}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 16, "rope_theta": 1e6}),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "rope_theta": 1e6}),
+    "qwen2": ("Qwen2", {**SIZES, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 12, "rope_theta": 1e6, "rope_scaling": YARN}),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "olmo2": ("Olmo2", {**SIZES, "rope_theta": 500000.0}),
+    "olmo3": ("Olmo3", {**SIZES, "sliding_window": 16, "rope_theta": 500000.0, "rope_scaling": YARN}),
+    "gemma": ("Gemma", {**SIZES, "num_key_value_heads": 1, "head_dim": 12}),
+    "gemma2": ("Gemma2", {**SIZES, "head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 12}),
+    "gemma3": ("Gemma3Text", {**SIZES, "num_hidden_layers": 7, "head_dim": 12, "sliding_window": 16,
+                              "rope_theta": 1e6, "rope_local_base_freq": 2e4,
+                              "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "phi3": ("Phi3", {**SIZES, "sliding_window": 16, "partial_rotary_factor": 0.5, "rope_theta": 20000.0}),
+    "gpt_neox": ("GPTNeoX", {**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+                             "rotary_pct": 0.5, "rotary_emb_base": 20000}),
+    "mpt": ("Mpt", {"vocab_size": 67, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64,
+                    "attn_config": {"clip_qkv": 0.5}}),
+}  # fmt: skip
+
+
+def saved(family: str, settings: dict[str, Any]) -> dict[str, Any]:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**settings)
+    config.dtype = "bfloat16"
+    with tempfile.TemporaryDirectory() as out:
+        config.save_pretrained(out)
+        written = json.loads((Path(out) / "config.json").read_text())
+    # 4.57 is the first to write `dtype`.
+    written["torch_dtype"] = written.pop("dtype")
+    return written
+
+
+def main() -> None:
+    cases = {name: saved(*case) for name, case in CASES.items()}
+    # Before 4.43 the kind of scaling was `type` alone.
+    cases["llama linear"]["rope_scaling"] = LINEAR
+    lines = [f"{json.dumps(name)}: {json.dumps(case, sort_keys=True)}" for name, case in cases.items()]
+    Path(__file__).with_name("transformers4.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
