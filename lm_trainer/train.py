@@ -149,6 +149,8 @@ class Setting:
         spec = config.model.spec(vocab_size)
         trainer.seq_len = config.model.seq_len
         definition = trace_model(config, vocab_size)
+        if self.hf_start is not None:
+            definition = self.hf_start.attach(definition)
         trainer.flops_per_token = training_flops(flops_per_token(spec, config.model.seq_len), definition)
         plan = config.trainer.microbatches().at(0)
         so_far = "" if data.complete else " so far"
