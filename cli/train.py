@@ -24,7 +24,8 @@ def train(
 ) -> None:
     """Train a model; the same command again resumes the run where it stopped.
 
-    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 75 stopped by a signal, all saved.
+    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 75 start it again: stopped by a
+    signal with all saved, or by the watchdog.
 
     Examples:
         lmt train configs/gpt2_nano.yaml

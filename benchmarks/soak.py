@@ -1,0 +1,257 @@
+"""Interrupts a run again and again, and compares what it comes to with a run that nothing happened to.
+
+    python benchmarks/soak.py --tier ci --out DIR
+    python benchmarks/soak.py --tier release --out DIR --table benchmarks/results/soak.md
+
+Moments are lines of metrics.jsonl or what lies in the checkpoint directory, never times, so a slow machine is hit in
+the same places. A soak that is itself interrupted goes on with the same command. Exit code 0: every lap ended with the
+same losses and weights, bit for bit, and every fault gave the promised exit code and message.
+
+`soak_faults.py` holds the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import pydoc_data.topics
+import random
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from soak_faults import CI, FATAL, MILD, Lap
+
+TIERS: dict[str, dict[str, Any]] = {
+    "ci": {"steps": 120, "interruptions": len(CI), "devices": (1, 2)},
+    "release": {"steps": 400, "interruptions": 100, "devices": (1, 1, 1, 2, 1, 4, 1, 8)},
+}
+
+
+def config(directory: Path, steps: int) -> dict[str, Any]:
+    """A tiny model with dropout, on the language reference that Python carries; JSON is YAML."""
+    topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    files = directory / "train.txt", directory / "validation.txt"
+    for file, part in zip(files, (topics[:-8], topics[-8:]), strict=True):
+        file.write_text("\n".join(part), encoding="utf-8")
+    return {
+        "model": {
+            "type": "gpt2",
+            "seq_len": 32,
+            "hidden_dim": 64,
+            "num_layers": 2,
+            "num_heads": 2,
+            "resid_pdrop": 0.1,
+            "gradient_checkpointing": False,
+            "scan_layers": True,
+        },
+        "data": {
+            "tokenizer": "bytes",
+            "num_workers": 0,
+            "train_urls": [str(files[0])],
+            "validation_urls": [str(files[1])],
+        },
+        "trainer": {
+            "id": "run",
+            "train_batch_size": 8,
+            "num_train_steps": steps,
+            "steps_per_eval": 50,
+            "max_eval_batches": 2,
+            "sample_tokens": 0,
+            "tracker": [],
+            "log_jaxprs": False,
+            "log_xla_hlo": False,
+            "jax_compilation_cache_dir": str(directory / "compiled"),
+            "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
+            "checkpointer": {"save_interval": "500ms", "keep": [{"every": 40}]},
+        },
+        "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
+    }
+
+
+class Soak:
+    """The state of a soak, written after every interruption."""
+
+    def __init__(self, out: Path, tier: str, seed: int, interruptions: int | None):
+        self.out = out.absolute()
+        self.file = self.out / "soak.json"
+        self.out.mkdir(parents=True, exist_ok=True)
+        chosen = TIERS[tier]
+        self.devices, self.tier, self.seed = chosen["devices"], tier, seed
+        self.wanted = chosen["interruptions"] if interruptions is None else interruptions
+        self.config = self.out / "run.yaml"
+        if not self.config.exists():
+            self.config.write_text(json.dumps(config(self.out, chosen["steps"]), indent=1))
+        self.state: dict[str, Any] = {"tier": tier, "seed": seed, "lap": 1, "interruptions": [], "laps": []}
+        if self.file.exists():
+            self.state = json.loads(self.file.read_text())
+
+    def save(self) -> None:
+        draft = self.file.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.state, indent=1))
+        draft.replace(self.file)
+
+    def lap(self) -> Lap:
+        return Lap(self.out / f"lap-{self.state['lap']}", self.config)
+
+    def reference(self) -> dict[str, Any]:
+        """What an undisturbed run comes to, and what it takes."""
+        if "reference" not in self.state:
+            lap = Lap(self.out / "reference", self.config)
+            shutil.rmtree(lap.directory, ignore_errors=True)
+            attempt = lap.start(devices=1)
+            code = attempt.wait()
+            assert code == 0, attempt.text()
+            self.state["reference"] = {**attempt.measured(), **lap.result(), "disk": lap.disk()}
+            self.save()
+        return self.state["reference"]
+
+    def name_of_next(self) -> str:
+        done = len(self.state["interruptions"])
+        if self.tier == "ci":
+            return CI[done % len(CI)]
+        # Every fault once, in an order drawn anew for each round.
+        deck = sorted({**FATAL, **MILD})
+        turn = random.Random(f"{self.seed}/{done // len(deck)}")
+        return turn.sample(deck, len(deck))[done % len(deck)]
+
+    def interrupt(self) -> None:
+        number = len(self.state["interruptions"])
+        name = self.name_of_next()
+        rng = random.Random(f"{self.seed}/{name}/{number}")
+        devices = rng.choice(self.devices)
+        lap = self.lap()
+        started, problems = time.monotonic(), []
+        attempt = lap.start(devices=devices, fault=name, rng=rng)
+        try:
+            code = {**FATAL, **MILD}[name](lap, attempt, rng)
+        except AssertionError as error:
+            problems, code = [str(error)], attempt.end()
+        ended = code == 0
+        entry = {
+            "fault": "none: the lap was over before" if ended else name,
+            "lap": self.state["lap"],
+            "devices": devices,
+            "code": code,
+            "step": lap.last_step(),
+            "seconds": round(time.monotonic() - started, 1),
+            "problems": problems,
+            **attempt.measured(),
+            "disk": lap.disk(),
+        }
+        if ended:
+            self.finish_lap(devices)
+        else:
+            self.state["interruptions"].append(entry)
+        self.save()
+        print(json.dumps(entry), flush=True)
+
+    def finish_lap(self, devices: int) -> None:
+        """Runs to the end undisturbed, once more for the answer that there is nothing left to do, and compares."""
+        lap, reference = self.lap(), self.reference()
+        problems, computed = [], 0
+        for expected in ("done: step", "was complete already"):
+            attempt = lap.start(devices=devices)
+            code = attempt.wait()
+            computed += attempt.measured()["computed"]
+            if code != 0 or (expected not in attempt.text() and "complete already" not in attempt.text()):
+                problems.append(f"the last attempt failed:\n{attempt.text()[-2000:]}")
+        found, disk = lap.result(), lap.disk()
+        problems += [f"{key} differs from the undisturbed run" for key in found if found[key] != reference[key]]
+        problems += lap.left_over()
+        measured = {"devices": devices, "disk": disk, "computed": computed}
+        self.state["laps"].append({"lap": self.state["lap"], "problems": problems, **measured, **found})
+        self.state["lap"] += 1
+        if not problems:
+            shutil.rmtree(lap.directory)
+        self.save()
+
+    def run(self) -> list[str]:
+        """Everything that was not as promised."""
+        self.reference()
+        began = time.monotonic()
+        while len(self.state["interruptions"]) < self.wanted:
+            self.interrupt()
+            self.state["wall"] = self.state.get("wall", 0.0) + time.monotonic() - began
+            began = time.monotonic()
+        if self.lap().directory.exists():
+            self.finish_lap(self.devices[-1])
+        self.state["wall"] = self.state.get("wall", 0.0) + time.monotonic() - began
+        self.save()
+        return [
+            f"{entry.get('fault', 'lap ' + str(entry['lap']))}: {problem}"
+            for entry in (*self.state["interruptions"], *self.state["laps"])
+            for problem in entry["problems"]
+        ]
+
+
+def table(state: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    done, laps, reference = state["interruptions"], state["laps"], state["reference"]
+    names = sorted({entry["fault"] for entry in done})
+    rows = []
+    for name in names:
+        entries = [entry for entry in done if entry["fault"] == name]
+        codes = ", ".join(map(str, sorted({entry["code"] for entry in entries})))
+        devices = ", ".join(map(str, sorted({entry["devices"] for entry in entries})))
+        good = sum(not entry["problems"] for entry in entries)
+        rows.append(f"| {name} | {len(entries)} | {codes} | {devices} | {good} |")
+    equal = sum(not lap["problems"] for lap in laps)
+    kept = sum(lap["steps"] for lap in laps)
+    computed = sum(entry["computed"] for entry in done) + sum(lap.get("computed", 0) for lap in laps)
+    memory, files = (reference.get(key, (0, 0)) for key in ("memory", "open_files"))
+    size = max(entry["disk"] for entry in done)
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "orbax-checkpoint"))
+    return "\n".join(
+        [
+            "# Soak",
+            "",
+            f"`python benchmarks/soak.py --tier {state['tier']} --seed {state['seed']}`, {platform.python_version()}, "
+            f"{packages}, {platform.machine()}, emulated devices on a CPU that other work shared.",
+            "",
+            f"{len(done)} interruptions in {len(laps)} laps of {reference['steps']} steps: {equal} of {len(laps)} laps "
+            f"ended with the losses, gradient norms and evaluations of the undisturbed run (`{reference['series']}`) "
+            f"and with its weights and optimizer state (`{reference['weights']}`), bit for bit.",
+            "",
+            "| fault | times | exit codes (negative: signal) | devices | as promised |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"- Steps kept for each step computed: {kept} / {max(computed, kept)} = {kept / max(computed, kept):.0%}.",
+            f"- An undisturbed run in its second and in its last quarter: {memory[0] / 1e6:.0f} and "
+            f"{memory[1] / 1e6:.0f} MB of memory, at most {files[0]} and {files[1]} open files.",
+            f"- The most disk that a lap took: {size / 1e6:.1f} MB, beside {reference['disk'] / 1e6:.1f} MB of the "
+            f"undisturbed run.",
+            f"- Wall time: {state['wall'] / 60:.0f} min.",
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tier", choices=sorted(TIERS), default="ci")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--interruptions", type=int, default=None, help="instead of the tier's number")
+    parser.add_argument("--table", type=Path, default=None, help="where to write the results as Markdown")
+    chosen = parser.parse_args(arguments)
+    soak = Soak(chosen.out, chosen.tier, chosen.seed, chosen.interruptions)
+    problems = soak.run()
+    text = table(soak.state)
+    print(text)
+    for problem in problems:
+        print(f"NOT AS PROMISED: {problem}")
+    if chosen.table:
+        chosen.table.parent.mkdir(parents=True, exist_ok=True)
+        chosen.table.write_text(text)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,370 @@
+"""The faults of `soak.py`: what is done to a run, at what moment, and what it promised for that case.
+
+A fault is a function of the run's directories, its running attempt and a random generator. It returns how the attempt
+ended (0 where the run came to its end before the moment was there), and asserts what was promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 900.0
+"""Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
+COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
+
+
+def environment(devices: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "LMT_PROGRESS": "plain"}
+
+
+class Attempt:
+    """One process that trains."""
+
+    def __init__(self, lap: Lap, devices: int, most_bytes: int | None):
+        self.lap = lap
+        self.output = lap.directory / f"output-{time.time_ns()}.txt"
+        command = [sys.executable, "-c", "from cli.main import main; main()", "train", str(lap.config)]
+
+        def limit() -> None:
+            if most_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
+        with self.output.open("wb") as stream:
+            self.process = subprocess.Popen(
+                command,
+                cwd=lap.directory,
+                env=environment(devices),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                preexec_fn=limit,
+            )
+        self._began_at: int | None = None
+        self._samples: list[tuple[int, int, int]] = []
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    @property
+    def training(self) -> bool:
+        """Whether the record has been cut back to the checkpoint from which the attempt goes on."""
+        if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
+            self._began_at = self.lap.lines()
+        return self._began_at is not None
+
+    def new_lines(self) -> int:
+        return self.lap.lines() - (self._began_at or 0) if self.training else 0
+
+    def until(self, moment: Callable[[], bool]) -> bool:
+        """Waits for it; False when the run ended before."""
+        start, sampled = time.monotonic(), 0.0
+        while self.process.poll() is None:
+            if moment():
+                return True
+            now = time.monotonic()
+            assert now - start < PATIENCE, f"nothing came of it in {PATIENCE:.0f} s:\n{self.text()[-2000:]}"
+            if now - sampled > 0.1:
+                sampled = now
+                self._sample()
+            time.sleep(0.0005)
+        return False
+
+    def wait(self) -> int:
+        """How the process ends by itself."""
+        self.until(lambda: False)
+        return self.process.wait()
+
+    def send(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def end(self) -> int:
+        if self.process.poll() is None:
+            self.process.kill()
+        return self.process.wait()
+
+    def _sample(self) -> None:
+        process = Path(f"/proc/{self.process.pid}")
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            pages = int((process / "statm").read_text().split()[1])
+            files = len(os.listdir(process / "fd"))
+            if self.training and pages:
+                self._samples.append((self.new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
+
+    def measured(self) -> dict[str, Any]:
+        """What the process took: in the second quarter of its steps, when all is compiled, and in the last."""
+        measured: dict[str, Any] = {"computed": max(0, self.new_lines())}
+        quarter = (self._samples[-1][0] if self._samples else 0) / 4
+        early = [sample for sample in self._samples if quarter <= sample[0] <= 2 * quarter]
+        late = [sample for sample in self._samples if sample[0] >= 3 * quarter]
+        if quarter >= 5 and early and late:
+            measured["memory"] = [median(sample[1] for sample in part) for part in (early, late)]
+            measured["open_files"] = [max(sample[2] for sample in part) for part in (early, late)]
+        return measured
+
+
+class Lap:
+    """A run from its first step to its last, however many attempts that takes."""
+
+    def __init__(self, directory: Path, config: Path):
+        self.directory, self.config = directory, config
+        self.logs, self.checkpoints = directory / "logs" / "run", directory / "checkpoints" / "run"
+        self.metrics = self.logs / "metrics.jsonl"
+
+    def start(self, *, devices: int, fault: str = "", rng: random.Random | None = None) -> Attempt:
+        self.directory.mkdir(exist_ok=True)
+        most = None
+        if fault == "full disk at a checkpoint":
+            most = max([400_000, *(f.stat().st_size + 200_000 for f in self.logs.glob("*.json*"))])
+        elif fault == "full disk at a line of metrics":
+            largest = max([0, *(f.stat().st_size for f in self.logs.glob("*.json*"))])
+            most = max(largest, 12_000) + (rng or random).randrange(2_000, 8_000)
+        return Attempt(self, devices, most)
+
+    def lines(self) -> int:
+        return self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+
+    def last_step(self) -> int:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return json.loads(self.metrics.read_bytes().splitlines()[-1])["step"]
+        return 0
+
+    def entries(self) -> list[str]:
+        return os.listdir(self.checkpoints) if self.checkpoints.exists() else []
+
+    def steps(self) -> list[int]:
+        return sorted(int(name) for name in self.entries() if name.isdigit())
+
+    def disk(self) -> int:
+        """Bytes of the run, without what its attempts printed."""
+        total = 0
+        for part in (self.logs, self.checkpoints):
+            for file in part.rglob("*"):
+                with contextlib.suppress(OSError):
+                    total += file.stat().st_size
+        return total
+
+    def result(self) -> dict[str, Any]:
+        """What must be equal: every number of the record as it is written, and the checksums of the last state."""
+        rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
+        series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
+        last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"
+        digests = json.loads(last.read_text())["custom_metadata"]["digests"]
+        return {
+            "steps": sum("train/loss" in row for row in rows),
+            "series": hashlib.sha256(repr(series).encode()).hexdigest()[:16],
+            "weights": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16],
+        }
+
+    def left_over(self) -> list[str]:
+        """What a run that is complete should not leave behind."""
+        allowed = {"config.yaml", "tokenizer", ".lock"}
+        names = [name for name in self.entries() if not name.isdigit() and name not in allowed]
+        return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]
+
+
+def after(attempt: Attempt, rng: random.Random, most: int = 25) -> bool:
+    """A few steps later."""
+    wanted = rng.randrange(1, most)
+    return attempt.until(lambda: attempt.new_lines() >= wanted)
+
+
+def kill_when(moment: Callable[[Lap, Attempt], bool]) -> Callable[..., int]:
+    def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+        if not attempt.until(lambda: moment(lap, attempt)):
+            return attempt.wait()
+        return attempt.send(signal.SIGKILL)
+
+    return fault
+
+
+def kill_in_a_step(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    return attempt.send(signal.SIGKILL) if after(attempt, rng) else attempt.wait()
+
+
+def stop_by(number: signal.Signals) -> Callable[..., int]:
+    def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+        if not after(attempt, rng):
+            return attempt.wait()
+        reached = lap.last_step()
+        code = attempt.send(number)
+        assert code in (75, 0), f"ended with {code}, promised was 75:\n{attempt.text()[-2000:]}"
+        assert lap.steps()[-1] >= reached, f"step {reached} was done, and {lap.steps()} are saved"
+        return code
+
+    return fault
+
+
+def damage(how: Callable[[Path, random.Random], None]) -> Callable[..., int]:
+    """Kills, spoils the newest checkpoint, and sees the one before it used and the spoilt one named."""
+
+    def fault(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+        if not attempt.until(lambda: len(lap.steps()) > 1 and attempt.new_lines() > 2):
+            return attempt.wait()
+        attempt.send(signal.SIGKILL)
+        before, spoilt = lap.steps()[-2:]
+        how(lap.checkpoints / str(spoilt), rng)
+        again = lap.start(devices=1)
+        if again.until(lambda: again.training):
+            again.send(signal.SIGKILL)
+        said = again.text()
+        assert f"checkpoint {spoilt} cannot be used" in said, said[-2000:]
+        assert f"resumed at step {before} of" in said, said[-2000:]
+        shutil.rmtree(lap.checkpoints / f"{spoilt}.corrupt")
+        return -signal.SIGKILL
+
+    return fault
+
+
+def largest_file(step: Path) -> Path:
+    return max((file for file in step.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip_a_bit(step: Path, rng: random.Random) -> None:
+    file = largest_file(step)
+    content = bytearray(file.read_bytes())
+    # In the middle are the numbers of large arrays; the ends hold tables, a flip in which can be harmless.
+    content[rng.randrange(len(content) // 4, len(content) // 2)] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+
+
+def truncate(step: Path, rng: random.Random) -> None:
+    file = largest_file(step)
+    os.truncate(file, rng.randrange(file.stat().st_size // 2))
+
+
+def half_delete(step: Path, rng: random.Random) -> None:
+    largest_file(step).unlink()
+
+
+def spoil_the_metadata(step: Path, rng: random.Random) -> None:
+    file = step / "_CHECKPOINT_METADATA"
+    file.write_text(file.read_text().replace("timestamp", "timesuamp"))
+
+
+def tear_the_record(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    """As a power cut can."""
+    code = kill_in_a_step(lap, attempt, rng)
+    if code:
+        with lap.metrics.open("ab") as file:
+            file.write(b'{"step": 7, "train/lo')
+    return code
+
+
+def full_disk(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    code = attempt.wait()
+    said = attempt.text()
+    if code:
+        assert code == 1, f"ended with {code}, promised was 1:\n{said[-2000:]}"
+        assert "Traceback" not in said, said[-3000:]
+        assert "cannot be written" in said or "could not be written" in said or "too large" in said, said[-2000:]
+    return code
+
+
+@contextlib.contextmanager
+def read_only(directory: Path) -> Iterator[bool]:
+    """For root too, whom modes do not stop; False where the machine lets nobody mount."""
+    if os.geteuid():
+        mode = directory.stat().st_mode
+        directory.chmod(0o555)
+        yield True
+        directory.chmod(mode)
+        return
+    place = str(directory)
+    if subprocess.run(["mount", "--bind", place, place], capture_output=True, check=False).returncode:
+        yield False
+        return
+    subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+    try:
+        yield True
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def read_only_directory(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    code = kill_in_a_step(lap, attempt, rng)
+    with read_only(lap.logs) as could:
+        if could:
+            again = lap.start(devices=1)
+            assert again.wait() == 2, again.text()[-2000:]
+            assert "cannot be written" in again.text(), again.text()[-2000:]
+            assert "Traceback" not in again.text(), again.text()[-2000:]
+    return code
+
+
+def stop_and_continue(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    for _ in range(3):
+        if not after(attempt, rng, 8):
+            return attempt.wait()
+        attempt.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        attempt.process.send_signal(signal.SIGCONT)
+        lines = attempt.new_lines()
+        attempt.until(lambda: attempt.new_lines() > lines)  # noqa: B023
+    return attempt.send(signal.SIGKILL) if attempt.process.poll() is None else attempt.wait()
+
+
+def second_process(lap: Lap, attempt: Attempt, rng: random.Random) -> int:
+    if not after(attempt, rng, 4):
+        return attempt.wait()
+    attempt.process.send_signal(signal.SIGSTOP)
+    second = lap.start(devices=1)
+    code = second.wait()
+    attempt.process.send_signal(signal.SIGCONT)
+    assert code == 2, f"the second ended with {code}:\n{second.text()[-2000:]}"
+    assert f"is in use by process {attempt.process.pid}" in second.text(), second.text()[-2000:]
+    return attempt.send(signal.SIGKILL)
+
+
+def saving(lap: Lap, attempt: Attempt) -> bool:
+    return attempt.training and any("orbax-checkpoint-tmp" in name for name in lap.entries())
+
+
+def deleting(lap: Lap, attempt: Attempt) -> bool:
+    return attempt.training and any(name.startswith(".trash") for name in lap.entries())
+
+
+FATAL: dict[str, Callable[..., int]] = {
+    "kill -9 at the start": kill_when(lambda lap, attempt: b"run run, in" in attempt.output.read_bytes()),
+    "kill -9 while compiling": kill_when(lambda lap, attempt: attempt.training),
+    "kill -9 in a step": kill_in_a_step,
+    "kill -9 in a save": kill_when(saving),
+    "kill -9 in a deletion": kill_when(deleting),
+    "SIGTERM": stop_by(signal.SIGTERM),
+    "SIGINT": stop_by(signal.SIGINT),
+    "flipped bit in a checkpoint": damage(flip_a_bit),
+    "truncated checkpoint": damage(truncate),
+    "half-deleted checkpoint": damage(half_delete),
+    "spoilt metadata of a checkpoint": damage(spoil_the_metadata),
+    "torn line of metrics": tear_the_record,
+    "full disk at a checkpoint": full_disk,
+    "full disk at a line of metrics": full_disk,
+    "read-only run directory": read_only_directory,
+}
+MILD: dict[str, Callable[..., int]] = {
+    "stopped and continued": stop_and_continue,
+    "second process on the run": second_process,
+}
+CI = (
+    "kill -9 while compiling",
+    "kill -9 in a save",
+    "flipped bit in a checkpoint",
+    "kill -9 in a deletion",
+    "SIGTERM",
+)
