@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from lm_trainer.adapters import describe_size, training_flops
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.pretrained import find_start, settled
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.program import Program, build_program, check_devices, describe_mesh
 from lm_trainer.run_dir import run_id
@@ -53,7 +55,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
-    program, vocab_size = _plan(config)
+    program, vocab_size = _plan(config := settled(config, "bench"))
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size)
@@ -61,7 +63,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     devices = program.placement.mesh.devices
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
-        flops_per_token=flops_per_token(spec, seq_len).training,
+        flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
         device_kind=devices.flat[0].device_kind,
         device_count=devices.size,
         dtype=trainer.mp.compute,
@@ -90,24 +92,28 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     """What `train` would do, as lines of text; writes nothing, reads no data, allocates nothing on the devices.
 
     Raises:
-        UserError: when the devices or the sharding rules do not fit.
+        UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit.
     """
-    program, vocab_size = _plan(config)
+    run = run_id(config, name)
+    start = find_start(config, run)
+    config = config if start is None else start.config
+    program, vocab_size = _plan(config, None if start is None else start.vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    flops = flops_per_token(spec, seq_len)
+    flops = training_flops(flops_per_token(spec, seq_len), program.model)
     plan, schedule = program.step.plans.at(0), trainer.batch_schedule
     return [
-        f"run {run_id(config, name)} on {describe_mesh(program.placement.mesh)}",
-        f"{parameter_count(spec):,} parameters with a vocabulary of {vocab_size:,}, {flops.training:,} FLOPs per token",
+        f"run {run} on {describe_mesh(program.placement.mesh)}",
+        *(() if start is None else start.notes),
+        f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",
     ]
 
 
-def _plan(config: RunConfig) -> tuple[Program, int]:
+def _plan(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
     configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
     check_devices(config.trainer)
-    vocab_size = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
+    vocab_size = vocab_size or getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
     return build_program(config, vocab_size), vocab_size
