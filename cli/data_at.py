@@ -1,10 +1,13 @@
 """`lmt data at`: print what a step trains on."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import ConfigArgument, OverridesArgument, load_run_config
+from cli.common import ConfigArgument, OverridesArgument, load_settled_config
+
+if TYPE_CHECKING:
+    from lm_trainer.data.trace import TracedRow
 
 
 def at(
@@ -24,18 +27,31 @@ def at(
 
         lmt data at my.yaml --step 12000 --row 3
     """
-    run = load_run_config(ctx, config, overrides)
+    run = load_settled_config(ctx, config, overrides)
     from lm_trainer.data import open_data
     from lm_trainer.data.trace import trace
-    from lm_trainer.generate.text import for_terminal
 
     data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed)
     for traced in trace(data, run.trainer.batch_schedule, step, row):
-        origin = traced.origin
-        of_set = f" of {origin.set.name}" if run.data.configs else ""
-        typer.echo(f"step {step}, row {traced.row}: row {origin.row}{of_set}, epoch {origin.epoch}")
-        for passage in traced.passages:
-            typer.echo(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
-            cut = chars and len(passage.text) > chars
-            text = for_terminal(passage.text[:chars] + " ..." if cut else passage.text)
-            typer.echo("\n".join(f"    | {line}" for line in text.splitlines()))
+        typer.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
+
+
+def describe_row(traced: "TracedRow", *, named: bool, chars: int) -> str:
+    """Where a row of a batch comes from, and its passages.
+
+    Args:
+        traced: the row.
+        named: whether to name its set.
+        chars: how much to show of each passage; 0: all.
+    """
+    from lm_trainer.generate.text import for_terminal
+
+    origin = traced.origin
+    of_set = f" of {origin.set.name}" if named else ""
+    lines = [f"row {traced.row}: row {origin.row}{of_set}, epoch {origin.epoch}"]
+    for passage in traced.passages:
+        lines.append(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
+        cut = chars and len(passage.text) > chars
+        text = for_terminal(passage.text[:chars] + " ..." if cut else passage.text)
+        lines += [f"    | {line}" for line in text.splitlines()]
+    return "\n".join(lines)

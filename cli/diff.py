@@ -17,8 +17,8 @@ def diff(
 ) -> None:
     """Find the first step where two runs part, and why.
 
-    Configurations, data, code, packages and devices are compared, and where checkpoints tell, which parameters differ
-    first. Reads the run directories alone, and computes nothing. Exit codes: 0 equal in all steps that both have, 1 not.
+    Configurations, data, code, packages and devices are compared, and, where checkpoints tell, parameters. Reads the
+    run directories alone, and computes nothing. Exit codes: 0 equal in all steps that both have, 1 not.
 
     For example:
 

@@ -97,6 +97,11 @@ class RunRecord:
         """On what a step was computed; steps count from 1."""
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
+    def reach(self, start: int) -> int:
+        """The last step that can be computed from the checkpoint of `start` steps under one configuration."""
+        later = [change["step"] for change in self.changes if change["step"] > start]
+        return min(later, default=self.config(start + 1).trainer.num_train_steps)
+
     def identity_at(self, step: int) -> Mapping[str, Any]:
         """What of the configuration that a step was computed with decides numbers."""
         earlier = any(step <= change["step"] for change in self.changes)

@@ -54,7 +54,7 @@ def stretches(record: RunRecord, max_steps: int | None = None) -> list[Stretch]:
     found = []
     for start in sorted({record.start, *saved}):
         end = min((step for step in saved if step > start), default=record.last)
-        end = min(end, start + max_steps) if max_steps else end
+        end = min(end, start + max_steps if max_steps else end, record.reach(start))
         if any(start < step <= end for step in record.computed):
             found.append(Stretch(start, end))
     if not found:

@@ -1,0 +1,130 @@
+"""`lmt replay`: one step of a run again, looked at from inside."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.common import OverridesArgument, check_is_run
+
+if TYPE_CHECKING:
+    from lm_trainer.proof.replay import Norms, Replay
+    from lm_trainer.proof.tokens import HardToken
+
+
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="N", help="The step, as metrics.jsonl counts: from 1.")],
+    overrides: OverridesArgument = None,
+    show_batch: Annotated[bool, typer.Option("--show-batch", help="Print the documents of the batch.")] = False,
+    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 200,
+    dump_grads: Annotated[
+        Path | None,
+        typer.Option("--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors."),
+    ] = None,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Show so many tokens and parameters.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all parameters.")] = False,
+) -> None:
+    """Do one step of a run again, and show its metrics then and now, its norms by parameter, and its hardest tokens.
+
+    For a spike of the loss, or the step that stopped a run because its loss was not finite. Goes there from the nearest
+    checkpoint before, and writes nothing into the run. Settings may change whatever changes no number, such as the
+    devices.
+
+    Examples:
+        lmt replay my-run --step 12345 --show-batch
+
+        lmt replay my-run --step 12345 --dump-grads grads --json
+    """
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    check_is_run(run)
+    import json
+    import sys
+
+    from lm_trainer.proof.record import RunRecord
+    from lm_trainer.proof.replay import replay as run_replay
+    from lm_trainer.proof.rerun import QuietProgress
+    from lm_trainer.trackers.jsonl import encode
+
+    record = RunRecord.read(run)
+    with QuietProgress(record.last, stream=sys.stderr) as progress:
+        done = run_replay(
+            record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
+        )
+    if as_json:
+        typer.echo(json.dumps(encode(_plain(done, show_batch=show_batch)), ensure_ascii=False))
+        return
+    for line in _lines(record.id, done, top_k):
+        typer.echo(line)
+    if show_batch:
+        from cli.data_at import describe_row
+
+        for row in done.rows:
+            typer.echo(describe_row(row, named=True, chars=chars))
+
+
+def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
+    yield f"run {name}, step {done.step}, reached from step {done.start}"
+    yield f"  {'':24}{'recorded':>24}{'now':>24}"
+    for key, value in done.now.items():
+        then = done.recorded.get(key)
+        verdict = "" if then is None else "equal" if then == value or (then != then and value != value) else "differs"
+        yield f"  {key:24}{'-' if then is None else then!r:>24}{value!r:>24}  {verdict}"
+    if not done.applied:
+        yield "  the step was not applied: its loss or gradient is not finite"
+    yield ""
+    yield from _norm_lines(done.norms, top_k)
+    yield ""
+    yield "hardest tokens, in nats, for the weights before the step, without dropout"
+    for token in done.tokens:
+        yield f"  {token.loss:8.4f}  {_in_context(token)}"
+        yield f"            row {token.row}, position {token.position}, {done.source(token)}"
+    if done.gradients:
+        yield f"\ngradients: {done.gradients}"
+
+
+def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
+    ordered = sorted(
+        norms.items(), key=lambda item: -item[1].gradient if item[1].gradient == item[1].gradient else -1e99
+    )
+    width = max(len(name) for name, _ in ordered[:top_k]) + 2
+    yield f"{'parameter':{width}}{'gradient':>12}{'update':>12}{'weights':>12}{'update/weights':>16}"
+    for name, norm in ordered[:top_k]:
+        ratio = f"{norm.update / norm.parameter:.3g}" if norm.parameter else "-"
+        yield f"{name:{width}}{norm.gradient:>12.4g}{norm.update:>12.4g}{norm.parameter:>12.4g}{ratio:>16}"
+    if len(ordered) > top_k:
+        yield f"and {len(ordered) - top_k} more, of smaller gradients (--top-k, --json)"
+
+
+def _in_context(token: "HardToken") -> str:
+    from lm_trainer.generate.text import for_terminal
+
+    before, target, after = (
+        for_terminal(text).replace("\n", "\\n").replace("\t", "\\t")
+        for text in (token.before, token.token, token.after)
+    )
+    return f"{before}⟦{target}⟧{after}"
+
+
+def _plain(done: "Replay", *, show_batch: bool) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    rows = [
+        {"row": row.row, "set": row.origin.set.name, "epoch": row.origin.epoch, "of_set": row.origin.row}
+        | {"passages": [passage._asdict() for passage in row.passages]}
+        for row in done.rows
+    ]
+    return {
+        "step": done.step,
+        "start": done.start,
+        "applied": done.applied,
+        "recorded": done.recorded,
+        "now": done.now,
+        "norms": {name: asdict(norms) for name, norms in done.norms.items()},
+        "tokens": [token._asdict() | {"source": done.source(token)} for token in done.tokens],
+        "gradients": None if done.gradients is None else str(done.gradients),
+        **({"rows": rows} if show_batch else {}),
+    }

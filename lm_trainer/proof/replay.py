@@ -1,0 +1,167 @@
+"""One step of a run, computed again and looked at from inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data.trace import TracedRow, trace
+from lm_trainer.proof.record import RunRecord
+from lm_trainer.proof.rerun import Rerun, rerun
+from lm_trainer.proof.tokens import HardToken, hardest, token_losses
+from lm_trainer.trackers import Progress
+from lm_trainer.train_state import Params, TrainState, to_host
+from lm_trainer.watch import WatchConfig, Watcher
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of one parameter."""
+
+    gradient: float
+    """Of the mean loss, before clipping."""
+    update: float
+    """Of what the step added."""
+    parameter: float
+    """After the step."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a step was and is."""
+
+    step: int
+    """Steps done with it."""
+    start: int
+    """Steps done at the checkpoint (or the start) from which it was reached."""
+    recorded: dict[str, Any]
+    """The metrics of the run; empty where it recorded none of this step."""
+    now: dict[str, float]
+    norms: dict[str, Norms]
+    """By parameter, in the order of the model."""
+    tokens: list[HardToken]
+    """The hardest of the batch, without dropout, for the weights before the step."""
+    rows: list[TracedRow]
+    """The documents of the batch."""
+    gradients: Path | None
+    """Where they were written."""
+
+    def source(self, token: HardToken) -> str:
+        """The document that a token stands in."""
+        passages, left = self.rows[token.row].passages, token.position
+        for passage in passages:
+            if left < passage.tokens:
+                return passage.where
+            left -= passage.tokens
+        return passages[-1].where
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights changed: not by a step whose loss or gradient is not finite."""
+        return math.isfinite(self.now["train/loss"]) and math.isfinite(self.now["optim/grad_norm"])
+
+
+class _Look:
+    """An observer of a step that keeps its gradients and measures its norms."""
+
+    def __init__(self, again: Rerun):
+        program = again.trainer.program
+        config = WatchConfig(watch_targets=("grads", "params", "updates"), split_scan_layers=True, interval=1)
+        self._watcher = Watcher(config, program.placement, program.model.axes)
+        self.grads: Params = {}
+        self.weight = 1.0
+
+    def before(self, state: TrainState) -> Any:
+        return self._watcher.before(state)
+
+    def after(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
+        self.grads, self.weight = grads, float(np.asarray(weight.addressable_data(0)))
+        self._watcher.after(before, grads, weight, state)
+
+    def norms(self) -> dict[str, Norms]:
+        (seen,) = self._watcher.report()
+        found: dict[str, dict[str, float]] = {}
+        for key, value in seen.scalars.items():
+            target, _, name = key.split("/", 2)
+            found.setdefault(name, {})[target] = value
+        found.pop("total", None)
+        return {name: Norms(each["grads"], each["updates"], each["params"]) for name, each in found.items()}
+
+
+def replay(
+    record: RunRecord,
+    step: int,
+    *,
+    top_k: int,
+    dump_grads: Path | None = None,
+    overrides: Sequence[str] = (),
+    progress: Progress,
+) -> Replay:
+    """Goes to a step from the nearest checkpoint before it, and does it under observation.
+
+    Args:
+        record: the run.
+        step: as in metrics.jsonl, so the first is 1.
+        top_k: how many tokens to name.
+        dump_grads: a directory for `gradients-N.safetensors`, an array for each parameter: the gradient of the mean
+            loss, before clipping, in float32.
+        overrides: settings that change no number.
+        progress: the person at the terminal.
+
+    Raises:
+        UserError: when the run has no such step, or as `rerun`.
+        MachineError: when the gradients cannot be written.
+    """
+    start = _nearest(record, step)
+    where = None if dump_grads is None else dump_grads.absolute()
+    with rerun(record, start, overrides=overrides, progress=progress) as again:
+        while again.state.step < step - 1:
+            progress.phase(f"step {again.state.step + 1}, on the way to {step}")
+            again.step()
+        data, config, batch = again.setting.data, again.setting.config, again.next_batch()
+        progress.phase("losses of the tokens")
+        losses = token_losses(again.trainer.program, config, again.state, batch)
+        look = _Look(again)
+        now = again.step(look)
+        return Replay(
+            step,
+            start,
+            dict(record.computed.get(step, {})),
+            now,
+            look.norms(),
+            hardest(losses, batch, data.tokenizer, top_k),
+            list(trace(data, config.trainer.batch_schedule, step - 1)),
+            None if where is None else _write(where / f"gradients-{step}.safetensors", look),
+        )
+
+
+def _nearest(record: RunRecord, step: int) -> int:
+    total = record.config(step).trainer.num_train_steps
+    if not record.start < step <= total:
+        raise UserError(f"the run {record.id} has the steps {record.start + 1} to {total}; there is no step {step}")
+    start = max(s for s in (record.start, *record.saved()) if s < step)
+    if step > record.reach(start):
+        raise UserError(
+            f"step {step} cannot be reached: the configuration changed after step {record.reach(start)}, and there is "
+            f"no checkpoint between it and step {step} (there are: {record.saved()})"
+        )
+    return start
+
+
+def _write(file: Path, look: _Look) -> Path:
+    from safetensors.numpy import save_file
+
+    mean = {name: np.asarray(x, np.float32) / np.float32(look.weight) for name, x in to_host(look.grads).items()}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: np.ascontiguousarray(x) for name, x in mean.items()}, file)
+    except OSError as error:
+        raise MachineError(f"{file}: cannot be written ({error.strerror or error})") from error
+    return file

@@ -1,0 +1,85 @@
+"""Which tokens of a batch the model finds hard, and where they stand.
+
+Shape letters: B rows, S positions in a row, N tokens (B x S), D hidden dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.nn.loss import weighted_nll
+from lm_trainer.program import Program
+from lm_trainer.train_state import TrainState
+
+_BEFORE, _AFTER = 24, 8
+"""Tokens of context that are shown."""
+
+
+class HardToken(NamedTuple):
+    """A target with its loss, in its context."""
+
+    row: int
+    """Of the batch, from 0."""
+    position: int
+    """Of the row, from 0: that of the input which the target follows."""
+    loss: float
+    """-log p, in nats."""
+    token: str
+    before: str
+    """The inputs up to there, of the same document."""
+    after: str
+
+
+def token_losses(program: Program, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
+    """float32 [B, S]: -log p(target) in nats, without dropout; NaN where the target does not count in the loss."""
+
+    def losses(params: dict[str, jax.Array], rows: Batch) -> jax.Array:
+        model = program.model.merge(params)
+        h_BSD, _ = model.hidden_and_stats(
+            rows.tokens, rows.positions, rows.segments, dtype=config.trainer.mp.compute_dtype, key=None
+        )
+        h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(rows.targets).reshape(-1)
+        ones_N = jnp.ones(targets_N.shape, jnp.float32)
+        # The loss is linear in the weights, and its slopes are the losses of the tokens.
+        slopes: Any = jax.grad(weighted_nll, argnums=3)
+        head, block_size = model.spec.head, config.model.cross_entropy_block_size
+        return slopes(h_ND, model.head_weight(), targets_N, ones_N, block_size, head.softcap).reshape(h_BSD.shape[:2])
+
+    compiled, params = jax.jit(losses), {**state.frozen, **state.params}
+    size = program.step.plans.at(state.step).rows
+    parts = []
+    for start in range(0, len(batch.tokens), size):
+        rows = Batch(*(np.asarray(x)[start : start + size] for x in batch))
+        parts.append(np.asarray(compiled(params, rows)))
+    return np.where(np.asarray(batch.weights) > 0, np.concatenate(parts), np.nan)
+
+
+def hardest(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) -> list[HardToken]:
+    """The `count` tokens with the highest losses, those that are not finite first.
+
+    Args:
+        losses: float32 [B, S], as `token_losses` gives them.
+        batch: what they are of.
+        tokenizer: turns ids back into text.
+        count: how many.
+    """
+    counts = np.asarray(batch.weights) > 0
+    ranks = np.where(counts, np.where(np.isfinite(losses), losses, np.inf), -np.inf)
+    order = np.argsort(-ranks, axis=None, kind="stable")[: min(count, int(counts.sum()))]
+    found = []
+    for row, position in zip(*np.unravel_index(order, losses.shape), strict=True):
+        tokens, targets, segments = (np.asarray(x)[row] for x in (batch.tokens, batch.targets, batch.segments))
+        inside = segments == segments[position]
+        at = np.arange(len(tokens))
+        before = tokens[inside & (at > position - _BEFORE) & (at <= position)].tolist()
+        after = targets[inside & (at > position) & (at <= position + _AFTER)].tolist()
+        texts = [tokenizer.decode(ids) for ids in ([int(targets[position])], before, after)]
+        found.append(HardToken(int(row), int(position), float(losses[row, position]), *texts))
+    return found
