@@ -122,7 +122,8 @@ class Builders:
     def __init__(self, builds: Sequence[BackgroundBuild], *, one_by_one: bool):
         self._builds = builds
         work = [self._run_all] if one_by_one else [build.run for build in builds]
-        self._threads = [threading.Thread(target=run, name="tokenise", daemon=True) for run in work]
+        # No daemons: Python would end those amid the C++ of TensorStore, which ends the process by SIGABRT.
+        self._threads = [threading.Thread(target=run, name="tokenise") for run in work]
         for thread in self._threads:
             thread.start()
 

@@ -89,6 +89,11 @@ class Data:
         """
         _ = self.train_sets, self.evals
 
+    def check_builds(self) -> None:
+        """Raises what has ended a build before it was done, if anything has, whether or not its text is needed now."""
+        for cache in self.caches.values():
+            cache.check()
+
     def _train_set(self, name: str) -> TrainSet:
         if name not in self._final:
             found = self.cutting.train_set(name, self.caches[f"{name}/train"])
