@@ -47,4 +47,12 @@ class StopRequest:
         if self._armed:
             os.write(2, f"\n{name}: stopping after this step; once more stops at once\n".encode())
         else:
-            raise Preempted(f"stopped by {name} before the first step; there was nothing to save")
+            raise preempted(name, 0)
+
+
+def preempted(signal: str | None, step: int) -> Preempted:
+    """What ends a run that a signal has stopped, here or in another process, after `step` steps."""
+    by = signal or "another process"
+    if not step:
+        return Preempted(f"stopped by {by} before the first step; there was nothing to save")
+    return Preempted(f"stopped by {by} after step {step}; everything is saved, and the same command goes on from here")

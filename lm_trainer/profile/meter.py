@@ -29,7 +29,7 @@ class Meter:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._flops_per_token, self._peak = flops_per_token, peak_flops
-        self._steps: deque[tuple[float, float]] = deque(maxlen=window)
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=window)
         self._clock = clock
         self._last: float | None = None
 
@@ -42,15 +42,21 @@ class Meter:
 
         Returns:
             `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
-            start or pause; `mfu` in percent where the peak is known.
+            start or pause, and with them `data_wait`, the share of the time of those steps that was spent waiting for
+            data, from 0 to 1; `mfu` in percent where the peak is known.
         """
         now, last = self._clock(), self._last
         self._last = now
         metrics: dict[str, float] = {"throughput/loading_time": loading}
         if last is not None and now > last:
-            self._steps.append((tokens, now - last))
-            speed = sum(t for t, _ in self._steps) / sum(s for _, s in self._steps)
-            metrics |= {"throughput/step_time": now - last, "throughput/tokens_per_second": speed}
+            self._steps.append((tokens, now - last, loading))
+            all_tokens, seconds, waited = (sum(column) for column in zip(*self._steps, strict=True))
+            speed = all_tokens / seconds
+            metrics |= {
+                "throughput/step_time": now - last,
+                "throughput/tokens_per_second": speed,
+                "throughput/data_wait": min(waited / seconds, 1.0),
+            }
             if self._peak:
                 metrics["throughput/mfu"] = 100 * speed * self._flops_per_token / self._peak
         return metrics

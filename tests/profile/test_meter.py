@@ -35,6 +35,7 @@ def test_the_first_step_has_no_time():
         "throughput/loading_time": 0.0,
         "throughput/step_time": 0.5,
         "throughput/tokens_per_second": 200.0,
+        "throughput/data_wait": 0.0,
         "throughput/mfu": pytest.approx(100 * 200 * 1e9 / 1e13),
     }
 
@@ -59,6 +60,16 @@ def test_a_pause_is_left_out():
 
 def test_waiting_for_data_is_passed_on():
     assert meter(Clock()).step(1, loading=0.25)["throughput/loading_time"] == 0.25
+
+
+def test_the_share_of_waiting_is_taken_over_the_window():
+    clock = Clock()
+    it = meter(clock, window=2)
+    shares = []
+    for loading in (9.0, 0.5, 1.0, 0.0, 50.0):
+        clock.now += 2.0
+        shares.append(it.step(100, loading=loading).get("throughput/data_wait"))
+    assert shares == [None, 0.25, 0.375, 0.25, 1.0]
 
 
 def test_an_unknown_peak_gives_no_mfu():
