@@ -6,6 +6,7 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
+from lm_trainer.models.backpack import BackpackConfig
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
 from lm_trainer.models.gpt2 import Gpt2Config
@@ -34,7 +35,8 @@ AnyModel = Annotated[
     | GptNeoxConfig
     | MixtralConfig
     | Qwen3MoeConfig
-    | MptConfig,
+    | MptConfig
+    | BackpackConfig,
     Field(discriminator="type"),
 ]
 """Whatever may stand under `model:`; told apart by `type`."""
@@ -44,6 +46,7 @@ MODEL_CONFIGS: tuple[type[DecoderConfig], ...] = get_args(get_args(AnyModel)[0])
 __all__ = [
     "MODEL_CONFIGS",
     "AnyModel",
+    "BackpackConfig",
     "DecoderConfig",
     "Gemma2Config",
     "Gemma3Config",

@@ -1,36 +1,77 @@
 """What every decoder family's configuration shares."""
 
+import math
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from flax import nnx
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_table import HfFamily, NoHfFormat
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Remat, ScoreSpec
+from lm_trainer.nn.senses import build_decoder
+from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Offload, Remat, ScoreSpec
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
 
 
 class CheckpointPolicy(Config):
-    """What the backward pass keeps of each block instead of computing it again; what enters a block is always kept."""
+    """What the backward pass keeps of each block instead of computing it again, and where."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "save_inputs": "the parameters of a block are always there, and what enters it is `save_carries`; remove it",
+        "prevent_cse": "it follows from `scan_layers`; remove it",
+        "simple": "a block of its own is what `gradient_checkpointing: true` recomputes; remove it",
+    }
 
     disable: bool = False
     """Keeps everything, as `gradient_checkpointing: false` does."""
     save_block_internals: bool | tuple[Internal, ...] = False
     """`true`: everything; `false`: nothing; or a list of what is kept: `attention` (what attention returns) and `mlp`
     (what the MLP returns)."""
+    save_carries: Literal[True, "offload"] = True
+    """Where what enters each block is kept: `true`: on the device; `offload`: in the memory of its host, which costs
+    the time of two copies."""
+    offload_block_internals: tuple[Internal, ...] = ()
+    """What else is kept in the memory of the host; names as in `save_block_internals`."""
+    nested: bool | Annotated[int, Field(gt=1)] = False
+    """Puts the layers into groups and keeps only what enters a group; what enters each of its layers is computed again
+    (one more forward pass, and the memory of about 2 sqrt(layers) blocks' inputs). `true`: about sqrt(layers) groups;
+    or how many. The layers must run as a loop (`scan_layers`)."""
+
+    @model_validator(mode="after")
+    def _kept_once(self) -> "CheckpointPolicy":
+        everything = self.disable or self.save_block_internals is True
+        named = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        if everything and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
+            raise ValueError(
+                "with disable: true or save_block_internals: true everything is kept on the device; remove "
+                "save_carries, offload_block_internals and nested, or that"
+            )
+        if twice := sorted({*named} & {*self.offload_block_internals}):
+            raise ValueError(
+                f"{', '.join(twice)} cannot be kept both on the device (save_block_internals) and on its host "
+                f"(offload_block_internals); name it once"
+            )
+        return self
 
     @property
     def remat(self) -> Remat:
         """As a policy of the trunk."""
         if self.disable or self.save_block_internals is True:
             return "none"
+        if self.save_carries == "offload":
+            return Offload(("input", *self.offload_block_internals), self.save_block_internals or ())
+        if self.offload_block_internals:
+            return Offload(self.offload_block_internals, self.save_block_internals or ())
         return self.save_block_internals or "full"
+
+
+_NAMED = {"offload": CheckpointPolicy(save_carries="offload"), "nested": CheckpointPolicy(nested=True)}
 
 
 class DecoderConfig(Config):
@@ -49,12 +90,13 @@ class DecoderConfig(Config):
     """What `initialize_from_hf: true` starts from: a directory, or a name on the hub. Unset: the family's best known
     checkpoint, if it has one."""
     gradient_checkpointing: (
-        bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch"] | CheckpointPolicy
+        bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch", "offload", "nested"] | CheckpointPolicy
     ) = True
     """What the backward pass computes again instead of keeping it: `true`, `full` or `recompute`: everything inside a
     block (least memory, about a third more computation); `dots`: all but the results of matrix products;
     `dots_no_batch`: all but the results of matrix products with weights, so attention scores are not kept; `false` or
-    `save_all`: nothing; or a block that says what is kept."""
+    `save_all`: nothing; `offload`: everything, and what enters a block is kept in the memory of the device's host;
+    `nested`: everything, and most of what enters a block as well; or a block that says what is kept."""
     scan_layers: bool | None = None
     """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. Unset: as
     a loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
@@ -76,7 +118,7 @@ class DecoderConfig(Config):
 
     def build(self, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
         """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`."""
-        return Decoder(self.spec(vocab_size), rngs=rngs)
+        return build_decoder(self.spec(vocab_size), rngs=rngs)
 
     @classmethod
     def hf_family(cls) -> HfFamily:
@@ -90,14 +132,31 @@ class DecoderConfig(Config):
             raise UserError(f"a {name} model has no Hugging Face format: {cls.hf.reason}")
         return cls.hf
 
+    @model_validator(mode="after")
+    def _groups_need_a_loop(self) -> Self:
+        if self._policy is not None and self._policy.nested and not self.scan:
+            raise ValueError("gradient_checkpointing: nested layers must run as a loop; write scan_layers: true")
+        return self
+
+    @property
+    def _policy(self) -> CheckpointPolicy | None:
+        value = self.gradient_checkpointing
+        return _NAMED.get(value) if isinstance(value, str) else None if isinstance(value, bool) else value
+
     @property
     def remat(self) -> Remat:
         """`gradient_checkpointing` as a policy of the trunk."""
+        if self._policy is not None:
+            return self._policy.remat
         value = self.gradient_checkpointing
-        if isinstance(value, CheckpointPolicy):
-            return value.remat
         names: dict[bool | str, Remat] = {True: "full", "recompute": "full", False: "none", "save_all": "none"}
-        return names.get(value) or value  # pyright: ignore[reportReturnType]
+        return names.get(value) or value  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
+
+    @property
+    def groups(self) -> int:
+        """Groups of layers, for the trunk."""
+        nested = False if self._policy is None else self._policy.nested
+        return round(math.sqrt(self.num_layers)) if nested is True else int(nested)
 
     @property
     def scan(self) -> bool:

@@ -1,16 +1,11 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, tied head."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
-
-from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor
-from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
-
-FLASH_BLOCK = 1024
+from lm_trainer.models.learned import LearnedPositionsConfig
+from lm_trainer.nn.spec import DecoderSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,6 +23,7 @@ def _to_hf(config: "Gpt2Config") -> dict[str, Any]:
 
 _HF = HfFamily(
     model_type="gpt2",
+    reference="openai-community/gpt2",
     architecture="GPT2LMHeadModel",
     fields=(
         HfField("n_positions", "seq_len", 1024, older=("n_ctx",)),
@@ -77,86 +73,13 @@ _HF = HfFamily(
 )
 
 
-class Gpt2Config(DecoderConfig):
+class Gpt2Config(LearnedPositionsConfig):
     """The GPT-2 family; the defaults are GPT-2 small (124M parameters)."""
 
     hf: ClassVar[HfFamily] = _HF
 
     type: Literal["gpt2"] = "gpt2"
     """The family."""
-    hidden_dim: int = Field(default=768, gt=0)
-    """Width of the residual stream; a multiple of num_heads."""
-    num_heads: int = Field(default=12, gt=0)
-    """Attention heads, each of size hidden_dim / num_heads."""
-    mlp_scale: int = Field(default=4, gt=0)
-    """Width of the MLP, in multiples of hidden_dim."""
-    initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
-    sqrt(2 * num_layers)."""
-    embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout after the embeddings."""
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what attention and MLP add to the residual stream."""
-    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention probabilities."""
-    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in LayerNorm."""
-    activation_function: Activation = "gelu_new"
-    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
-    scale_attn_by_inverse_layer_idx: bool = False
-    """Divides the attention scores of layer i (from 0) by i + 1."""
-    use_bias: bool = True
-    """Whether linear layers and LayerNorm have biases. Without them the model cannot be exported to Hugging Face."""
-
-    use_flash_attention: bool | None = None
-    """Whether attention keeps no sequence x sequence scores. `true` is short for `flash_attention_block_size: 1024`
-    where that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
-
-    @model_validator(mode="after")
-    def _flash_agrees(self) -> "Gpt2Config":
-        if self.use_flash_attention is False and self.flash_attention_block_size is not None:
-            raise ValueError(
-                f"use_flash_attention: false contradicts flash_attention_block_size: "
-                f"{self.flash_attention_block_size}; remove one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "Gpt2Config":
-        if self.hidden_dim % self.num_heads:
-            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
-        return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
-        norm = NormSpec(eps=self.layer_norm_epsilon, bias=self.use_bias)
-        block = BlockSpec(
-            attention=AttentionSpec(
-                num_heads=self.num_heads,
-                head_dim=self.hidden_dim // self.num_heads,
-                bias=self.use_bias,
-                out_bias=self.use_bias,
-                scores=replace(
-                    self.scores(dropout=self.attn_pdrop),
-                    inverse_layer=self.scale_attn_by_inverse_layer_idx,
-                    block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
-                ),
-            ),
-            mlp=MlpSpec(
-                hidden_dim=self.hidden_dim * self.mlp_scale,
-                activation=self.activation_function,
-                bias=self.use_bias,
-            ),
-            pre_norm=norm,
-            dropout=self.resid_pdrop,
-        )
-        return DecoderSpec(
-            vocab_size=vocab_size,
-            hidden_dim=self.hidden_dim,
-            num_positions=self.seq_len,
-            blocks=(block,) * self.num_layers,
-            final_norm=norm,
-            embedding=EmbeddingSpec(learned_positions=True, dropout=self.embed_pdrop),
-            init_std=self.initializer_range,
-            scan=self.scan,
-            remat=self.remat,
-        )
+        return self.trunk(vocab_size)

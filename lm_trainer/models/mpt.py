@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.equal_heads import EqualHeadsConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 
@@ -52,7 +52,7 @@ def _to_hf(config: "MptConfig") -> dict[str, Any]:
     }
 
 
-class MptConfig(DecoderConfig):
+class MptConfig(EqualHeadsConfig):
     """The MPT family; the defaults are those of transformers."""
 
     hf: ClassVar[HfFamily] = HfFamily(
@@ -95,52 +95,24 @@ class MptConfig(DecoderConfig):
     """Width of the residual stream; a multiple of num_heads."""
     num_heads: int = Field(default=16, gt=0)
     """Attention heads, each of size hidden_dim / num_heads."""
-    initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
-    sqrt(2 * num_layers)."""
-    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in LayerNorm."""
     clip_qkv: float | None = Field(default=None, gt=0)
     """Bounds the elements of queries, keys and values; unset: no bound."""
     softmax_scale: float | None = Field(default=None, gt=0)
     """Multiplies the attention scores; unset: 1 / sqrt(size of a head)."""
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout after the embeddings."""
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what attention and MLP add to the residual stream."""
-    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention probabilities."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "MptConfig":
-        if self.hidden_dim % self.num_heads:
-            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
-        return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = NormSpec(eps=self.layer_norm_epsilon, bias=False)
-        block = BlockSpec(
-            attention=AttentionSpec(
-                num_heads=self.num_heads,
-                head_dim=self.hidden_dim // self.num_heads,
-                bias=False,
-                out_bias=False,
-                positions=AlibiSpec(),
-                clip=self.clip_qkv,
-                scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
-            ),
-            mlp=MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False),
-            pre_norm=norm,
-            dropout=self.resid_pdrop,
+        attention = AttentionSpec(
+            self.num_heads,
+            self.head_size,
+            bias=False,
+            out_bias=False,
+            positions=AlibiSpec(),
+            clip=self.clip_qkv,
+            scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
         )
-        return DecoderSpec(
-            vocab_size=vocab_size,
-            hidden_dim=self.hidden_dim,
-            num_positions=self.seq_len,
-            blocks=(block,) * self.num_layers,
-            final_norm=norm,
-            embedding=EmbeddingSpec(dropout=self.embed_pdrop),
-            init_std=self.initializer_range,
-            scan=self.scan,
-            remat=self.remat,
-        )
+        mlp = MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False)
+        block = BlockSpec(attention, mlp, pre_norm=norm, dropout=self.resid_pdrop)
+        return self.decoder(vocab_size, block, norm, embedding=EmbeddingSpec(dropout=self.embed_pdrop))

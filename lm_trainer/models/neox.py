@@ -5,11 +5,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.equal_heads import EqualHeadsConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
 from lm_trainer.models.rope import AnyRope, DefaultRope, fraction_from_hf, fraction_to_hf, rope_from_hf, rope_to_hf
 from lm_trainer.models.rotary import ACTIVATIONS
-from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, HeadSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +42,12 @@ _TENSORS = (
 )
 
 
-class GptNeoxConfig(DecoderConfig):
+class GptNeoxConfig(EqualHeadsConfig):
     """The GPT-NeoX family, Pythia's; the defaults are GPT-NeoX 20B."""
 
     hf: ClassVar[HfFamily] = HfFamily(
         model_type="gpt_neox",
+        reference="EleutherAI/gpt-neox-20b",
         architecture="GPTNeoXForCausalLM",
         fields=(
             HfField("max_position_embeddings", "seq_len", 2048),
@@ -87,11 +88,6 @@ class GptNeoxConfig(DecoderConfig):
     """Attention heads, each of size hidden_dim / num_heads."""
     activation_function: Activation = "gelu"
     """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
-    initializer_range: float = Field(default=0.02, ge=0)
-    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
-    sqrt(2 * num_layers)."""
-    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
-    """Added to the variance in LayerNorm."""
     tie_word_embeddings: bool = False
     """Whether the output layer has the weights of the token embedding."""
     use_parallel_residual: bool = True
@@ -102,43 +98,23 @@ class GptNeoxConfig(DecoderConfig):
     """Rotary positions."""
     rotary_pct: float = Field(default=0.25, gt=0, le=1)
     """Of each head's dimensions, from the first, that are rotated."""
-    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of the attention probabilities."""
-    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what attention and MLP add to the residual stream."""
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "GptNeoxConfig":
-        if self.hidden_dim % self.num_heads:
-            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
-        if (rotated := int(self.hidden_dim // self.num_heads * self.rotary_pct)) % 2 or not rotated:
+    def _pairs_rotate(self) -> "GptNeoxConfig":
+        if (rotated := int(self.head_size * self.rotary_pct)) % 2 or not rotated:
             raise ValueError(f"rotary_pct={self.rotary_pct} rotates {rotated} dimensions of a head; make that even")
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = NormSpec(eps=self.layer_norm_epsilon)
-        block = BlockSpec(
-            attention=AttentionSpec(
-                num_heads=self.num_heads,
-                head_dim=self.hidden_dim // self.num_heads,
-                bias=self.use_bias,
-                out_bias=self.use_bias,
-                positions=self.rope.spec(self.rotary_pct),
-                scores=self.scores(dropout=self.attn_pdrop),
-            ),
-            mlp=MlpSpec(self.intermediate_dim, self.activation_function),
-            pre_norm=norm,
-            dropout=self.resid_pdrop,
-            parallel=self.use_parallel_residual,
+        attention = AttentionSpec(
+            self.num_heads,
+            self.head_size,
+            bias=self.use_bias,
+            out_bias=self.use_bias,
+            positions=self.rope.spec(self.rotary_pct),
+            scores=self.scores(dropout=self.attn_pdrop),
         )
-        return DecoderSpec(
-            vocab_size=vocab_size,
-            hidden_dim=self.hidden_dim,
-            num_positions=self.seq_len,
-            blocks=(block,) * self.num_layers,
-            final_norm=norm,
-            head=HeadSpec(tied=self.tie_word_embeddings),
-            init_std=self.initializer_range,
-            scan=self.scan,
-            remat=self.remat,
-        )
+        mlp = MlpSpec(self.intermediate_dim, self.activation_function)
+        block = BlockSpec(attention, mlp, norm, dropout=self.resid_pdrop, parallel=self.use_parallel_residual)
+        return self.decoder(vocab_size, block, norm, tied=self.tie_word_embeddings)

@@ -78,7 +78,8 @@ def attend(
 ) -> jax.Array:
     """softmax(q k^T + bias) v, shape of q, dtype of v.
 
-    `q_BSNH` is scaled already; the float32 bias may have one head for all, and holds the mask.
+    `q_BSNH` is scaled already; the float32 bias may have one head for all, and holds the mask. With the backend xla the
+    vectors of `v_BTKH` may have another size than those of keys, and those of the result have it too.
     """
     choice = choose_backend(spec, jax.default_backend(), v_BTKH.dtype)
     _announce(choice)
@@ -118,7 +119,7 @@ def _in_blocks(  # noqa: PLR0913 - the arguments of attention
 
     o_LBCNH = jax.lax.map(one, (jnp.arange(count), cut(q_BSNH, 1), cut(bias_BNST, 2)))
     o_BLCNH = jnp.moveaxis(o_LBCNH, 0, 1)
-    return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *q_BSNH.shape[2:])[:, :length]
+    return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *o_BLCNH.shape[3:])[:, :length]
 
 
 def dot_product_attention(  # noqa: PLR0913 - the arguments of attention

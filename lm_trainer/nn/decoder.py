@@ -34,12 +34,16 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
-        x_BSD = jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
+        x_BSD = self.rows(tokens_BS)
         if self.spec.scale is not None:
             x_BSD = x_BSD * self.spec.scale
         if self.positions is not None:
             x_BSD = x_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
         return self.norm(x_BSD)
+
+    def rows(self, tokens_BS: jax.Array) -> jax.Array:
+        """The rows of the token table alone; NaN for a token past its end."""
+        return jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
 
 
 class Decoder(nnx.Module):

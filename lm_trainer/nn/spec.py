@@ -16,7 +16,17 @@ Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 Internal = Literal["attention", "mlp"]
 """What attention and what the MLP returns."""
 
-Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[Internal, ...]
+
+@dataclass(frozen=True)
+class Offload:
+    """What the backward pass finds of a block, some of it in the memory of the host; the rest it computes again."""
+
+    host: tuple[Internal | Literal["input"], ...]
+    """`input` is what enters the block. What is not on the host is on the device."""
+    device: tuple[Internal, ...] = ()
+
+
+Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[Internal, ...] | Offload
 """What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
 all but the results of those with weights (attention scores are recomputed); all but what is named."""
 
@@ -168,6 +178,8 @@ class MoeSpec:
     """Of the loss for experts that do not share the tokens equally, a mean over layers."""
     z_coef: float = 0.0
     """Of the loss for large router logits, a mean over layers."""
+    dense: bool | None = None
+    """Computes every expert for every token instead of the chosen ones; None: where that takes fewer operations."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +218,25 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
+class SenseSpec:
+    """Several vectors for each token, whatever stands around it, whose sum the head reads (Hewitt et al. 2023).
+
+    The trunk only says how much each of them weighs.
+    """
+
+    attention: AttentionSpec
+    """A head for each sense: its probabilities are the weights. There are no values and no output."""
+    mlp: MlpSpec
+    """Of the residual layer that token embeddings go through first."""
+    out: MlpSpec
+    """Makes all senses of a token from what comes out there."""
+    norm: NormSpec
+    """Of the input and of both MLPs' inputs."""
+    dropout: float = 0.0
+    """Of what is added in the residual layer."""
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder-only transformer."""
 
@@ -217,11 +248,16 @@ class DecoderSpec:
     final_norm: NormSpec | None = None
     embedding: EmbeddingSpec = EmbeddingSpec()
     head: HeadSpec = HeadSpec()
+    senses: SenseSpec | None = None
+    """What the head reads; None: the last hidden state."""
     init_std: float = 0.02
     """Of every weight; those that write to the residual stream get it divided by sqrt(2 * layers)."""
     scan: bool = False
     """Runs the repeats of the layer period as one loop: compiles fast, runs a little slower. Same parameters."""
     remat: Remat = "none"
+    groups: int = 0
+    """Into how many groups the turns of the loop are put: the backward pass then finds what enters a group alone, and
+    computes again what enters each layer. 0: it finds what enters each layer."""
 
     @property
     def period(self) -> int:

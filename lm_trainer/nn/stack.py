@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from lm_trainer.nn.attention import Context
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init, stacked
 from lm_trainer.nn.moe import RouterStats, no_stats
-from lm_trainer.nn.spec import DecoderSpec, MoeSpec, Remat
+from lm_trainer.nn.spec import DecoderSpec, MoeSpec, Offload, Remat
 
 _POLICIES = {
     "full": None,
@@ -66,7 +67,9 @@ def run_blocks(
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
     stats = no_stats() if any(isinstance(block.mlp, MoeSpec) for block in spec.blocks) else None
-    return (_run_as_loop if spec.scan else _run_unrolled)(run, (x_BSD, cache, stats), slots, len(spec.blocks))
+    if not spec.scan:
+        return _run_unrolled(run, (x_BSD, cache, stats), slots, len(spec.blocks))
+    return _run_as_loop(run, (x_BSD, cache, stats), slots, len(spec.blocks), 0 if cache is not None else spec.groups)
 
 
 def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
@@ -77,8 +80,10 @@ def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: 
     return carry
 
 
-def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
-    """One turn of the loop is one period; a period that is cut short at the end runs after it."""
+def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int, groups: int) -> _Carry:
+    """One turn of the loop is one period; a period that is cut short at the end runs after it, as turns do that are
+    left over by groups of equal size.
+    """
     period = len(slots)
     turns, rest = divmod(num_layers, period)
 
@@ -89,7 +94,13 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
         return carry, None
 
     whole = [jax.tree.map(lambda a: a[:turns], block) if j < rest else block for j, block in enumerate(slots)]
-    carry, _ = jax.lax.scan(body, carry, (whole, jnp.arange(turns)))
+    every, grouped = (whole, jnp.arange(turns)), 0
+    if groups and (size := turns // groups):
+        grouped = groups * size
+        parts = jax.tree.map(lambda a: a[:grouped].reshape(groups, size, *a.shape[1:]), every)
+        carry, _ = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(body, c, x), prevent_cse=False), carry, parts)
+    if grouped < turns:
+        carry, _ = jax.lax.scan(body, carry, jax.tree.map(lambda a: a[grouped:], every))
     for j in range(rest):
         carry = run(carry, jax.tree.map(lambda a: a[turns], slots[j]), turns * period + j)
     return carry
@@ -97,6 +108,7 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
 
 def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key: jax.Array | None) -> _Carry:
     x_BSD, cache, total = carry
+    x_BSD = checkpoint_name(x_BSD, "input")
     x_BSD, cache, stats = block(x_BSD, context, layer, key=key, cache=cache)
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
@@ -104,7 +116,18 @@ def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key:
 def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none":
         return _apply
-    policy = jax.checkpoint_policies.save_only_these_names(*remat) if isinstance(remat, tuple) else _POLICIES[remat]
+    match remat:
+        case Offload():
+            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=list(remat.device),
+                names_which_can_be_offloaded=list(remat.host),
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        case tuple():
+            policy = jax.checkpoint_policies.save_only_these_names(*remat)
+        case _:
+            policy = _POLICIES[remat]
     # Inside a loop the compiler cannot merge the recomputation with the original, so it needs no barrier.
     return jax.checkpoint(_apply, policy=policy, prevent_cse=not in_loop)
 

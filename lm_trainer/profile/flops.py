@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec, SenseSpec
 
 
 class FlopsCount(NamedTuple):
@@ -28,6 +28,8 @@ class FlopsCount(NamedTuple):
     router."""
     head: int
     """2 * hidden * vocabulary."""
+    senses: int = 0
+    """What makes senses, the queries and keys that weigh them, and the weighted sum."""
 
     @property
     def forward(self) -> int:
@@ -62,16 +64,24 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
     MFU is `flops_per_token(...).training * tokens per second / peak operations per second of all devices`.
     """
     attentions = [block.attention for block in spec.blocks]
+    weighing = [] if spec.senses is None else [spec.senses.attention]
     width = sum(a.num_heads * a.head_dim for a in attentions)
     kv_width = sum(a.kv_heads * a.head_dim for a in attentions)
     return FlopsCount(
         qkv=2 * spec.hidden_dim * (width + 2 * kv_width),
         attention_out=2 * spec.hidden_dim * width,
         attention_product=4 * seq_len * width,
-        attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions),
+        attention_softmax=3 * seq_len * sum(a.num_heads for a in attentions + weighing),
         mlp=sum(2 * _active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
+        senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
     )
+
+
+def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
+    count, width = spec.attention.num_heads, spec.attention.num_heads * spec.attention.head_dim
+    weights = 2 * hidden * spec.mlp.hidden_dim + (1 + count) * hidden * spec.out.hidden_dim + 2 * hidden * width
+    return 2 * weights + 2 * seq_len * (width + count * hidden)
 
 
 def parameter_count(spec: DecoderSpec) -> int:
@@ -80,7 +90,15 @@ def parameter_count(spec: DecoderSpec) -> int:
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
-    return rows * spec.hidden_dim + blocks + norms
+    senses = 0 if spec.senses is None else _sense_parameters(spec.senses, spec.hidden_dim)
+    return rows * spec.hidden_dim + blocks + norms + senses
+
+
+def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
+    width, made = spec.attention.num_heads * spec.attention.head_dim, spec.attention.num_heads * hidden
+    out = (hidden + made) * spec.out.hidden_dim + (spec.out.hidden_dim + made if spec.out.bias else 0)
+    weighing = 2 * (hidden * width + (width if spec.attention.bias else 0))
+    return _mlp_parameters(spec.mlp, hidden) + out + weighing + 3 * _norm_parameters(spec.norm, hidden)
 
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:

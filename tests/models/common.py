@@ -11,6 +11,7 @@ from flax import nnx
 
 from lm_trainer.models import (
     AnyModel,
+    BackpackConfig,
     DecoderConfig,
     Gemma2Config,
     Gemma3Config,
@@ -30,6 +31,7 @@ from lm_trainer.models import (
 )
 from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.senses import build_decoder
 from lm_trainer.nn.spec import DecoderSpec
 
 VOCAB, SEQ = 61, 16
@@ -78,6 +80,7 @@ TINY: dict[str, AnyModel] = {
         mlp_only_layers=(0,),
     ),
     "mpt": MptConfig(**SMALL, clip_qkv=0.5),
+    "backpack": BackpackConfig(**SMALL, num_senses=4, sense_intermediate_scale=1),
 }
 
 
@@ -92,7 +95,17 @@ def params(config: AnyModel) -> dict[str, Any]:
 
 @functools.cache
 def _params(spec: DecoderSpec) -> dict[str, Any]:
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(build_decoder(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
+
+
+def disturbed(weights: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """With random norms and biases in place of ones and zeros."""
+    rng = np.random.default_rng(seed)
+
+    def disturb(path: Any, leaf: jax.Array) -> Any:
+        return leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32) if path[-1].key in ("bias", "scale") else leaf
+
+    return jax.tree_util.tree_map_with_path(disturb, weights)
 
 
 def change(config: C, **fields: Any) -> C:

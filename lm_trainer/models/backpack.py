@@ -1,0 +1,54 @@
+"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors that depend on it alone; a trunk
+like GPT-2's says how much each of them weighs, and their sum predicts the next token.
+"""
+
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.hf_table import NoHfFormat
+from lm_trainer.models.learned import LearnedPositionsConfig
+from lm_trainer.nn.spec import AttentionSpec, DecoderSpec, SenseSpec
+
+
+class BackpackConfig(LearnedPositionsConfig):
+    """The Backpack family; the defaults are the small model of the paper. It has no Hugging Face format: what is
+    published there brings its own code.
+    """
+
+    hf: ClassVar[NoHfFormat] = NoHfFormat(
+        model_type="backpack-gpt2",
+        reason="transformers has no such model: those that are published bring their own code, which is never run; "
+        "lm_trainer's own checkpoints keep it",
+    )
+
+    type: Literal["backpack"] = "backpack"
+    """The family."""
+    seq_len: int = Field(default=512, gt=0)
+    """The longest sequence, in tokens."""
+    use_bias: bool = True
+    """Whether linear layers and LayerNorm have biases."""
+    num_senses: int = Field(default=16, gt=0)
+    """How many vectors each token has; divides hidden_dim."""
+    sense_intermediate_scale: int = Field(default=4, gt=0)
+    """Width of the MLP that makes them, in multiples of hidden_dim. The one before it has `mlp_scale`."""
+
+    @model_validator(mode="after")
+    def _senses_divide(self) -> Self:
+        if self.hidden_dim % self.num_senses:
+            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_senses={self.num_senses}")
+        return self
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        # Senses are larger than the queries and keys that weigh them, which no other backend can do.
+        scores = replace(self.probabilities(), backend="xla")
+        size = self.hidden_dim // self.num_senses
+        senses = SenseSpec(
+            attention=AttentionSpec(self.num_senses, size, bias=self.use_bias, out_bias=False, scores=scores),
+            mlp=self.mlp(self.mlp_scale),
+            out=self.mlp(self.sense_intermediate_scale),
+            norm=self.norm(),
+            dropout=self.resid_pdrop,
+        )
+        return replace(self.trunk(vocab_size), senses=senses)

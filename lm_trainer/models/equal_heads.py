@@ -1,0 +1,61 @@
+"""What families share whose heads divide the hidden dimension among themselves: no groups, no size of their own."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, HeadSpec, NormSpec
+
+
+class EqualHeadsConfig(DecoderConfig):
+    """Settings of a decoder with such heads and dropout."""
+
+    hidden_dim: int = Field(default=768, gt=0)
+    """Width of the residual stream; a multiple of num_heads."""
+    num_heads: int = Field(default=12, gt=0)
+    """Attention heads, each of size hidden_dim / num_heads."""
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
+    sqrt(2 * num_layers)."""
+    layer_norm_epsilon: float = Field(default=1e-5, gt=0)
+    """Added to the variance in LayerNorm."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what attention and MLP add to the residual stream."""
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the attention probabilities."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_dim % self.num_heads:
+            raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_heads={self.num_heads}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        """Of each head."""
+        return self.hidden_dim // self.num_heads
+
+    def decoder(
+        self,
+        vocab_size: int,
+        block: BlockSpec,
+        norm: NormSpec,
+        *,
+        embedding: EmbeddingSpec | None = None,
+        tied: bool = True,
+    ) -> DecoderSpec:
+        """The whole model of equal blocks; `norm` is the last one."""
+        return DecoderSpec(
+            vocab_size=vocab_size,
+            hidden_dim=self.hidden_dim,
+            num_positions=self.seq_len,
+            blocks=(block,) * self.num_layers,
+            final_norm=norm,
+            embedding=embedding or EmbeddingSpec(),
+            head=HeadSpec(tied=tied),
+            init_std=self.initializer_range,
+            scan=self.scan,
+            remat=self.remat,
+            groups=self.groups,
+        )

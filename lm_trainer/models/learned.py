@@ -1,0 +1,73 @@
+"""What families share that learn a vector for each position, have LayerNorm before each part and a tied head."""
+
+from dataclasses import replace
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.equal_heads import EqualHeadsConfig
+from lm_trainer.nn.spec import (
+    Activation,
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    MlpSpec,
+    NormSpec,
+    ScoreSpec,
+)
+
+FLASH_BLOCK = 1024
+
+
+class LearnedPositionsConfig(EqualHeadsConfig):
+    """Settings of such a decoder."""
+
+    mlp_scale: int = Field(default=4, gt=0)
+    """Width of the MLP, in multiples of hidden_dim."""
+    embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout after the embeddings."""
+    activation_function: Activation = "gelu_new"
+    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    scale_attn_by_inverse_layer_idx: bool = False
+    """Divides the attention scores of layer i (from 0) by i + 1."""
+    use_bias: bool = True
+    """Whether linear layers and LayerNorm have biases. Without them the model cannot be exported to Hugging Face."""
+    use_flash_attention: bool | None = None
+    """Whether attention keeps no sequence x sequence scores. `true` is short for `flash_attention_block_size: 1024`
+    where that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
+
+    @model_validator(mode="after")
+    def _flash_agrees(self) -> Self:
+        if self.use_flash_attention is False and self.flash_attention_block_size is not None:
+            raise ValueError(
+                f"use_flash_attention: false contradicts flash_attention_block_size: "
+                f"{self.flash_attention_block_size}; remove one of them"
+            )
+        return self
+
+    def norm(self) -> NormSpec:
+        """The norm of this model."""
+        return NormSpec(eps=self.layer_norm_epsilon, bias=self.use_bias)
+
+    def mlp(self, scale: int) -> MlpSpec:
+        """An MLP that is `scale` times as wide as the model."""
+        return MlpSpec(hidden_dim=self.hidden_dim * scale, activation=self.activation_function, bias=self.use_bias)
+
+    def probabilities(self) -> ScoreSpec:
+        """How scores become probabilities in every layer."""
+        return replace(
+            self.scores(dropout=self.attn_pdrop),
+            block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
+        )
+
+    def trunk(self, vocab_size: int) -> DecoderSpec:
+        """The whole model."""
+        scores = replace(self.probabilities(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
+        attention = AttentionSpec(
+            self.num_heads, self.head_size, bias=self.use_bias, out_bias=self.use_bias, scores=scores
+        )
+        norm = self.norm()
+        block = BlockSpec(attention, self.mlp(self.mlp_scale), pre_norm=norm, dropout=self.resid_pdrop)
+        embedding = EmbeddingSpec(learned_positions=True, dropout=self.embed_pdrop)
+        return self.decoder(vocab_size, block, norm, embedding=embedding)

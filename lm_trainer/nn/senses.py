@@ -1,0 +1,131 @@
+"""A decoder whose head reads a weighted sum of vectors that belong to single tokens.
+
+Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lm_trainer.nn.attend import attend
+from lm_trainer.nn.attention import cache_bias, causal_bias
+from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.init import Init
+from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
+from lm_trainer.nn.mlp import Mlp
+from lm_trainer.nn.moe import RouterStats
+from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.spec import DecoderSpec, SenseSpec
+
+
+class SenseVectors(nnx.Module):
+    """From the embedding of a token, without its position, to its senses: a residual layer and an MLP."""
+
+    def __init__(self, spec: SenseSpec, dim: int, *, init: Init):
+        self.spec, axis = spec, {"embed": dim}
+        self.input_norm = make_norm(spec.norm, axis, init=init)
+        self.mlp_pre_norm = make_norm(spec.norm, axis, init=init)
+        self.mlp = Mlp(spec.mlp, dim, init=init)
+        self.out_pre_norm = make_norm(spec.norm, axis, init=init)
+        count, width, bias = spec.attention.num_heads, {"mlp": spec.out.hidden_dim}, spec.out.bias
+        self.up = Linear(axis, width, bias=bias, init=init)
+        # One axis for senses and their dimensions, so that this is a matrix like any other.
+        self.down = Linear(width, {"embed": count * dim}, bias=bias, init=init)
+
+    def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """[B, S, N, D] in the dtype of `x_BSD`."""
+        first, second = (None, None) if key is None else jax.random.split(key)
+        y_BSD = x_BSD + dropout(self.input_norm(x_BSD), self.spec.dropout, first)
+        y_BSD = y_BSD + dropout(self.mlp(self.mlp_pre_norm(y_BSD)), self.spec.dropout, second)
+        z_BSM = self.down(ACTIVATIONS[self.spec.out.activation](self.up(self.out_pre_norm(y_BSD))))
+        return z_BSM.reshape(*x_BSD.shape[:-1], -1, x_BSD.shape[-1])
+
+
+class SenseCache(NamedTuple):
+    """What a decoder with senses keeps of past positions."""
+
+    trunk: KvCache
+    senses: KvCache
+    """One layer: the keys of the weights, and the senses in the place of values."""
+
+
+class SenseDecoder(Decoder):
+    """The head reads sum_j sum_n a_nij C(x_j)_n / N at position i (Hewitt et al. 2023, equations 1 and 6 to 8).
+
+    C(x)_n is sense n of token x, and a_n = softmax(q_n k_n^T / sqrt(H)), with q and k from the last hidden state h of
+    the trunk. The division by N is not in the paper but in its models: it makes the sum as large as a sense.
+    """
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        super().__init__(spec, rngs=rngs)
+        assert spec.senses is not None
+        init = Init(rngs, spec.init_std, spec.init_std / math.sqrt(2 * len(spec.blocks)))
+        weights = self.weights = spec.senses.attention
+        heads = {"heads": weights.num_heads, "head_size": weights.head_dim}
+        self.senses = SenseVectors(spec.senses, spec.hidden_dim, init=init)
+        self.q = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
+        self.k = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
+
+    def hidden_and_stats(
+        self,
+        tokens_BS: jax.Array,
+        positions_BS: jax.Array,
+        segments_BS: jax.Array,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """As for `Decoder`."""
+        trunk_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=trunk_key)
+        q_BSNH, k_BSNH = self._queries_and_keys(h_BSD)
+        c_BSND = self.senses(self.embed.rows(tokens_BS).astype(dtype), key=senses_key)
+        return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key), stats
+
+    def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> SenseCache:
+        """As for `Decoder`."""
+        shape = (1, batch_size, capacity, self.weights.num_heads)
+        keys = jnp.zeros((*shape, self.weights.head_dim), dtype)
+        senses = jnp.zeros((*shape, self.spec.hidden_dim), dtype)
+        return SenseCache(super().init_cache(batch_size, capacity, dtype=dtype), KvCache(keys, senses))
+
+    def decode_hidden(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: SenseCache
+    ) -> tuple[jax.Array, SenseCache]:
+        """As for `Decoder`."""
+        h_BTD, trunk = super().decode_hidden(tokens_BT, positions_BT, cache.trunk)
+        q_BTNH, k_BTNH = self._queries_and_keys(h_BTD)
+        c_BTND = self.senses(self.embed.rows(tokens_BT).astype(h_BTD.dtype))
+        senses, k_BCNH, c_BCND = cache.senses.write(0, positions_BT, k_BTNH, c_BTND)
+        bias = cache_bias(positions_BT, cache.senses.k.shape[2])
+        return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(trunk, senses)
+
+    def _queries_and_keys(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q_BSNH, k_BSNH = self.q(h_BSD), self.k(h_BSD)
+        if self.weights.scores.upcast:
+            q_BSNH, k_BSNH = q_BSNH.astype(jnp.float32), k_BSNH.astype(jnp.float32)
+        return q_BSNH * jnp.asarray(self.weights.head_dim**-0.5, q_BSNH.dtype), k_BSNH
+
+    def _weighted(
+        self,
+        q_BSNH: jax.Array,
+        k_BTNH: jax.Array,
+        c_BTND: jax.Array,
+        bias_B1ST: jax.Array,
+        *,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        o_BSND = attend(self.weights, q_BSNH, k_BTNH, c_BTND, bias_B1ST, key=key)
+        return jnp.sum(o_BSND, axis=2) * jnp.asarray(1.0 / self.weights.num_heads, o_BSND.dtype)
+
+
+def build_decoder(spec: DecoderSpec, *, rngs: nnx.Rngs) -> Decoder:
+    """The module that `spec` describes."""
+    return Decoder(spec, rngs=rngs) if spec.senses is None else SenseDecoder(spec, rngs=rngs)
