@@ -11,7 +11,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.processes import gather
 from lm_trainer.lanes import Lanes
-from lm_trainer.microbatch import Devices, MicrobatchPlan
+from lm_trainer.microbatch import Devices, MicrobatchPlan, Sums
 from lm_trainer.train_state import ModelDef, Params
 from lm_trainer.train_step import LossFn
 
@@ -27,10 +27,16 @@ class Evaluator:
     """
 
     def __init__(self, model: ModelDef, loss: LossFn, devices: Devices, plan: MicrobatchPlan):
+        def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
+            del key
+            total, weight, metrics = loss(model.merge(params), batch, None)
+            return Sums({"loss": total, "weight": weight, **metrics}, {})
+
+        cut = devices.cut(sums, ())
+
         def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> dict[str, jax.Array]:
             del step, lane
-            total, weight, metrics = loss(model.merge(params), batch, None)
-            return {"loss": total, "weight": weight, **metrics}
+            return cut(params, batch, jax.random.key(0))[0]
 
         self._lanes = Lanes(lane, devices.groups)
         self._devices, self._plan, self._shapes = devices, plan, model.shapes

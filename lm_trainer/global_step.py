@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.mesh import BATCH_AXES, batch_shards
 from lm_trainer.core.steps import Steps
+from lm_trainer.cut import cut_over_group
 from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
 from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
@@ -55,7 +56,8 @@ class GlobalStep:
         self._key_data = jax.random.key_data(key)
         trainable = placement.shardings.params
         self._everywhere = NamedSharding(placement.mesh, PartitionSpec())
-        self._gradient = loss_and_gradient(model, loss, trainable)
+        function = loss_and_gradient(model, loss, trainable)
+        self._gradient: MicrobatchFn = cut_over_group(function, placement.mesh, placement.layouts, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
         state = (*placement.shardings, self._everywhere)
         self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
@@ -115,6 +117,10 @@ class GlobalStep:
         return Batch(
             *(jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])) for x in local)
         )
+
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """The one program of a step, as `step`."""
+        return {"step": self.compile(batch, step)}
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""

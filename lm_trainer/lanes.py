@@ -20,15 +20,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import LeafLayout
-from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, batch_shards
+from lm_trainer.core.mesh import BATCH_AXES, GROUP_AXES, MESH_AXES, batch_shards
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The devices that compute one microbatch together: one, or one row of the model axis."""
+    """The devices that compute one microbatch together: those along the axes that are not batch axes."""
 
     index: int
     """Position among all batch shards of the mesh."""
@@ -41,12 +42,21 @@ class Group:
 
 
 def local_groups(mesh: Mesh) -> list[Group]:
-    """The batch shards whose devices belong to this process, in the order of the batch."""
+    """The batch shards whose devices belong to this process, in the order of the batch.
+
+    Raises:
+        UserError: when devices of several processes would compute one microbatch.
+    """
     rows = mesh.devices.reshape(batch_shards(mesh), -1)
+    if any(len({device.process_index for device in devices}) > 1 for devices in rows):
+        sizes = " x ".join(f"{a}_axis_size={mesh.shape[a]}" for a in (*GROUP_AXES, "model") if mesh.shape[a] > 1)
+        raise UserError(
+            f"{sizes} needs {rows.shape[1]} devices of one process; make it smaller, or start fewer processes"
+        )
     groups = []
     for index, devices in enumerate(rows):
         if devices[0].process_index == jax.process_index():
-            grid = devices.reshape((1,) * len(BATCH_AXES) + (-1,))
+            grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
             groups.append(Group(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
     return groups
 

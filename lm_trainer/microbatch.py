@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.mesh import batch_shards
+from lm_trainer.core.mesh import BATCH_AXES, batch_shards
 from lm_trainer.core.reduction import TreeSum, sum_over_shards, tree_sum
-from lm_trainer.lanes import Lanes, local_groups, on_group, stack_groups
+from lm_trainer.cut import cut_over_group
+from lm_trainer.lanes import Executable, Lanes, local_groups, on_group, stack_groups
 from lm_trainer.train_state import Params, Placement
 
 
@@ -111,6 +112,10 @@ class Devices:
         compute = {name: NamedSharding(placement.mesh, layout.compute) for name, layout in placement.layouts.items()}
         self._gather = None if compute == placement.rest else jax.jit(lambda p: p, out_shardings=compute)
 
+    def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
+        """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
+        return cut_over_group(function, self.groups[0].mesh, self.placement.layouts, names)
+
     def local_rows(self, plan: MicrobatchPlan) -> range:
         """The rows of the global batch that this process needs."""
         rows = plan.per_shard(self.placement.mesh) * plan.rows
@@ -127,6 +132,15 @@ class Devices:
             cuts = [Batch(*(x[start : start + plan.rows] for x in batch)) for start in starts]
             placed.append(jax.device_put(cuts, group.sharding()))
         return PlacedBatch(plan, placed)
+
+    def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Executable | None:
+        """The program that brings parameters to where they are computed with, None where they rest there."""
+        if self._gather is None:
+            return None
+        rest = self.placement.rest
+        return Executable.make(
+            self._gather, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rest[n]) for n, x in shapes.items()}
+        )
 
     def params_on_groups(self, params: Params) -> list[Params]:
         """The parameters as each local group computes with them."""
@@ -161,7 +175,7 @@ class MicrobatchSum:
     def __init__(self, function: MicrobatchFn, devices: Devices, key: jax.Array, names: Mapping[str, Any]):
         mesh = devices.placement.mesh
         self.devices, self._mesh = devices, mesh
-        self._function, self._key_data = function, jax.random.key_data(key)
+        self._function, self._key_data = devices.cut(function, names), jax.random.key_data(key)
         self._layouts = {name: devices.placement.layouts[name] for name in names}
         self._lanes: dict[int, Lanes] = {}
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
@@ -192,6 +206,17 @@ class MicrobatchSum:
                 sums[i].push(lanes(i, on_groups[i], batch.microbatches[i][j], np.int32(step), lane))
         return self._reduce(self._stack([s.result() for s in sums]))
 
+    def reduction(self, shapes: Mapping[str, jax.ShapeDtypeStruct], scalars: Iterable[str]) -> Executable:
+        """The program that adds over devices, for a tree of these shapes and scalars of these names."""
+
+        def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+            sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
+            return jax.ShapeDtypeStruct((batch_shards(self._mesh), *shape), dtype, sharding=sharding)
+
+        tree = {n: stacked(shapes[n].shape, shapes[n].dtype, layout.compute) for n, layout in self._layouts.items()}
+        whole = PartitionSpec()
+        return Executable.make(self._reduce, Sums({name: stacked((), np.float32, whole) for name in scalars}, tree))
+
     def _stack(self, parts: list[Sums]) -> Sums:
         whole = PartitionSpec()
         return Sums(
@@ -214,6 +239,6 @@ def _lane(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:
     def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
         # The leading axis is that of the batch shards once the groups' results are put together.
-        return jax.tree.map(lambda x: x[None], function(params, batch, key))
+        return jax.tree.map(lambda x: x[None], Sums(*function(params, batch, key)))
 
     return lane

@@ -20,10 +20,12 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
+from lm_trainer.cut import axes_in_use, check_model, check_rows
 from lm_trainer.evaluate import Evaluator
 from lm_trainer.global_step import GlobalStep
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
+from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.lora import attach, is_adapter
 from lm_trainer.nn.loss import token_loss_and_metrics
 from lm_trainer.nn.quantize import quantize
@@ -125,6 +127,7 @@ def plan_program(
     """
     mesh = build_mesh(trainer.mesh_shape(), devices or jax.devices())
     plans = trainer.microbatches()
+    _check_cut(trainer, optimizer, model, mesh)
     layouts = plan_layout(
         {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
         mesh,
@@ -152,6 +155,21 @@ def plan_program(
         averages=trainer.model_averaging is not None,
         freezes=len(trained) < len(model.shapes),
     )
+
+
+def _check_cut(trainer: TrainerConfig, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:
+    """Refuses what the axes that cut a microbatch cannot do."""
+    axes = axes_in_use(mesh)
+    if not axes:
+        return
+    built = nnx.eval_shape(model.build)
+    check_model(built.spec if isinstance(built, Decoder) else None, mesh)
+    if optimizer.curvature is not None:
+        raise UserError(
+            f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1"
+        )
+    for plan in (*trainer.microbatches().values, trainer.eval_plan()):
+        check_rows(plan.rows, mesh)
 
 
 def _curvature(optimizer: OptimizerConfig, loss: LossFn, dtype: Any) -> CurvatureFn | None:
@@ -245,10 +263,17 @@ def promise(trainer: TrainerConfig, mesh: Mesh) -> str | None:
             "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
             "same processes and with the same mesh; on others the losses are close, and part over the steps"
         )
-    if mesh.shape["model"] == 1:
+    sums = {
+        "model": "tensor parallelism adds",
+        "context": "devices that share positions add, and draw dropout,",
+        "expert": "devices that share experts add, and draw dropout,",
+        "pipeline": "pipeline stages add, and draw dropout,",
+    }
+    axes = [axis for axis in sums if mesh.shape[axis] > 1]
+    if not axes:
         return None
-    others = ", ".join(BATCH_AXES)
+    sizes = ", ".join(f"{axis}_axis_size={mesh.shape[axis]}" for axis in axes)
     return (
-        f"tensor parallelism adds inside the model: bits are equal for model_axis_size={mesh.shape['model']} and any "
-        f"sizes of {others}, and close, not equal, to those of other model axis sizes"
+        f"{' and '.join(sums[axis] for axis in axes)} inside a microbatch: bits are equal for {sizes} and any sizes of "
+        f"{', '.join(BATCH_AXES)}, and close, not equal, to those of other sizes"
     )

@@ -87,6 +87,10 @@ class Step(Protocol):
         """This process's rows of the global batch of `step` on their devices."""
         ...
 
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """The programs of a step by name, to be looked at; arguments as for `compile`."""
+        ...
+
     def gradient(self, state: TrainState, batch: Any) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
         ...
@@ -143,6 +147,15 @@ class TrainStep:
     def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
         """This process's rows of the global batch of `step` on their devices."""
         return self.devices.put(batch, self.plans.at(step))
+
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """What runs before the update: `gather` where parameters are cut at rest, `lane`, and `reduction`."""
+        gather = self.devices.gathering(self._shapes)
+        return {
+            **({} if gather is None else {"gather": gather}),
+            "lane": self.compile(batch, step),
+            "reduction": self._gradient.reduction(self._shapes, ("loss", "weight")),
+        }
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""

@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_valida
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config
-from lm_trainer.core.mesh import BATCH_AXES, MeshShape, check_logical_axis, parse_rules
+from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, RULE_AXES, MeshShape, check_logical_axis, parse_rules
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
 from lm_trainer.data.cluster import RayConfig
@@ -24,6 +24,9 @@ from lm_trainer.watchdog import WatchdogConfig
 
 Resources = dict[str, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
+
+_CUT_BY = {"layers": "pipeline", "experts": "expert"}
+"""The logical axes of parameters that a mesh axis cuts without a rule."""
 
 
 class TrainerConfig(Config):
@@ -125,6 +128,14 @@ class TrainerConfig(Config):
     model_axis_size: PositiveInt = 1
     """Devices that share one copy of the model by tensor parallelism."""
     replica_ici_axis_size: PositiveInt = 1
+    context_axis_size: PositiveInt = 1
+    """Devices that share the positions of each row: sequence length and activations are cut, keys and values are
+    gathered for attention."""
+    expert_axis_size: PositiveInt = 1
+    """Devices that share the experts of each layer, and the rows of a microbatch."""
+    pipeline_axis_size: PositiveInt = 1
+    """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
+    (GPipe, Huang et al. 2019)."""
     """Copies of the state inside a slice; the data axis takes the devices that remain."""
     replica_dcn_axis_size: PositiveInt = 1
     """Copies of the state over slices that a slower network connects."""
@@ -159,7 +170,8 @@ class TrainerConfig(Config):
     @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
     @classmethod
     def _axes_exist(cls, value: Resources, info: Any) -> Resources:
-        if "batch" in parse_rules(value, key=info.field_name):
+        options = MESH_AXES if info.field_name == "parameter_axis_resources" else RULE_AXES
+        if "batch" in parse_rules(value, key=info.field_name, options=options):
             raise ValueError(f"{info.field_name}: the batch is always cut over {', '.join(BATCH_AXES)}; remove 'batch'")
         return value
 
@@ -187,6 +199,11 @@ class TrainerConfig(Config):
         if self.tensor_parallel_axes and self.model_axis_size == 1:
             raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
         return self
+        for axis in self._cut_axes():
+            if axis in {**self.axis_resources, **self.parameter_axis_resources, **self.compute_axis_resources}:
+                raise ValueError(
+                    f"{_CUT_BY[axis]}_axis_size already says how {axis!r} is cut; remove it from the rules"
+                )
 
     @property
     def batch_schedule(self) -> BatchSchedule:
@@ -220,19 +237,31 @@ class TrainerConfig(Config):
 
     def mesh_shape(self) -> MeshShape:
         """The mesh axes whose sizes are set here."""
-        return MeshShape(self.replica_dcn_axis_size, self.replica_ici_axis_size, self.model_axis_size)
+        return MeshShape(
+            replica_dcn=self.replica_dcn_axis_size,
+            replica=self.replica_ici_axis_size,
+            pipeline=self.pipeline_axis_size,
+            context=self.context_axis_size,
+            expert=self.expert_axis_size,
+            model=self.model_axis_size,
+        )
+
+    def _cut_axes(self) -> dict[str, tuple[str, ...]]:
+        """The logical axes that `pipeline_axis_size` and `expert_axis_size` cut, with their mesh axes."""
+        sizes = self.mesh_shape()._asdict()
+        return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
 
     def compute_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes during computation."""
         tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
-        return {"batch": BATCH_AXES, **tensor, **shared, **own}
+        return {"batch": BATCH_AXES, **tensor, **shared, **own, **self._cut_axes()}
 
     def param_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes for the state at rest."""
         tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
         shared = parse_rules(self.axis_resources, key="axis_resources")
-        own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources")
+        own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)
         axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
-        return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own}
+        return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own, **self._cut_axes()}

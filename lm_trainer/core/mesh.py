@@ -16,9 +16,13 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from lm_trainer.core.errors import UserError
 
-MESH_AXES = ("replica_dcn", "replica", "data", "model")
 BATCH_AXES = ("replica_dcn", "replica", "data")
-"""The mesh axes that the rows of a batch are cut over, outermost first."""
+"""The mesh axes that the microbatches of a batch are cut over, outermost first."""
+GROUP_AXES = ("pipeline", "context", "expert")
+"""The mesh axes that cut one microbatch, each in a way of its own: its layers, its positions, its experts."""
+MESH_AXES = (*BATCH_AXES, *GROUP_AXES, "model")
+RULE_AXES = (*BATCH_AXES, "model")
+"""The mesh axes that rules may cut logical axes over."""
 LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
 
 AxisRules = Mapping[str, tuple[str, ...]]
@@ -30,6 +34,9 @@ class MeshShape(NamedTuple):
 
     replica_dcn: int = 1
     replica: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
     model: int = 1
 
 
@@ -41,13 +48,15 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     """
     fixed = math.prod(shape)
     if len(devices) % fixed:
+        keys = {"replica": "replica_ici_axis_size"}
+        sizes = {keys.get(axis, f"{axis}_axis_size"): size for axis, size in shape._asdict().items() if size > 1}
         raise UserError(
-            f"{len(devices)} devices cannot be divided into replica_dcn_axis_size={shape.replica_dcn} x "
-            f"replica_ici_axis_size={shape.replica} x model_axis_size={shape.model}; "
+            f"{len(devices)} devices cannot be divided into "
+            f"{' x '.join(f'{key}={size}' for key, size in sizes.items())}; "
             f"the number of devices must be a multiple of {fixed}"
         )
-    sizes = (shape.replica_dcn, shape.replica, len(devices) // fixed, shape.model)
-    grid = np.asarray(devices, dtype=object).reshape(sizes)
+    free = {"data": len(devices) // fixed, **shape._asdict()}
+    grid = np.asarray(devices, dtype=object).reshape([free[axis] for axis in MESH_AXES])
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -56,19 +65,23 @@ def batch_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def parse_rules(resources: Mapping[str, str | Sequence[str]], *, key: str) -> dict[str, tuple[str, ...]]:
-    """Checks a mapping from logical axes to mesh axes as a user wrote it under `key`.
+def parse_rules(
+    resources: Mapping[str, str | Sequence[str]], *, key: str, options: Sequence[str] = RULE_AXES
+) -> dict[str, tuple[str, ...]]:
+    """Checks a mapping from logical axes to mesh axes, of `options`, as a user wrote it under `key`.
 
     Raises:
-        ValueError: for a logical or mesh axis that does not exist, with a suggestion.
+        ValueError: for a logical or mesh axis that does not exist or cannot be used, with a suggestion.
     """
     rules = {}
     for logical, physical in resources.items():
         check_logical_axis(logical, key=key)
         axes = (physical,) if isinstance(physical, str) else tuple(physical)
         for axis in axes:
-            if axis not in MESH_AXES:
-                raise ValueError(f"{key}: unknown mesh axis {axis!r}{_near(axis, MESH_AXES)}")
+            if axis in MESH_AXES and axis not in options:
+                raise ValueError(f"{key}: {axis}_axis_size alone says what the mesh axis {axis!r} cuts; remove it")
+            if axis not in options:
+                raise ValueError(f"{key}: unknown mesh axis {axis!r}{_near(axis, options)}")
         rules[logical] = axes
     return rules
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.group import gather
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
 
@@ -83,6 +84,8 @@ def attend(
     """
     choice = choose_backend(spec, jax.default_backend(), v_BTKH.dtype)
     _announce(choice)
+    # Where devices share the positions of a row, each has the keys and values of its own.
+    k_BTKH, v_BTKH = gather(k_BTKH, "context", 1), gather(v_BTKH, "context", 1)
     if choice.backend == "cudnn":
         bias = bias_BNST.astype(v_BTKH.dtype)
         return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias, scale=1.0, implementation="cudnn")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.core.group import axis_index, axis_size, gather
 from lm_trainer.nn.attend import attend
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
@@ -49,7 +50,7 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
 def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
     """For rows that attend to themselves."""
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
-    return Context(positions_BS, positions_BS, biases, segments_BS >= 0)
+    return Context(positions_BS, gather(positions_BS, "context", 1), biases, segments_BS >= 0)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
@@ -60,11 +61,17 @@ def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, c
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
-    """[B, 1, S, S]: a query sees itself and what stands before it in the same segment of its row."""
-    at = jnp.arange(segments_BS.shape[1])
-    allowed_BST = (at[:, None] >= at[None, :]) & (segments_BS[:, :, None] == segments_BS[:, None, :])
+    """[B, 1, S, T]: a query sees itself and what stands before it in the same segment of its row.
+
+    T is S, or where the positions of a row are cut over devices, those of all of them.
+    """
+    segments_BT = gather(segments_BS, "context", 1)
+    at_S = at_T = jnp.arange(segments_BT.shape[1])
+    if axis_size("context") > 1:
+        at_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])
+    allowed_BST = (at_S[:, None] >= at_T[None, :]) & (segments_BS[:, :, None] == segments_BT[:, None, :])
     if window:
-        allowed_BST = allowed_BST & (at[:, None] - at[None, :] < window)
+        allowed_BST = allowed_BST & (at_S[:, None] - at_T[None, :] < window)
     return _bias(allowed_BST)
 
 

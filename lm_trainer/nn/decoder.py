@@ -12,12 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.core.group import axis_size
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 
@@ -103,6 +105,9 @@ class Decoder(nnx.Module):
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         x_BSD = dropout(x_BSD, self.spec.embedding.dropout, embed_key)
+        if axis_size("pipeline") > 1:
+            x_BSD = run_stages(self.spec, self.blocks, x_BSD, positions_BS, segments_BS, key=blocks_key)
+            return self.final_norm(x_BSD), None
         context = make_context(self.spec.blocks, positions_BS, segments_BS)
         x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
         return self.final_norm(x_BSD), stats

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.group import total
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import MoeSpec
 
@@ -62,8 +63,8 @@ def token_loss_and_metrics(
     if stats is None:
         return loss, weight, {}
     routers = sum(isinstance(block.mlp, MoeSpec) for block in model.spec.blocks)
-    tokens = jnp.maximum(jnp.sum(jnp.asarray(batch.segments) >= 0), 1).astype(jnp.float32)
-    means = jax.tree.map(lambda total: total * (weight / (routers * tokens)), stats)
+    tokens = jnp.maximum(total(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
+    means = jax.tree.map(lambda share: share * (total(weight) / (routers * tokens)), stats)
     metrics = {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
     return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.core.group import axis_index, axis_size, gather, scatter_sum, total
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.spec import MoeSpec
@@ -52,28 +53,49 @@ class Moe(nnx.Module):
         """The result and what the router did with the tokens of `counted_BS`, which is boolean."""
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        logits_ME = x_MD.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        router_DE = gather(self.router[...], "expert", 1)
+        logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
         weights_MK, experts_MK = jax.lax.top_k(probs_ME, spec.top_k)
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
-        y_MKD = self._compute(x_MD, experts_MK)
-        y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
+        y_MD = self._mixed(x_MD, experts_MK, weights_MK)
         stats = _stats(spec, logits_ME, probs_ME, experts_MK, counted_BS.reshape(-1))
         return y_MD.reshape(x_BSD.shape), stats
 
+    def _mixed(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        """The sum of what each token's experts make of it, by weight.
+
+        Where devices share the experts, each computes its own for the tokens of all, and gets back the sums of its own
+        tokens: whatever the router chooses, nothing is dropped, and nothing but tokens travels.
+        """
+        x_MD, experts_MK, weights_MK = (gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
+        y_MKD = self._compute(x_MD, experts_MK)
+        y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
+        return scatter_sum(y_MD, "expert", 0)
+
     def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
-        """What each token's experts make of it, [M, K, D]: the assignments in the order of the experts, and back."""
-        dtype, top_k = x_MD.dtype, self.spec.top_k
-        experts_A = experts_MK.reshape(-1)
+        """What each token's experts make of it, [M, K, D]: the assignments in the order of the experts, and back.
+
+        Experts of other devices make zeros.
+        """
+        dtype, top_k, shared = x_MD.dtype, self.spec.top_k, axis_size("expert") > 1
+        experts_A, count = experts_MK.reshape(-1), self.gate[...].shape[0]
+        if shared:
+            experts_A = experts_A - axis_index("expert") * count
+            experts_A = jnp.where((experts_A >= 0) & (experts_A < count), experts_A, count)
         order_A = jnp.argsort(experts_A, stable=True)
         inverse_A = jnp.argsort(order_A, stable=True)
-        counts_E = jnp.bincount(experts_A, length=self.spec.num_experts).astype(jnp.int32)
+        counts_E = jnp.bincount(experts_A, length=count + shared)[:count].astype(jnp.int32)
         x_AD = _permute(jnp.repeat(x_MD, top_k, axis=0), order_A, inverse_A)
+        # What a product of groups makes of rows in no group is not said.
+        mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
+        x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
         gate_AF = jax.lax.ragged_dot(x_AD, self.gate[...].astype(dtype), counts_E)
         up_AF = jax.lax.ragged_dot(x_AD, self.up[...].astype(dtype), counts_E)
         h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
         y_AD = jax.lax.ragged_dot(h_AF, self.down[...].astype(dtype), counts_E)
+        y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 
 
@@ -98,12 +120,13 @@ _permute.defvjp(_permute_forward, _permute_backward)
 def _stats(
     spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, counted_M: jax.Array
 ) -> RouterStats:
+    # Devices that share a microbatch report shares that add up: what is not linear is of the whole microbatch.
     counted_M1 = counted_M.astype(jnp.float32)[:, None]
     tokens = jnp.sum(counted_M1)
-    one = 1.0 / jnp.maximum(tokens, 1.0)
+    one = 1.0 / jnp.maximum(total(tokens), 1.0)
     chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts), axis=1)
-    load_E = one * jnp.sum(chosen_ME * counted_M1, axis=0)
-    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * tokens
+    load_E = one * total(jnp.sum(chosen_ME * counted_M1, axis=0))
+    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * total(tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * counted_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

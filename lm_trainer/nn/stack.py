@@ -46,7 +46,7 @@ def build_blocks(spec: DecoderSpec, *, init: Init) -> nnx.Dict:
     return nnx.Dict({str(j): stacked(functools.partial(build, j), keys[j :: spec.period]) for j in slots})
 
 
-def run_blocks(
+def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     spec: DecoderSpec,
     blocks: nnx.Dict,
     x_BSD: jax.Array,
@@ -54,15 +54,19 @@ def run_blocks(
     *,
     key: jax.Array | None = None,
     cache: KvCache | None = None,
+    first: jax.Array | None = None,
 ) -> _Carry:
     """Runs all layers in order; with a cache nothing is rematerialised, since no gradient is taken.
 
+    `first` is the number of the first layer, where the spec is that of a part of a model.
+
     Returns the stream, the cache, and the sums over layers of what routers did, None without routers.
     """
-    slots = [blocks[str(j)] for j in range(spec.period)]
+    slots = [blocks[str(j)] for j in range(len(blocks))]
     apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
 
     def run(carry: _Carry, block: Block, layer: jax.Array | int) -> _Carry:
+        layer = layer if first is None else first + layer
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 

@@ -39,6 +39,7 @@ MODEL = {
     "gradient_checkpointing": False,
 }
 UP = "blocks.0.mlp.up.weight"
+MIXTRAL = {"type": "mixtral", "num_kv_heads": 1, "intermediate_dim": 8, "n_routed_experts": 2}
 
 
 def config(*, model: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
@@ -111,6 +112,13 @@ BOTH, MODEL_AXIS = PartitionSpec(None, "data", "model"), PartitionSpec(None, Non
         ({"model_axis_size": 2, "axis_resources": {"mlp": "model"}}, BOTH, MODEL_AXIS),
         ({"model_axis_size": 2, "parameter_axis_resources": {"mlp": "model"}}, BOTH, WHOLE),
         ({"model_axis_size": 2, "compute_axis_resources": {"mlp": "model"}}, CUT, MODEL_AXIS),
+        ({"context_axis_size": 2}, CUT, WHOLE),
+        (
+            {"context_axis_size": 2, "parameter_axis_resources": {"mlp": "context"}},
+            PartitionSpec(None, "data", "context"),
+            WHOLE,
+        ),
+        ({"pipeline_axis_size": 2}, PartitionSpec("pipeline", "data", None), PartitionSpec("pipeline", None, None)),
     ],
     ids=str,
 )
@@ -122,17 +130,20 @@ def test_where_a_parameter_lies(trainer: dict[str, Any], rest: PartitionSpec, co
 @pytest.mark.parametrize(
     ("trainer", "sizes"),
     [
-        ({}, (1, 1, 8, 1)),
-        ({"replica_dcn_axis_size": 4}, (4, 1, 2, 1)),
-        ({"replica_ici_axis_size": 2}, (1, 2, 4, 1)),
-        ({"model_axis_size": 8}, (1, 1, 1, 8)),
+        ({}, {"data": 8}),
+        ({"replica_dcn_axis_size": 4}, {"replica_dcn": 4, "data": 2}),
+        ({"replica_ici_axis_size": 2}, {"replica": 2, "data": 4}),
+        ({"model_axis_size": 8}, {"model": 8}),
+        ({"context_axis_size": 4}, {"data": 2, "context": 4}),
+        ({"pipeline_axis_size": 2}, {"data": 4, "pipeline": 2}),
+        ({"expert_axis_size": 2, "model": MIXTRAL}, {"data": 4, "expert": 2}),
     ],
     ids=str,
 )
 def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: tuple[int, ...]) -> None:
     mesh = build_program(config(**trainer), VOCAB).placement.mesh
-    assert tuple(mesh.shape.values()) == sizes
-    assert tuple(mesh.shape) == ("replica_dcn", "replica", "data", "model")
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
+    assert list(mesh.devices.flat) == jax.devices()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +170,8 @@ def test_how_a_batch_is_cut(trainer: dict[str, Any], plan: tuple[int, int], rows
         ({"batch_axis": "rows"}, "the only batch axis is 'batch'"),
         ({"axis_resources": {"batch": "data"}}, "axis_resources: the batch is always cut over replica_dcn"),
         ({"tensor_parallel_axes": ["mlp"]}, "no effect while model_axis_size is 1"),
+        ({"axis_resources": {"mlp": "context"}}, "context_axis_size alone says what the mesh axis 'context' cuts"),
+        ({"expert_axis_size": 2, "axis_resources": {"experts": "model"}}, "expert_axis_size already says how"),
         ({"train_batch_size": 30}, "set allow_nondivisible_batch_size"),
         ({"load_checkpoint": False, "load_checkpoint_path": "x"}, "no effect while load_checkpoint is false"),
         ({"initialize_from": "y", "load_checkpoint_path": "x"}, "not both"),

@@ -6,12 +6,12 @@ from jax.sharding import PartitionSpec
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
-from lm_trainer.core.mesh import MeshShape, build_mesh, parse_rules, partition_spec
+from lm_trainer.core.mesh import MESH_AXES, MeshShape, build_mesh, parse_rules, partition_spec
 
 
 def test_the_data_axis_takes_the_devices_that_remain() -> None:
     mesh = build_mesh(MeshShape(replica_dcn=2, replica=1, model=2), jax.devices())
-    assert dict(mesh.shape) == {"replica_dcn": 2, "replica": 1, "data": 2, "model": 2}
+    assert {axis: size for axis, size in mesh.shape.items() if size > 1} == {"replica_dcn": 2, "data": 2, "model": 2}
     assert list(mesh.devices.flat) == jax.devices()
 
 
@@ -25,6 +25,12 @@ def test_unknown_axes_are_refused_with_a_suggestion() -> None:
         parse_rules({"embd": "data"}, key="axis_resources")
     with pytest.raises(ValueError, match="unknown mesh axis 'dat'; did you mean 'data'"):
         parse_rules({"embed": "dat"}, key="axis_resources")
+
+
+def test_axes_that_cut_by_themselves_are_refused_in_rules() -> None:
+    with pytest.raises(ValueError, match="context_axis_size alone says what the mesh axis 'context' cuts; remove it"):
+        parse_rules({"mlp": "context"}, key="axis_resources")
+    assert parse_rules({"mlp": "context"}, key="parameter_axis_resources", options=MESH_AXES) == {"mlp": ("context",)}
 
 
 def test_two_logical_axes_on_one_mesh_axis_are_refused() -> None:

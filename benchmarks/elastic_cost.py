@@ -1,0 +1,221 @@
+"""What elastic determinism costs: step time, memory and traffic of `determinism: elastic` against `fast`.
+
+The two train the same model with the same global batch, and take turns step by step, so that a machine whose speed
+drifts slows both. `fast` computes a device's rows at once, or, as the second twin, in the microbatches of `elastic`.
+
+    python benchmarks/elastic_cost.py                  # 1, 2, 4 and 8 emulated devices, or as many GPUs as there are
+    python benchmarks/elastic_cost.py --devices 1 --results benchmarks/results/elastic_cost.md
+
+Emulated devices share the cores of the machine: with more devices than cores, times show the overhead of dividing the
+work, not its gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+VOCAB = 2048
+KINDS: dict[str, dict[str, Any]] = {
+    "elastic": {},
+    "fast": {"determinism": "fast"},
+    "fast in microbatches": {"determinism": "fast", "microbatches": True},
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one kind of step on some devices."""
+
+    seconds: list[float]
+    temporary: float
+    """Bytes, of the program with the largest temporary memory, on each device."""
+    sent: dict[str, float]
+    """Bytes that each device sends in a step, by collective."""
+
+
+def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
+    """The program of a GPT-2 of `size`."""
+    import jax
+
+    from lm_trainer.config.run import RunConfig
+    from lm_trainer.program import build_program
+
+    settings = dict(KINDS[kind])
+    rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
+    model = {"type": "gpt2", "seq_len": size.seq_len, "hidden_dim": size.hidden, "num_layers": size.layers}
+    config = RunConfig.model_validate(
+        {
+            "model": {**model, "num_heads": size.hidden // 64, "scan_layers": True, "gradient_checkpointing": False},
+            "data": {"tokenizer": "bytes"},
+            "trainer": {"train_batch_size": size.batch, "mp": size.mp, **rows, **settings},
+            "optimizer": {"type": "adam", "learning_rate": 1e-3},
+        }
+    )
+    return build_program(config, VOCAB, jax.devices()[:devices])
+
+
+def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
+    """A function that runs one step and returns how many seconds it took."""
+    import jax
+
+    from lm_trainer.bench import random_batch
+
+    batch = random_batch(size.batch, size.seq_len, VOCAB)
+    program.step.compile(batch)
+    placed, state = program.step.put(batch), program.init()
+
+    def run() -> float:
+        nonlocal state
+        started = time.perf_counter()
+        state, metrics = program.step(state, placed, 1e-3)
+        jax.block_until_ready((state.params, metrics))
+        return time.perf_counter() - started
+
+    return run
+
+
+def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
+    """All kinds on some devices, in turn."""
+    from lm_trainer.bench import random_batch
+    from lm_trainer.profile.collectives import bytes_sent
+
+    kinds = [kind for kind in KINDS if not (kind == "fast in microbatches" and devices == 8)]
+    programs = {kind: plan(kind, devices, size) for kind in kinds}
+    runs = {kind: steps_of(program, size) for kind, program in programs.items()}
+    for run in runs.values():
+        # The first compiles what the others reuse.
+        run()
+        run()
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(size.pairs):
+        for kind in kinds if turn % 2 else reversed(kinds):
+            seconds[kind].append(runs[kind]())
+    costs = {}
+    for kind, program in programs.items():
+        parts = program.step.programs(random_batch(size.batch, size.seq_len, VOCAB))
+        sent: dict[str, float] = {}
+        for executable in parts.values():
+            for name, count in bytes_sent(executable.hlo()).items():
+                sent[name] = sent.get(name, 0.0) + count
+        memory = [part.memory() for part in parts.values()]
+        temporary = max((m.temp_size_in_bytes for m in memory if m is not None), default=float("nan"))
+        costs[kind] = Cost(seconds[kind], temporary, sent)
+    return costs
+
+
+def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
+    """The most memory that a device held over some steps, where the backend tells; in a process of its own."""
+    command = [sys.executable, __file__, "--peak-of", kind, "--devices", str(devices), *size.shape]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def rows(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
+    """The lines of the table."""
+    import jax
+
+    with_peak = jax.devices()[0].memory_stats() is not None
+    yield (
+        "| devices | step | median ms | spread ms | against fast | temporary MiB | peak MiB | sent MiB | of a ring's |"
+    )
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|"
+    for devices in counts:
+        costs = measure(devices, size)
+        ring = 2 * (devices - 1) / devices * parameter_bytes(size)
+        for kind, cost in costs.items():
+            pairs = [a / b for a, b in zip(cost.seconds, costs["fast"].seconds, strict=True)]
+            low, _, high = statistics.quantiles(cost.seconds, n=4)
+            sent = sum(cost.sent.values())
+            peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
+            yield (
+                f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
+                f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {statistics.median(pairs):.3f} "
+                f"| {cost.temporary / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
+                f"| {f'{sent / ring:.2f}' if ring else '-'} |"
+            )
+
+
+def parameter_bytes(size: argparse.Namespace) -> float:
+    """Of the parameters as they travel."""
+    shapes = plan("elastic", 1, size).model.shapes.values()
+    return float(sum(x.size * x.dtype.itemsize for x in shapes))
+
+
+def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
+    import jax
+
+    device = jax.devices()[0]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "# What elastic determinism costs"
+    yield ""
+    yield f"`python benchmarks/elastic_cost.py {' '.join(size.shape)}` on {device.device_kind} ({device.platform}),"
+    yield f"{platform.platform()}, {cores} CPU cores; Python {platform.python_version()}, {packages}."
+    yield f"Commit {commit()}. GPT-2 of {size.layers} layers and width {size.hidden}, {size.mp}, with"
+    yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.batch} rows of {size.seq_len} tokens;"
+    yield f"{size.pairs} steps of each kind in turn."
+    yield ""
+    yield from rows(counts, size)
+    yield ""
+    yield "Times: medians and quartiles; `against fast` is the median over the turns of a step's time by that of `fast`"
+    yield "in the same turn. Temporary memory: XLA's, of the largest program. Sent: by each device in a step, read from"
+    yield "the compiled programs; a ring sends 2 (n - 1) / n times the parameters, to gather them and to add gradients."
+    if device.platform == "cpu":
+        yield f"Emulated devices share {cores} cores: beyond that many devices, times show overhead only."
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--devices", type=int, nargs="*", help="how many; by default 1, 2, 4, 8 as far as there are any"
+    )
+    parser.add_argument("--pairs", type=int, default=12, help="steps of each kind")
+    parser.add_argument("--batch", type=int, default=32, help="rows in the global batch, a multiple of 8")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--mp", default="f32", help="as trainer.mp")
+    parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--peak-of", choices=list(KINDS), help=argparse.SUPPRESS)
+    size = parser.parse_args()
+    names = ("pairs", "batch", "seq_len", "hidden", "layers", "mp")
+    size.shape = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    if size.peak_of:
+        run = steps_of(plan(size.peak_of, size.devices[0], size), size)
+        for _ in range(4):
+            run()
+        stats = [device.memory_stats() for device in jax.devices()[: size.devices[0]]]
+        print(max(s["peak_bytes_in_use"] for s in stats))
+        return
+    counts = size.devices or [n for n in (1, 2, 4, 8) if n <= jax.device_count()]
+    lines = []
+    for line in report(counts, size):
+        print(line, flush=True)
+        lines.append(line)
+    if size.results:
+        size.results.parent.mkdir(parents=True, exist_ok=True)
+        size.results.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Layers cut over devices, each with a run of them, through which the rows of a microbatch flow (GPipe).
+
+Shape letters: B rows of this device, R rows of all stages, S positions, D hidden dimension, L turns of the schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lm_trainer.core.group import axis_index, axis_size, gather, scatter_sum
+from lm_trainer.nn.attention import make_context
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stack import run_blocks
+
+
+def run_stages(
+    spec: DecoderSpec,
+    blocks: nnx.Dict,
+    x_BSD: jax.Array,
+    positions_BS: jax.Array,
+    segments_BS: jax.Array,
+    *,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The stream after all layers, in `shard_map` over `pipeline`; before and after, each device has rows of its own.
+
+    One row is computed at a time: at turn t, stage s has row t - s, and hands it on (Huang et al. 2019). With R rows
+    and P stages, P - 1 of R + P - 1 turns of each device are idle, and it keeps what R rows need for the gradient.
+
+    Args:
+        spec: of the whole model, whose layers are a multiple of P repeats of their period, without routers.
+        blocks: this device's layers.
+        x_BSD: what enters the first layer.
+        positions_BS: as for `Decoder`.
+        segments_BS: as for `Decoder`.
+        key: for dropout; None switches it off.
+    """
+    stages, stage = axis_size("pipeline"), axis_index("pipeline")
+    mine = dataclasses.replace(spec, blocks=spec.blocks[: len(spec.blocks) // stages])
+    first = stage * len(mine.blocks)
+    x_RSD, positions_RS, segments_RS = (gather(x, "pipeline", 0) for x in (x_BSD, positions_BS, segments_BS))
+    rows = x_RSD.shape[0]
+
+    def turn(arrived_1SD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # A stage that has no row, at the start and at the end, computes one whose result nobody reads.
+        row = jnp.clip(t - stage, 0, rows - 1)
+        here = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)  # noqa: E731
+        entering_1SD = jnp.where(stage == 0, here(x_RSD), arrived_1SD)
+        context = make_context(spec.blocks, here(positions_RS), here(segments_RS))
+        turn_key = None if key is None else jax.random.fold_in(key, t)
+        y_1SD, _, _ = run_blocks(mine, blocks, entering_1SD, context, key=turn_key, first=first)
+        return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
+
+    _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
+    y_RSD = jnp.where(stage == stages - 1, y_L1SD[stages - 1 :, 0], 0)
+    return scatter_sum(y_RSD, "pipeline", 0)
