@@ -56,6 +56,7 @@ class CheckpointStore:
         self.directory = directory.absolute()
         self._config = config
         self._saved_at = time.monotonic()
+        self._saving: Any = None
         if is_lead():
             make_writable(self.directory, "trainer.checkpointer.base_path")
             for trash in self.directory.glob(f"{_TRASH}*"):
@@ -91,7 +92,9 @@ class CheckpointStore:
         meta = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
         meta["checksum"] = _checksum(meta)
         try:
-            self._orbax.save_checkpointables_async(step, {"state": arrays}, force=True, custom_metadata=meta)
+            self._saving = self._orbax.save_checkpointables_async(
+                step, {"state": arrays}, force=True, custom_metadata=meta
+            )
         except Exception as error:
             raise self._save_failed(error) from error
         self._saved_at = time.monotonic()
@@ -102,7 +105,11 @@ class CheckpointStore:
         Raises:
             MachineError: when it failed.
         """
+        # A save has a thread and three open files of its own until it is asked for its result.
+        saving, self._saving = self._saving, None
         try:
+            if saving is not None:
+                saving.result()
             self._orbax.wait()
         except Exception as error:
             raise self._save_failed(error) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -111,6 +112,17 @@ def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: P
     saved(directory, 3, 7, 10, 12, 20, 23, 25, config=config).close()
     assert committed_steps(directory) == [10, 20, 25]
     assert not [p.name for p in directory.iterdir() if p.name.startswith(".trash")]
+
+
+def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
+    store = saved(directory, 1, 2)
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for step in range(3, 9):
+        store.save(step, arrays(step, sharded(8)), {})
+    store.wait()
+    after = len(os.listdir("/proc/self/fd")), threading.active_count()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 2
 
 
 def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) -> None:
