@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -84,6 +85,14 @@ def test_a_file_system_without_locks_is_told_and_used(
     assert "its file system has no locks (No locks available)" in caplog.text
 
 
+@pytest.fixture
+def _private() -> Iterator[None]:
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("_private")
 def test_what_is_saved_and_what_is_read_of_what_was_saved(caplog: pytest.LogCaptureFixture) -> None:
     with Trainer(settings(), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
@@ -95,6 +104,8 @@ def test_what_is_saved_and_what_is_read_of_what_was_saved(caplog: pytest.LogCapt
             save_state(trainer.store, state._replace(step=9, params=spoilt), trainer.program, {})
         assert trainer.store.steps() == [3, 6]
 
+    open_to_others = [path for path in Path().rglob("*") if path.stat().st_mode & 0o077]
+    assert open_to_others == [], "files and directories of a run follow the umask"
     newest = Path("checkpoints/own/6")
     (newest / "_CHECKPOINT_METADATA").unlink()
     with Trainer(settings(id="other", load_checkpoint_path="checkpoints/own"), OPTIMIZER, loss) as trainer:
