@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import signal
 import socket
@@ -22,6 +21,13 @@ PATIENCE = 15.0
 _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+# A program of its own, since a function between fork and exec may deadlock in a process with threads.
+_END_WITH_PARENT = (
+    sys.executable,
+    "-Sc",
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)}); "
+    "os.execvp(sys.argv[1], sys.argv[1:])",
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -59,14 +65,13 @@ class Child:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], directory: str):
         self._process = subprocess.Popen(
-            command,
+            [*_END_WITH_PARENT, *command] if sys.platform == "linux" else command,
             env=dict(environ),
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -93,16 +98,9 @@ class Child:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line.decode(errors="replace").rstrip("\r\n"))
-
-
-if sys.platform == "linux":
-    _libc = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.decode(errors="replace").rstrip("\r\n"))
 
 
 def free_address(host: str = "127.0.0.1") -> str:

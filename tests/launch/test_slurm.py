@@ -1,0 +1,184 @@
+"""What SLURM is asked for, and what a process finds in the environment that SLURM gives it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.distributed import DistributedConfig, find_cluster
+from lm_trainer.launch.slurm import SlurmJob, batch_script, submit
+from tests.conftest import RunLmt
+
+STEP = {
+    "SLURM_JOB_ID": "812",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+def fake(directory: Path, name: str, text: str) -> None:
+    """A program of this name, first on the path."""
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.fixture
+def bin_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
+    return directory
+
+
+def test_the_script_asks_for_what_was_given() -> None:
+    job = SlurmJob("nano", 16, 2, gpus_per_node=8, cpus_per_process=6, time="1-00", notice=90, extra=("--mem=0",))
+    lines = batch_script(job, ["lmt", "train", "a b.yaml"], Path("/shared")).splitlines()
+    asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")}
+    assert asked == {
+        "--job-name=nano",
+        "--chdir=/shared",
+        "--nodes=2",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--cpus-per-task=6",
+        "--time=1-00",
+        "--signal=TERM@90",
+        "--open-mode=append",
+        "--requeue",
+        "--mem=0",
+    }
+    assert "srun --cpus-per-task=6 --kill-on-bad-exit=0 --wait=300 --label lmt train 'a b.yaml'" in lines
+
+
+@pytest.mark.parametrize(("code", "requeue", "again"), [(75, True, True), (75, False, False), (1, True, False)])
+def test_a_stopped_job_is_queued_again(bin_first: Path, tmp_path: Path, code: int, requeue: bool, again: bool) -> None:
+    fake(bin_first, "srun", f'kill -TERM $PPID; sleep 0.2; echo "ran $*"; exit {code}')
+    fake(bin_first, "scontrol", 'echo "scontrol $*"')
+    script = batch_script(SlurmJob("nano", 2, requeue=requeue), ["lmt", "train"], tmp_path)
+    environ = {**os.environ, "SLURM_JOB_ID": "812"}
+    done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "ran --kill-on-bad-exit=0" in done.stdout
+    assert ("scontrol requeue 812" in done.stdout) is again
+
+
+def test_a_script_is_handed_to_sbatch(bin_first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
+    assert submit("the script\n") == "Submitted batch job 812"
+    assert (bin_first / "sbatch.got").read_text() == "the script\n"
+    fake(bin_first, "sbatch", 'echo "sbatch: error: invalid partition" >&2; exit 1')
+    with pytest.raises(UserError, match="sbatch refused the job: sbatch: error: invalid partition"):
+        submit("")
+    monkeypatch.setenv("PATH", str(bin_first / "none"))
+    with pytest.raises(UserError, match="there is no sbatch on this machine"):
+        submit("")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"processes": 3, "nodes": 2}, "3 processes do not spread equally over 2 nodes"),
+        ({"processes": 3, "gpus_per_node": 8}, r"cannot share 8 GPUs equally; .* -n 8"),
+        ({"processes": 1, "extra": ("mem=0",)}, "write it as --sbatch"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        SlurmJob("nano", **fields)
+
+
+def test_the_command_writes_prints_and_submits(run_lmt: RunLmt, tmp_path: Path, bin_first: Path) -> None:
+    config = tmp_path / "nano.yaml"
+    config.write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
+    fake(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
+    options = ("-n", "4", "--nodes", "2", "--time", "10", "--submit", "--output", "job.sh")
+    done = run_lmt("launch", "slurm", "nano.yaml", *options, "trainer.seed=3", "--trainer.num_train_steps", "7")
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 812\n"), done.stderr
+    script = (tmp_path / "job.sh").read_text()
+    assert (bin_first / "sbatch.got").read_text() == script
+    assert f"-m cli train {config} trainer.seed=3 --trainer.num_train_steps 7" in script
+    assert f"#SBATCH --chdir={tmp_path}\n" in script
+    wrong = run_lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
+    assert wrong.returncode == 2
+    assert "did you mean" in wrong.stderr
+
+
+class TestWhatAProcessFinds:
+    def test_nothing(self) -> None:
+        assert find_cluster({}) is None
+        assert find_cluster({"SLURM_NTASKS": "1"}) is None
+        assert DistributedConfig().start() is None
+
+    def test_a_task_of_a_step(self) -> None:
+        cluster = find_cluster(STEP)
+        assert cluster is not None
+        assert (cluster.description, cluster.several, cluster.local_device_ids) == ("SLURM job 812", True, None)
+
+    @pytest.mark.parametrize(
+        ("environ", "expected"),
+        [
+            ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, (2, 3)),
+            ({"CUDA_VISIBLE_DEVICES": "5,6"}, (1,)),
+            ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}, (0,)),
+            (
+                {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"},
+                (0, 1, 2, 3),
+            ),
+        ],
+    )
+    def test_its_gpus(self, environ: dict[str, str], expected: tuple[int, ...]) -> None:
+        cluster = find_cluster({**STEP, **environ})
+        assert cluster is not None
+        assert cluster.local_device_ids == expected
+
+    def test_gpus_that_cannot_be_shared(self) -> None:
+        with pytest.raises(UserError, match="2 processes on this node cannot share its 3 GPUs equally"):
+            find_cluster({**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2"})
+
+    def test_a_batch_shell_is_not_a_task_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID"):
+            monkeypatch.setenv(name, STEP[name])
+        said = DistributedConfig().start()
+        assert said == "SLURM job 812 has 4 tasks, but this process was not started by srun: a run of its own"
+
+    @pytest.mark.parametrize(
+        ("environ", "words"),
+        [
+            ({"TPU_WORKER_HOSTNAMES": "a,b"}, "the TPU pod"),
+            ({"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, "the TPU pod"),
+            ({"MEGASCALE_COORDINATOR_ADDRESS": "a"}, "the TPU pod"),
+            ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"}, "Open MPI"),
+        ],
+    )
+    def test_other_clusters(self, environ: dict[str, str], words: str) -> None:
+        cluster = find_cluster(environ)
+        assert cluster is not None
+        assert (cluster.description, cluster.several) == (words, True)
+
+    def test_jax_is_given_what_was_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: dict[str, Any] = {}
+        monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs))
+        monkeypatch.setattr(jax, "process_count", lambda: 4)
+        monkeypatch.setattr(jax, "process_index", lambda: 3)
+        for name, value in {**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}.items():
+            monkeypatch.setenv(name, value)
+        said = DistributedConfig().start()
+        assert said == "4 processes, as SLURM job 812 says; this is process 3"
+        assert given == {"coordinator_address": None, "num_processes": None, "process_id": None} | {
+            "local_device_ids": (2, 3)
+        }
+        DistributedConfig(local_device_ids=1).start()
+        assert given["local_device_ids"] == 1

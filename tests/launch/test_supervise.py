@@ -1,0 +1,139 @@
+"""Processes of a run on this machine: their output, their ends, and the signals between them. They train nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.launch.local import process_environments, visible_gpus
+from lm_trainer.launch.supervise import Child, describe, supervise
+from tests.conftest import ROOT, lmt_environment
+
+WAIT = "import time; print('ready', flush=True); time.sleep(600)"
+OBEDIENT = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + WAIT
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
+
+
+def run(*programs: str, patience: float = 0.2) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    children = [Child([sys.executable, "-c", program], os.environ, os.getcwd()) for program in programs]
+    return supervise(children, lines.append, patience=patience), lines
+
+
+def test_output_carries_the_number_of_its_process() -> None:
+    code, lines = run("print('a'); print('b')", "import sys; print('c'); sys.stderr.write('no newline')")
+    assert code == 0
+    assert [line for line in lines if line.startswith("[0]")] == ["[0] a", "[0] b"]
+    assert sorted(line for line in lines if line.startswith("[1]")) == ["[1] c", "[1] no newline"]
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [("raise SystemExit(3)", 3, "failed with exit code 3"), ("import os; os.kill(os.getpid(), 9)", 137, "SIGKILL")],
+)
+def test_the_first_that_fails_is_named_and_takes_the_others_down(program: str, code: int, words: str) -> None:
+    found, lines = run(OBEDIENT, program, STUBBORN)
+    assert found == code
+    named = [line for line in lines if line.startswith("process ")]
+    assert len(named) == 1
+    assert "process 1 of 3 (pid " in named[0]
+    assert words in named[0]
+    assert "sending SIGTERM to process 0, 2" in lines
+    assert "sending SIGKILL to process 2" in lines
+
+
+def test_others_that_end_by_themselves_are_left_alone() -> None:
+    code, lines = run("raise SystemExit(1)", "import time; time.sleep(0.5)", patience=60)
+    assert code == 1
+    assert not [line for line in lines if line.startswith("sending")]
+
+
+def test_a_stop_is_no_failure() -> None:
+    assert run("raise SystemExit(75)", "import time; time.sleep(0.3)") == (75, [])
+
+
+def test_a_signal_reaches_every_process_once(tmp_path: Path) -> None:
+    counting = """
+import signal, sys, time
+def note(number, frame):
+    print("signal", number, flush=True)
+    time.sleep(0.5)
+    sys.exit(75)
+signal.signal(signal.SIGINT, note)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    lines: list[str] = []
+
+    def write(line: str) -> None:
+        lines.append(line)
+        if sum(line.endswith("ready") for line in lines) == 2 and line.endswith("ready"):
+            signal.raise_signal(signal.SIGINT)
+
+    children = [Child([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
+    before = signal.getsignal(signal.SIGINT)
+    assert supervise(children, write) == 75
+    assert sorted(line for line in lines if "signal" in line) == ["[0] signal 2", "[1] signal 2"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is one of Linux")
+def test_processes_are_asked_to_stop_when_their_parent_dies(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    program = OBEDIENT.replace("sys.exit(75)", f"open({str(done)!r}, 'w')")
+    parent = f"""
+import os, sys
+from lm_trainer.launch.supervise import Child, supervise
+supervise([Child([sys.executable, "-c", {program!r}], os.environ, os.getcwd())], lambda line: print(line, flush=True))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], env=lmt_environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process, process.stdout as output:
+        assert output.readline() == "[0] ready\n"
+        process.kill()
+    waiting = threading.Event()
+    for _ in range(600):
+        if done.exists():
+            break
+        waiting.wait(0.1)
+    assert done.exists()
+
+
+def test_gpus_are_shared_out(tmp_path: Path) -> None:
+    shared = process_environments({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 2, None)
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in shared] == ["4,5", "6,7"]
+    with pytest.raises(UserError, match=r"3 processes cannot share 4 GPUs \(0, 1, 2, 3\) equally"):
+        process_environments({}, 3, None, gpus=["0", "1", "2", "3"])
+    on_cpu = process_environments({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}, 2, None)
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in on_cpu] == ["0", "0"]
+    for name in ("nvidia1", "nvidia0", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path) == ["0", "1", "10"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
+
+
+def test_emulated_devices_are_those_that_jax_sees() -> None:
+    environ = process_environments(lmt_environment(devices=8), 2, 3)[1]
+    program = "import jax; print(jax.local_device_count(), jax.devices()[0].platform)"
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3", "cpu"]
+
+
+def test_how_ends_are_described() -> None:
+    assert describe(-9) == "was killed by SIGKILL"
+    assert describe(-99) == "was killed by signal 99"
+    assert describe(2) == "failed with exit code 2"
+
+
+def test_modules_run_as_the_command_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", "--version"], cwd=ROOT, env=lmt_environment(), capture_output=True, text=True
+    )
+    assert done.stdout.startswith("lmt ")
