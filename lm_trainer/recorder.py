@@ -132,8 +132,8 @@ class Recorder:
             self._progress.note(what)
             return
         raise NonFiniteError(
-            f"{what}. Lower optimizer.learning_rate, look at the data of this step, or set trainer.crash_on_nan and "
-            f"trainer.crash_on_inf to false to skip such steps"
+            f"{what}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
+            f"trainer.crash_on_nan and trainer.crash_on_inf to false to skip such steps"
         )
 
 
