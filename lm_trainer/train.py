@@ -153,11 +153,15 @@ class Setting:
             definition = self.hf_start.attach(definition)
         trainer.flops_per_token = training_flops(flops_per_token(spec, config.model.seq_len), definition)
         plan = config.trainer.microbatches().at(0)
-        so_far = "" if data.complete else " so far"
+        growing = not data.complete
+        so_far = " so far" if growing else ""
         progress.note(
             f"{describe_size(definition)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
             f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
         )
+        if growing:
+            progress.note(describe_build(data))
+            trainer.add_hook(BuildWatch(data, progress))
         if is_lead():
             data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
         trainer.record(vocab_size=vocab_size)
@@ -166,10 +170,6 @@ class Setting:
             trainer.config = trainer.config.model_copy(update={"initialize_from": None})
             trainer.record(**base.facts)
         state = trainer.initial_state(model_init=definition, data_fingerprint=data.fingerprints)
-        if not data.complete:
-            for note in describe_build(data):
-                progress.note(note)
-            trainer.add_hook(BuildWatch(data, progress))
         sets = data.validation()
         for name, held_out in sets.items():
             trainer.add_eval_hook(held_out, name if len(sets) > 1 else None)
@@ -217,13 +217,13 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
     )
 
 
-def describe_build(data: Data) -> list[str]:
+def describe_build(data: Data) -> str:
     """What a person should know of a run that begins before all of its text is tokenised."""
     because = data.waits_for_all
     if because is None:
-        return ["the text is tokenised while the run trains on what is there"]
+        return "the text is tokenised while the run trains on what is there"
     instead = " (data.shuffle: {type: era} would begin with the first text)" if "shuffle" in because else ""
-    return [f"the first step waits until all text is tokenised, because of {because}{instead}"]
+    return f"the first step waits until all text is tokenised, because of {because}{instead}"
 
 
 class BuildWatch:
