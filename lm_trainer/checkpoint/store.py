@@ -10,9 +10,9 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -21,7 +21,7 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import make_writable
-from lm_trainer.core.processes import is_lead, wait_for_all
+from lm_trainer.core.processes import any_process, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
 _TRASH = ".trash-"
@@ -30,6 +30,7 @@ FORMAT = 2
 _FORMAT_WITHOUT_CHECKSUM = 1
 
 Arrays = dict[str, jax.Array]
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -268,7 +269,7 @@ def read_step(
     prefix: str = "",
     partial: bool = False,
 ) -> Restored:
-    """Reads and verifies one step.
+    """Reads and verifies one step. Of several processes, all must call it, and it succeeds in all of them or in none.
 
     Args:
         directory: the checkpoint directory.
@@ -281,22 +282,39 @@ def read_step(
         CheckpointError: when it is damaged.
         UserError: when it is sound, but holds other arrays.
     """
-    record = read_record(directory, step)
+    record = _together(lambda: read_record(directory, step))
     saved = {k: v for k, v in record["shapes"].items() if k.startswith(prefix)}
     if partial:
         like = {name: x for name, x in like.items() if name in saved}
     _check_same_arrays(directory / str(step), saved, describe(like))
     wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
-    try:
-        loaded = ocp.load_checkpointables(str(directory.absolute() / str(step)), {"state": wanted})["state"]
-    except Exception as error:
-        raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
+    loaded = _together(lambda: _read_arrays(directory.absolute() / str(step), wanted))
     arrays = {name: loaded[name] for name in like}
     found = digests(arrays)
     wrong = [name for name in arrays if found[name] != record["digests"][name]]
     if wrong:
         raise CheckpointError(f"the checksum differs for {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}")
     return Restored(step, arrays, record)
+
+
+def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        return ocp.load_checkpointables(str(path), {"state": dict(wanted)})["state"]
+    except Exception as error:
+        raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
+
+
+def _together(read: Callable[[], T]) -> T:
+    """What `read` returns, unless it fails in one of the processes: then none of them may use the checkpoint."""
+    result: Any = None
+    problem = None
+    try:
+        result = read()
+    except CheckpointError as error:
+        problem = error
+    if any_process(problem is not None):
+        raise problem or CheckpointError("another process cannot read it")
+    return result
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -236,6 +236,18 @@ def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> No
     assert set(used) == {1, 2}
 
 
+def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processes this one can read everything, and the other one not the arrays of the newest step."""
+    saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
+    store = CheckpointStore(directory, NEVER)
+    answers = iter([False, True, False, False])
+    monkeypatch.setattr("lm_trainer.checkpoint.store.any_process", lambda mine: mine or next(answers))
+    restored = store.restore(like(sharded(1)))
+    assert restored is not None
+    assert restored.step == 1
+    assert (directory / "2.corrupt").is_dir()
+
+
 def test_nothing_to_restore(directory: Path) -> None:
     assert CheckpointStore(directory, NEVER).restore(like(sharded(1))) is None
 
