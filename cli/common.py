@@ -84,6 +84,16 @@ def check_is_run(run: str) -> None:
         raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
 
 
+def load_settled_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
+    """As `load_run_config`, with the model section that training takes from a Hugging Face checkpoint."""
+    run = load_run_config(ctx, config, overrides)
+    if not run.use_hf_model_config:
+        return run
+    from lm_trainer.pretrained import settled
+
+    return settled(run, config.stem)
+
+
 def report(error: UserError) -> int:
     """Prints an error for the user on stderr and returns the exit code."""
     from lm_trainer.core.errors import EXIT_PREEMPTED, ConfigError

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run, load_run_config
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run, load_run_config, load_settled_config
 from lm_trainer.core.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
@@ -66,7 +66,7 @@ def plot(
 
     from lm_trainer.plot import plot_schedules, save_image, to_text
 
-    schedules = plot_schedules(load_run_config(ctx, config, overrides))
+    schedules = plot_schedules(load_settled_config(ctx, config, overrides))
     if out is not None:
         save_image(schedules, out)
         typer.echo(f"{out}: written", err=True)

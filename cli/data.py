@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import data_at
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def inspect(
 @app.command(context_settings=OVERRIDES)
 def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
-    run = load_run_config(ctx, config, overrides)
+    run = load_settled_config(ctx, config, overrides)
     from lm_trainer.data import report
     from lm_trainer.data.caches import find_caches
     from lm_trainer.data.layout import Ledger

@@ -115,5 +115,6 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
 def _plan(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
     configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
     check_devices(config.trainer)
-    vocab_size = vocab_size or getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
-    return build_program(config, vocab_size), vocab_size
+    usual = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
+    rows = usual if vocab_size is None else vocab_size
+    return build_program(config, rows), rows

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
 
+from lm_trainer.adapters import base_name
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.processes import is_lead
 from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.hub import Pushed, prepare_push, push
 from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, check_exportable, write_hf
 from lm_trainer.hooks import HookFn, StepInfo
+from lm_trainer.nn.lora import is_adapter
 from lm_trainer.program import Program
 from lm_trainer.recorder import Recorder
 from lm_trainer.trackers import Progress
@@ -83,6 +86,8 @@ class HfExports:
         recorder.flush()
         # The last set of weights is the one to export. All processes take part in gathering it.
         *_, weights = program.weights(info.state).values()
+        if self.config.adapter is not None:
+            weights = {name: x for name, x in weights.items() if is_adapter(name)}
         params = to_host(weights, keep=is_lead())
         if not is_lead():
             return
@@ -94,9 +99,16 @@ class HfExports:
             train_loss=recorder.train_loss if math.isfinite(recorder.train_loss) else None,
             validation_losses={name: loss for name, loss in recorder.eval_losses.items() if math.isfinite(loss)},
         )
-        vocab_size = len(params["embed.tokens"])
-        model = TextModel(self.config.model, vocab_size, program.model.nested(params), tokenizer, self.run_id, facts)
-        write_hf(out, model, ExportOptions(dtype=self._dtype, overwrite=True, hub_name=self._hub_name))
+        options = ExportOptions(dtype=self._dtype, overwrite=True, hub_name=self._hub_name)
+        model, adapter = self.config.model, self.config.adapter
+        if adapter is None:
+            vocab_size = len(params["embed.tokens"])
+            whole = TextModel(model, vocab_size, program.model.nested(params), tokenizer, self.run_id, facts)
+            write_hf(out, whole, options)
+        else:
+            base, vocab_size = base_name(self.config), program.model.shapes["embed.tokens"].shape[0]
+            tuned = AdapterModel(model, vocab_size, adapter, params, base, tokenizer, self.run_id, facts)
+            write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
         if self._hub_name:
             self._report_upload()

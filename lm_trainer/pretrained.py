@@ -29,7 +29,7 @@ from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.models.hf_section import adopted, compared
 from lm_trainer.models.hf_stream import Piece, read_block
 from lm_trainer.profile.flops import parameter_count
-from lm_trainer.run_dir import checkpoint_directory
+from lm_trainer.run_dir import checkpoint_directory, run_id
 from lm_trainer.train_state import ModelDef, Params
 
 
@@ -62,7 +62,7 @@ class Start:
         return dataclasses.replace(model, load=load)
 
 
-def find_start(config: RunConfig, run_id: str) -> Start | None:
+def find_start(config: RunConfig, run: str) -> Start | None:
     """Where the run begins, and what of it follows from there; None where it has nothing to do with Hugging Face.
 
     Whatever does not fit is found here, before text is tokenised and anything large is read.
@@ -73,21 +73,45 @@ def find_start(config: RunConfig, run_id: str) -> Start | None:
     """
     if not config.initialize_from_hf:
         return None
-    if own := _resumed(config, checkpoint_directory(config.trainer, run_id)):
+    if own := _resumed(config, checkpoint_directory(config.trainer, run)):
         return own
     source = HfCheckpoint.open(config)
-    section, given = config.model, config.model.model_fields_set if "model" in config.model_fields_set else set()
-    notes: list[str] = []
-    with blame(source.directory / "config.json"):
-        if config.use_hf_model_config:
-            section = adopted(section, given, source.config, source.vocab_size)
-        else:
-            notes = compared(section, given, source.config, source.vocab_size)
+    section, notes = _section(config, source.directory, source.config, source.vocab_size)
     source.plan(section)
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
     return Start(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
+
+
+def settled(config: RunConfig, name: str) -> RunConfig:
+    """The configuration with the model section that training would use; nothing but config.json is read.
+
+    Args:
+        config: the run.
+        name: what to call it if neither the configuration nor the environment names it.
+
+    Raises:
+        UserError: as `find_start`.
+        MachineError: when the hub cannot be reached.
+    """
+    if not config.use_hf_model_config:
+        return config
+    if own := _resumed(config, checkpoint_directory(config.trainer, run_id(config, name))):
+        return own.config
+    directory = _locate(config, weights=False)
+    return _with_model(config, _section(config, directory, *read_hf_config(directory))[0])
+
+
+def _section(
+    config: RunConfig, directory: Path, theirs: DecoderConfig, vocab_size: int
+) -> tuple[DecoderConfig, list[str]]:
+    """The model section as it is used, and what to say about it."""
+    given = config.model.model_fields_set if "model" in config.model_fields_set else set()
+    with blame(directory / "config.json"):
+        if config.use_hf_model_config:
+            return adopted(config.model, given, theirs, vocab_size), []
+        return config.model, compared(config.model, given, theirs, vocab_size)
 
 
 def _resumed(config: RunConfig, own: Path) -> Start | None:
@@ -123,11 +147,9 @@ class HfCheckpoint:
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
         """Finds the checkpoint that `initialize_from_hf` means; raises as `find_start`."""
-        name = _source(config)
-        path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
-        directory = fetch_directory(path, revision=revision or None)
+        directory = _locate(config)
         model, vocab_size = read_hf_config(directory)
-        return cls(name, directory, model, vocab_size, Weights(directory))
+        return cls(source_name(config), directory, model, vocab_size, Weights(directory))
 
     def describe(self) -> str:
         """One line: what it is."""
@@ -204,7 +226,13 @@ class HfCheckpoint:
                 )
 
 
-def _source(config: RunConfig) -> str:
+def _locate(config: RunConfig, *, weights: bool = True) -> Path:
+    name = source_name(config)
+    path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
+    return fetch_directory(path, revision=revision or None, weights=weights)
+
+
+def source_name(config: RunConfig) -> str:
     """The directory or hub name that `initialize_from_hf` means."""
     if isinstance(config.initialize_from_hf, str):
         return config.initialize_from_hf

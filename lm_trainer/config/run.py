@@ -114,6 +114,10 @@ class RunConfig(Config):
             )
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf; set it as well")
+        if self.hf_save_path is not None and self.adapter is not None:
+            raise ValueError(
+                "hf_save_path exports whole models, and the run trains an adapter; remove it, and use lmt export-hf"
+            )
         if self.hf_upload and self.hf_save_path is None:
             raise ValueError("hf_upload uploads what is exported to hf_save_path; set it as well")
         return self

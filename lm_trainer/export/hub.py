@@ -112,8 +112,10 @@ def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
     return private
 
 
-def download(name: str, *, revision: str | None = None) -> Path:
+def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """The local copy of the model `name` from the hub: configuration, tokenizer and safetensors, nothing else.
+
+    Without `weights` it has config.json alone.
 
     Raises:
         UserError: for a malformed name, or a model or revision that does not exist or may not be read.
@@ -124,7 +126,8 @@ def download(name: str, *, revision: str | None = None) -> Path:
     _check_name(name)
     _check_online()
     with _explained(name):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_DOWNLOADED, token=_token() or False))
+        wanted = _DOWNLOADED if weights else _DOWNLOADED[:1]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, token=_token() or False))
 
 
 def _token() -> str:

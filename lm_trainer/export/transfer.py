@@ -82,8 +82,10 @@ def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | N
     return read_hf(local, tokenizer=tokenizer, name=None if _is_path(source) else source)
 
 
-def fetch_directory(source: str, *, revision: str | None = None) -> Path:
+def fetch_directory(source: str, *, revision: str | None = None, weights: bool = True) -> Path:
     """Where a model in Hugging Face's layout lies: the path itself, or the local copy of a model on the hub.
+
+    Without `weights` only config.json is there for sure.
 
     Raises:
         UserError: as `download`.
@@ -92,7 +94,7 @@ def fetch_directory(source: str, *, revision: str | None = None) -> Path:
     if _is_path(source):
         return Path(source)
     try:
-        return download(source, revision=revision)
+        return download(source, revision=revision, weights=weights)
     except UserError as error:
         raise type(error)(f"there is no directory {source} here, and {error}") from None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
 
@@ -32,8 +33,8 @@ def adopted(section: DecoderConfig, given: Collection[str], theirs: DecoderConfi
         )
     wanted = {key: getattr(section, key) for key in given}
     problems = [
-        f"model.{key} is {ours!r}, but {theirs_value!r} in config.json"
-        for key, ours, theirs_value in _differences(section, theirs, vocab_size)
+        f"model.{key} is {ours}, but {value} in config.json"
+        for key, ours, value in _differences(section, theirs, vocab_size)
         if key in given and not (key == "seq_len" and _any_length(theirs, vocab_size))
     ]
     if problems:
@@ -62,7 +63,7 @@ def compared(section: DecoderConfig, given: Collection[str], theirs: DecoderConf
     for key, ours, value in _differences(section, theirs, vocab_size):
         if key == "seq_len" and _any_length(theirs, vocab_size):
             continue
-        text = f"model.{key} is {ours!r}, but {value!r} in config.json"
+        text = f"model.{key} is {ours}, but {value} in config.json"
         (notes if key in given else problems).append(text)
     if problems:
         raise UserError(
@@ -73,7 +74,7 @@ def compared(section: DecoderConfig, given: Collection[str], theirs: DecoderConf
     return notes
 
 
-def _differences(section: DecoderConfig, theirs: DecoderConfig, vocab_size: int) -> Iterator[tuple[str, Any, Any]]:
+def _differences(section: DecoderConfig, theirs: DecoderConfig, vocab_size: int) -> Iterator[tuple[str, str, str]]:
     """Keys that config.json sets and that would change what the model computes, each with our value and theirs."""
     spec = theirs.spec(vocab_size)
     for key in sorted(theirs.model_fields_set - _OF_TRAINING):
@@ -85,7 +86,15 @@ def _differences(section: DecoderConfig, theirs: DecoderConfig, vocab_size: int)
         except ValidationError:
             same = False
         if not same:
-            yield key, ours, value
+            yield key, _shown(ours), _shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Config):
+        plain = value.model_dump(mode="json")
+        # The kind first, as people write it.
+        value = {**({"type": plain["type"]} if "type" in plain else {}), **plain}
+    return str(value)
 
 
 _OF_TRAINING = frozenset(

@@ -156,7 +156,6 @@ def test_defaults_are_those_of_the_reference(tmp_path: Path) -> None:
         ("optimizer: {cooldown: 0.1}", "cooldown", "decay"),
         ("optimizer: {haps: [10]}", "haps", "cycles"),
         ("optimizer: {warmup_ratio: 0.1}", "warmup_ratio", "warmup"),
-        ("model: {type: llama, reference_checkpoint: x}", "reference_checkpoint", "trainer.initialize_from"),
         ("model: {type: llama, tokenizer: x}", "tokenizer", "data.tokenizer"),
     ],
 )

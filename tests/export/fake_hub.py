@@ -82,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if path == "/api/validate-yaml":
             return self._send(200, {"errors": [], "warnings": []})
+        if path == "/api/whoami-v2":
+            return self._send(200, {"name": "me"}) if authorized else self._send(401, {"error": "Invalid token"})
         if path == "/api/repos/create":
             return self._create(json.loads(body), authorized)
         if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/([^/]+))?", path):
