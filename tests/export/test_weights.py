@@ -243,3 +243,56 @@ def test_json_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**30)
     with pytest.raises(UserError, match="too many"):
         read_json(tmp_path / "config.json")
+
+
+def header(path: Path, text: str, size: int) -> None:
+    """Writes a file with a header of one's own and so many bytes of data."""
+    content = text.encode()
+    content += b" " * (-len(content) % 8)
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(size))
+
+
+ENTRY = '"{}": {{"dtype": "F32", "shape": [2], "data_offsets": [{}, {}]}}'
+
+
+@pytest.mark.parametrize(
+    ("entries", "size"),
+    [
+        (("a", 0, 8, "b", 0, 8), 8),
+        (("a", 0, 8, "b", 4, 12), 12),
+        (("a", 0, 8, "b", 12, 20), 20),
+        (("a", 0, 8, "b", 8, 16), 20),
+        (("a", 0, 8, "a", 0, 8), 8),
+        (("a", 0, 8, "a", 8, 16), 16),
+        (("a", 0, 8, "b", 8, 12), 12),
+    ],
+    ids=["same place", "overlap", "gap", "data left over", "twice the same", "twice", "too short for its shape"],
+)
+def test_tensors_that_share_a_place_or_a_name(tmp_path: Path, entries: tuple, size: int) -> None:
+    text = "{" + ", ".join([ENTRY.format(*entries[:3]), ENTRY.format(*entries[3:])]) + "}"
+    header(tmp_path / SINGLE_FILE, text, size)
+    with pytest.raises(UserError, match=rf"{SINGLE_FILE}: damaged, or not a safetensors file"):
+        Weights(tmp_path)
+
+
+def test_a_tensor_in_two_shards(sharded: Path) -> None:
+    index = read_json(sharded / INDEX_FILE)
+    first, second = index["weight_map"]["plain"], index["weight_map"]["strided"]
+    assert first != second
+    save_file({**load_file(sharded / second), "plain": np.ones((6, 4), np.float32)}, sharded / second)
+    with pytest.raises(UserError, match="tensor 'plain' is both in"):
+        Weights(sharded)
+
+
+def test_a_region_is_read_alone_and_of_any_offset(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(ml_dtypes.bfloat16)
+    save_file({"bytes": np.zeros(3, np.uint8), "none": np.zeros((0, 4), np.float32), "x": x}, tmp_path / SINGLE_FILE)
+    stored = Weights(tmp_path).stored
+    assert stored["x"].read((slice(1, 3), slice(2, 4))).tobytes() == np.ascontiguousarray(x[1:3, 2:4]).tobytes()
+    assert stored["none"].read().shape == (0, 4)
+    part = stored["x"].read()
+    assert part.flags.owndata
+    assert part.tobytes() == x.tobytes()
+    (tmp_path / SINGLE_FILE).unlink()
+    with pytest.raises(MachineError, match=r"model\.safetensors: cannot be read any more"):
+        stored["x"].read()
