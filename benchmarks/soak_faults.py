@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 900.0
 """Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
+KEPT = 40
+"""Steps between permanent checkpoints."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 
 
@@ -56,6 +58,7 @@ class Attempt:
                 preexec_fn=limit,
             )
         self._began_at: int | None = None
+        self._first_step = 0
         self._samples: list[tuple[int, int, int]] = []
 
     def text(self) -> str:
@@ -65,7 +68,7 @@ class Attempt:
     def training(self) -> bool:
         """Whether the record has been cut back to the checkpoint from which the attempt goes on."""
         if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
-            self._began_at = self.lap.lines()
+            self._began_at, self._first_step = self.lap.lines(), self.lap.last_step()
         return self._began_at is not None
 
     def new_lines(self) -> int:
@@ -109,7 +112,8 @@ class Attempt:
 
     def measured(self) -> dict[str, Any]:
         """What the process took: in the second quarter of its steps, when all is compiled, and in the last."""
-        measured: dict[str, Any] = {"computed": max(0, self.new_lines())}
+        computed = self.lap.last_step() - self._first_step if self.training else 0
+        measured: dict[str, Any] = {"computed": max(0, computed)}
         quarter = (self._samples[-1][0] if self._samples else 0) / 4
         early = [sample for sample in self._samples if quarter <= sample[0] <= 2 * quarter]
         late = [sample for sample in self._samples if sample[0] >= 3 * quarter]
@@ -167,10 +171,15 @@ class Lap:
         last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"
         digests = json.loads(last.read_text())["custom_metadata"]["digests"]
         return {
+            "kept": [step for step in self.steps() if step % KEPT == 0],
             "steps": sum("train/loss" in row for row in rows),
             "series": hashlib.sha256(repr(series).encode()).hexdigest()[:16],
             "weights": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16],
         }
+
+    def seconds_per_step(self) -> float:
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        return (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
 
     def left_over(self) -> list[str]:
         """What a run that is complete should not leave behind."""
