@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.launch.local import coordinates, emulation
 from lm_trainer.launch.supervise import Child, Status, free_address, supervise
 
+_CONNECT_SECONDS = 10.0
 _LOST = -9
 """What an actor that died says of its process: it went with it."""
 
@@ -76,6 +79,9 @@ def _connect(address: str) -> Any:
         raise UserError("`lmt launch ray` needs Ray; run: pip install ray") from None
     quiet: Any = {"logging_level": "error", "log_to_driver": False}
     try:
+        # Ray itself tries for minutes, and then ends the process.
+        if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
+            socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
         ray.init(address=address, **quiet)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         raise UserError(

@@ -1,0 +1,185 @@
+"""Whether runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
+
+The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
+compares the loss of every step and all weights at the end. The random runs are those of tests/train/random_runs.py,
+each on one device and on another mesh. Results are kept as they come, and a second start goes on after them.
+
+    python benchmarks/equality.py --out benchmarks/results/equality.md
+    python benchmarks/equality.py --shapes 30 --families 30 --out ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import pydoc_data.topics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEVICES = 8
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 50
+
+RUN: dict[str, Any] = {
+    "model": {"type": "gpt2", "seq_len": 32, "hidden_dim": 48, "num_layers": 2, "num_heads": 4, "scan_layers": True},
+    "data": {"tokenizer": "bytes", "num_workers": 0},
+    "trainer": {
+        "id": "run",
+        "train_batch_size": 16,
+        "num_train_steps": STEPS,
+        "steps_per_eval": 25,
+        "max_eval_batches": 2,
+        "sample_tokens": 0,
+        "checkpointer": {"save_interval": "1h"},
+    },
+    "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
+}
+"""With dropout, mixed precision and recomputation."""
+RUN["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True}
+RUN["trainer"]["mp"] = "p=f32,c=bfloat16"
+
+DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
+    (1, 1, ()),
+    (1, 2, ()),
+    (1, 4, ()),
+    (1, 8, ()),
+    (2, 2, ()),
+    (4, 1, ()),
+    (2, 4, ()),
+    (1, 4, ("trainer.fsdp_axis=null",)),
+    (2, 2, ("trainer.fsdp_axis=mlp", "trainer.replica_dcn_axis_size=2")),
+]
+"""Processes, devices in each, and how the state lies on them."""
+
+
+def write_run(directory: Path) -> Path:
+    topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    for name, part in (("train", topics[:-8]), ("validation", topics[-8:])):
+        (directory / f"{name}.txt").write_text("\n".join(part), encoding="utf-8")
+    data = {f"{name}_urls": [str(directory / f"{name}.txt")] for name in ("train", "validation")}
+    config = directory / "run.yaml"
+    config.write_text(json.dumps({**RUN, "data": {**RUN["data"], **data}}))
+    return config
+
+
+def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]) -> dict[str, str]:
+    """One run in a directory of its own, and the hashes of what came out."""
+    from lm_trainer.checkpoint.model import load_model
+    from lm_trainer.core.tree import named_leaves
+
+    directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
+    directory.mkdir()
+    program = [sys.executable, "-m", "cli", "launch", "local", str(config), "-n", str(processes)]
+    command = [*program, "--devices-per-process", str(devices), *overrides]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    log = directory / "logs" / "run"
+    lines = [json.loads(line, parse_float=str) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "train/loss", "optim/grad_norm", "eval/loss")
+    series = [[line[key] for key in keys if key in line] for line in lines]
+    weights = hashlib.sha256()
+    for name, x in sorted(named_leaves(load_model(directory / "checkpoints" / "run").params).items()):
+        weights.update(name.encode() + x.tobytes())
+    return {
+        "steps": str(sum("train/loss" in line for line in lines)),
+        "losses": hashlib.sha256(json.dumps(series).encode()).hexdigest()[:16],
+        "weights": weights.hexdigest()[:16],
+        "program": json.loads((log / "env.json").read_text())[-1]["program"],
+    }
+
+
+def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known: dict[str, Any]) -> None:
+    """Compares the runs of one kind that are not known yet."""
+    from tests.train import random_runs
+
+    draw = {"shapes": random_runs.draw_shapes, "families": random_runs.draw_family}[kind]
+    for number in range(count):
+        run = draw(number)
+        key = f"{kind}/{number}/{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}"
+        if key not in known:
+            write(key, {"run": str(run), "difference": random_runs.difference(run)})
+
+
+def report(known: dict[str, Any]) -> str:
+    import jax
+
+    git = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    table = [known[key] for key in known if key.startswith("table/")]
+    lines = [
+        "# Equality of bits",
+        "",
+        f"Written by `benchmarks/equality.py`: commit {git.stdout.strip()}, jax {jax.__version__}, Python "
+        f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU cores; devices are emulated.",
+        "",
+        f"## {STEPS} steps of one model on processes x devices",
+        "",
+        "GPT-2 with dropout, bfloat16 computation and recomputation. Losses: a hash of the loss and gradient norm of "
+        "every step and the validation losses. Weights: a hash of all weights at the end. Program: that of one lane.",
+        "",
+        "| processes | devices in each | state | steps | losses | weights | program |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['processes']} | {row['devices']} | {row['state'] or 'default'} | {row['steps']} | `{row['losses']}` | "
+        f"`{row['weights']}` | `{row['program']}` |"
+        for row in table
+    ]
+    equal = len({(row["losses"], row["weights"]) for row in table}) <= 1
+    lines += ["", "All rows are equal." if equal else "**Rows differ.**"]
+    for kind in ("shapes", "families"):
+        found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
+        parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
+        lines += ["", f"## Runs drawn at random: {kind}", ""]
+        lines += [f"{len(found)} runs on one device and on another mesh, {len(found) - len(parted)} equal.", *parted]
+        lines += ["", *(f"- {value['run']}" for value in found.values())]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=int, default=0, help="how many runs of parameters of random shapes")
+    parser.add_argument("--families", type=int, default=0, help="how many runs of random language models")
+    parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
+    parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
+    arguments = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
+    sys.path.insert(0, str(ROOT))
+    kept = arguments.out.with_suffix(".json")
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+
+    def write(key: str, value: Any) -> None:
+        known[key] = value
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(known, indent=1) + "\n")
+        arguments.out.write_text(report(known))
+        print(key, value, flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = write_run(Path(scratch))
+        for processes, devices, state in () if arguments.no_table else DIVISIONS:
+            key = f"table/{processes}x{devices} {' '.join(state)}"
+            if key not in known:
+                hashes = train(config, processes, devices, state)
+                write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
+    random_runs("shapes", arguments.shapes, write, known)
+    random_runs("families", arguments.families, write, known)
+    arguments.out.write_text(report(known))
+    parted = [key for key, value in known.items() if value.get("difference")]
+    rows = {(value["losses"], value["weights"]) for key, value in known.items() if key.startswith("table/")}
+    sys.exit(1 if parted or len(rows) > 1 else 0)
+
+
+if __name__ == "__main__":
+    main()
