@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,17 @@ def scalar(x: jax.Array) -> float:
 
 HookFn = Callable[[StepInfo], Any]
 
+When = int | Sequence[int]
+"""Every so many steps, or after these steps."""
+
 
 @dataclass(frozen=True)
 class _Hook:
     function: HookFn
-    every: int
+    every: When
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0 if isinstance(self.every, int) else step in self.every
 
 
 class Hooks:
@@ -59,18 +65,18 @@ class Hooks:
     def __init__(self) -> None:
         self._hooks: list[_Hook] = []
 
-    def add(self, function: HookFn, every: int) -> None:
-        """Calls `function` after each step whose number `every` divides.
+    def add(self, function: HookFn, every: When) -> None:
+        """Calls `function` after each step whose number `every` divides, or that it lists.
 
         Raises:
             ValueError: when `every` is not positive.
         """
-        if every < 1:
+        if isinstance(every, int) and every < 1:
             raise ValueError(f"every: expected a positive number of steps, got {every}")
         self._hooks.append(_Hook(function, every))
 
     def run(self, info: StepInfo, *, force: bool = False) -> None:
         """Calls those that are due, or with `force` all of them."""
         for hook in self._hooks:
-            if force or info.step % hook.every == 0:
+            if force or hook.due(info.step):
                 hook.function(info)

@@ -24,7 +24,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.steps import TokenSchedule
 from lm_trainer.evidence import Evidence
 from lm_trainer.feeds import EvalData, Feed, Loader, Patience, TrainData
-from lm_trainer.hooks import HookFn, Hooks, StepInfo
+from lm_trainer.hooks import HookFn, Hooks, StepInfo, When
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.peers import joined
 from lm_trainer.profile.meter import Meter
@@ -179,13 +179,13 @@ class Trainer:
         return self._recorder
 
     @overload
-    def add_hook(self, fn: HookFn, *, every: int = 1) -> HookFn: ...
+    def add_hook(self, fn: HookFn, *, every: When = 1) -> HookFn: ...
 
     @overload
-    def add_hook(self, fn: None = None, *, every: int = 1) -> Callable[[HookFn], HookFn]: ...
+    def add_hook(self, fn: None = None, *, every: When = 1) -> Callable[[HookFn], HookFn]: ...
 
-    def add_hook(self, fn: HookFn | None = None, *, every: int = 1) -> Any:
-        """Calls `fn(info)` after every `every`-th step and after the last one; also as a decorator.
+    def add_hook(self, fn: HookFn | None = None, *, every: When = 1) -> Any:
+        """Calls `fn(info)` after every `every`-th step (or those listed) and the last one; also as a decorator.
 
         Hooks run in the order in which they were added; a checkpoint, where one is due, comes after all of them.
         """

@@ -70,8 +70,9 @@ class TrainerConfig(Config):
     model_averaging: AnyAveraging | None = None
     """Keep an average of the weights as well, which is evaluated beside them and exported."""
 
-    steps_per_eval: PositiveInt = 1000
-    """Steps between evaluations; there is one after the last step as well."""
+    steps_per_eval: PositiveInt | tuple[PositiveInt, ...] = 1000
+    """Steps between evaluations, or a list of the steps after which to evaluate; there is one after the last step as
+    well."""
     max_eval_batches: PositiveInt | None = None
     """Evaluate at most so many batches of each validation set; null: all."""
     steps_per_log: PositiveInt = 1
@@ -127,7 +128,6 @@ class TrainerConfig(Config):
     """Like axis_resources, for computation only."""
     model_axis_size: PositiveInt = 1
     """Devices that share one copy of the model by tensor parallelism."""
-    replica_ici_axis_size: PositiveInt = 1
     context_axis_size: PositiveInt = 1
     """Devices that share the positions of each row: sequence length and activations are cut, keys and values are
     gathered for attention."""
@@ -136,6 +136,7 @@ class TrainerConfig(Config):
     pipeline_axis_size: PositiveInt = 1
     """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
     (GPipe, Huang et al. 2019)."""
+    replica_ici_axis_size: PositiveInt = 1
     """Copies of the state inside a slice; the data axis takes the devices that remain."""
     replica_dcn_axis_size: PositiveInt = 1
     """Copies of the state over slices that a slower network connects."""
@@ -198,12 +199,12 @@ class TrainerConfig(Config):
             raise ValueError("load_checkpoint_path has no effect while load_checkpoint is false; remove one of them")
         if self.tensor_parallel_axes and self.model_axis_size == 1:
             raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
-        return self
         for axis in self._cut_axes():
             if axis in {**self.axis_resources, **self.parameter_axis_resources, **self.compute_axis_resources}:
                 raise ValueError(
                     f"{_CUT_BY[axis]}_axis_size already says how {axis!r} is cut; remove it from the rules"
                 )
+        return self
 
     @property
     def batch_schedule(self) -> BatchSchedule:

@@ -52,7 +52,7 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
     trainer, data = config.trainer, config.data
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
-        Panel("learning rate", (Curve("learning rate", _rate_points(rate, total)),)),
+        Panel("learning rate", (Curve("learning rate", rate_points(rate, total)),)),
         Panel("batch size", (Curve("batch size", _stair(int_steps(trainer.train_batch_size), total)),)),
     ]
     if data.configs:
@@ -64,7 +64,8 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
     return SchedulePlot(total, tuple(panels), _marks(rate, trainer.checkpointer.keep, total))
 
 
-def _rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
+def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
+    """The learning rate of a run of `total` steps at its corners and evenly between them."""
     corners = {
         step
         for cycle in rate.cycles

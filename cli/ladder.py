@@ -1,0 +1,221 @@
+"""`lmt ladder`: runs of several sizes with one recipe, and what they say about larger ones."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder
+
+if TYPE_CHECKING:
+    from lm_trainer.ladder import ModelLadder
+
+app = typer.Typer(no_args_is_help=True, help="Train several sizes with one recipe, and predict larger ones.")
+
+SizesOption = Annotated[
+    list[str] | None,
+    typer.Option("--size", metavar="SIZE", help="Only this size; may be given several times.", show_default=False),
+]
+
+
+def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
+    """The sizes in the order of their parameters; all, unless some are named."""
+    from lm_trainer.core.errors import UserError
+
+    for size in sizes or ():
+        if size not in ladder.sizes:
+            raise UserError(f"--size {size}: the ladder has {', '.join(ladder.sizes)}")
+    return list(sizes or ladder.sizes)
+
+
+@app.command(context_settings=OVERRIDES)
+def plan(
+    ctx: typer.Context,
+    config: LadderArgument,
+    overrides: OverridesArgument = None,
+    size: SizesOption = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="As JAX names it, such as 'NVIDIA H100 80GB HBM3'. Default: device_type."),
+    ] = None,
+    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="How much of its peak training reaches.")] = 0.4,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, help="Where the tokenizer cannot be reached to ask it.")
+    ] = None,
+    compat: Annotated[
+        str | None, typer.Option("--compat", help="`olmo`: batch and devices as OLMo-core would choose them.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Draw every learning rate into DIR/SIZE.png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
+) -> None:
+    """Say what every size would be and cost, and draw its learning rate; nothing is run.
+
+    Examples:
+        lmt ladder plan configs/ladder_nano.yaml
+
+        lmt ladder plan configs/ladder_olmo3.yaml --vocab-size 100352 --price 2.5 --out plots
+    """
+    from lm_trainer.core.errors import UserError
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    ladder = load_ladder(ctx, config, overrides)
+    if compat not in (None, "olmo"):
+        raise UserError(f"--compat {compat}: the only other way of choosing the batch is `olmo`")
+
+    import json
+
+    from lm_trainer.ladder.plan import Hardware, plan_rung
+    from lm_trainer.ladder.tables import plan_table
+
+    hardware = Hardware(device or ladder.device_type, mfu, price)
+    plans = [
+        plan_rung(ladder, name, hardware, vocab_size=vocab_size, compat=compat)  # pyright: ignore[reportArgumentType]
+        for name in _chosen(ladder, size)
+    ]
+    for found in plans if out else ():
+        out.mkdir(parents=True, exist_ok=True)  # pyright: ignore[reportOptionalMemberAccess]
+        ladder.run_configurator.plot_lr_schedule(
+            found.num_params,
+            found.batch_size,
+            show=False,
+            save_path=out / f"{found.size}.png",  # pyright: ignore[reportOptionalOperand]
+        )
+    if as_json:
+        typer.echo(json.dumps([found.as_dict() for found in plans], indent=1))
+        return
+    typer.echo(plan_table(plans))
+    if len(plans) == 1:
+        typer.echo("\n".join(plans[0].lines()))
+        ladder.run_configurator.plot_lr_schedule(plans[0].num_params, plans[0].batch_size)
+
+
+@app.command(context_settings=OVERRIDES)
+def run(
+    ctx: typer.Context,
+    config: LadderArgument,
+    overrides: OverridesArgument = None,
+    size: SizesOption = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Only the runs with this seed.", show_default=False)
+    ] = None,
+) -> None:
+    """Train every size, the smallest first; the same command again goes on where it stopped.
+
+    A ladder whose chinchilla_multiple was raised goes on with its finished runs.
+
+    Examples:
+        lmt ladder run configs/ladder_nano.yaml
+
+        lmt ladder run configs/ladder_nano.yaml --size 2M --seed 43
+    """
+    from lm_trainer.core.errors import UserError
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    ladder = load_ladder(ctx, config, overrides)
+
+    from lm_trainer.trackers import Progress
+
+    if seed is not None and seed not in ladder.seeds:
+        raise UserError(f"--seed {seed}: the ladder has {', '.join(map(str, ladder.seeds))}; raise num_seeds")
+    for name in sorted(_chosen(ladder, size), key=ladder.get_num_params):
+        for number in ladder.seeds if seed is None else (seed,):
+            found = ladder.get_checkpoints(name, seed=number)
+            if found[-1].exists:
+                typer.echo(f"{ladder.run_name(name, number)}: complete, after step {found[-1].step:,}")
+                continue
+            with Progress(found[-1].step) as progress:
+                summary = ladder.run(name, seed=number, progress=progress)
+            typer.echo(summary.lines()[0])
+    typer.echo(f"metrics: lmt ladder metrics {config}")
+
+
+@app.command(context_settings=OVERRIDES)
+def status(
+    ctx: typer.Context,
+    config: LadderArgument,
+    overrides: OverridesArgument = None,
+    size: SizesOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which checkpoints of which sizes exist."""
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    ladder = load_ladder(ctx, config, overrides)
+
+    import json
+
+    found = {
+        ladder.run_name(name, seed): ladder.get_checkpoints(name, seed=seed)
+        for name in _chosen(ladder, size)
+        for seed in ladder.seeds
+    }
+    if as_json:
+        plain = {
+            run: [{"name": c.name, "step": c.step, "tokens": c.tokens, "exists": c.exists} for c in checkpoints]
+            for run, checkpoints in found.items()
+        }
+        typer.echo(json.dumps(plain, indent=1))
+        return
+    for run_name, checkpoints in found.items():
+        typer.echo(run_name)
+        for checkpoint in checkpoints:
+            typer.echo(f"  {checkpoint.display()}")
+
+
+@app.command(context_settings=OVERRIDES)
+def metrics(
+    ctx: typer.Context,
+    config: LadderArgument,
+    overrides: OverridesArgument = None,
+    size: SizesOption = None,
+    prefix: Annotated[str | None, typer.Option("--prefix", help="Only metrics that begin so, such as eval/.")] = None,
+    kind: Annotated[
+        str | None, typer.Option("--format", help="csv, json or parquet. Default: a table; by the name of --out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a file instead.")] = None,
+    discover_all: Annotated[
+        bool, typer.Option("--discover-all", help="Checkpoints that the ladder does not ask for as well.")
+    ] = False,
+    alternative_dir: Annotated[
+        list[Path] | None, typer.Option("--alternative-dir", help="Where to look for what is missing.")
+    ] = None,
+) -> None:
+    """Gather what was measured at the checkpoints of all sizes, from the run directories alone.
+
+    Examples:
+        lmt ladder metrics configs/ladder_nano.yaml
+
+        lmt ladder metrics configs/ladder_nano.yaml --out points.csv
+    """
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    ladder = load_ladder(ctx, config, overrides)
+
+    from lm_trainer.core.errors import UserError
+    from lm_trainer.ladder.metrics import FORMATS, rows_of, write
+    from lm_trainer.ladder.tables import metrics_table
+
+    kind = kind or (out.suffix.lstrip(".") if out else None)
+    if kind is not None and kind not in FORMATS:
+        raise UserError(f"{kind!r} is no format of metrics; there are {', '.join(FORMATS)}")
+    rows = [
+        row
+        for name in _chosen(ladder, size)
+        for row in rows_of(
+            ladder, name, prefix, discover_all=discover_all, alternative_dirs=tuple(alternative_dir or ())
+        )
+    ]
+    if not rows:
+        raise UserError(f"{ladder.dir} has no metrics of this ladder yet; start it with: lmt ladder run {config}")
+    text = metrics_table(rows) if kind is None else write(rows, kind, out)
+    if text is not None:
+        typer.echo(text, nl=False)

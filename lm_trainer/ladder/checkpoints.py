@@ -1,0 +1,71 @@
+"""Which checkpoints a ladder has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.ladder.ladder import ModelLadder
+
+
+@dataclass(frozen=True)
+class RunCheckpointInfo:
+    """A checkpoint that a ladder needs, or has."""
+
+    name: str
+    """What it is, such as `period 2, 1xC pre-decay`."""
+    step: int
+    tokens: int
+    """That the run has been trained on."""
+    path: Path
+    metrics_path: Path | None
+    """The file with the metrics of its run, if there is one."""
+    exists: bool
+    """Whether it is on disk."""
+
+    def display(self) -> str:
+        """One line, with a mark for whether it exists."""
+        return f"{'✔' if self.exists else '✘'} {self.name:<28} step {self.step:>8,}  {self.tokens:>16,} tokens"
+
+
+def find(
+    ladder: ModelLadder,
+    size_spec: str,
+    *,
+    seed: int | None = None,
+    discover_all: bool = False,
+    alternative_dirs: Sequence[str | Path] = (),
+) -> list[RunCheckpointInfo]:
+    """The checkpoints of a size, in order.
+
+    Args:
+        ladder: whose.
+        size_spec: the size.
+        seed: which of its runs; by default the first.
+        discover_all: those that lie there and the ladder did not ask for as well.
+        alternative_dirs: directories of other copies of this ladder, in which to look for what is missing.
+    """
+    batch = ladder.get_batch_size(size_spec)
+    asked = ladder.run_configurator.configure_checkpoint_intervals(ladder.get_num_params(size_spec), batch)
+    names = {tokens // batch: name for tokens, name in asked}
+    run = ladder.run_name(size_spec, seed)
+    folders = [Path(root) / run for root in (ladder.dir, *alternative_dirs)]
+    there = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
+    extra = set().union(*there.values()) - set(names) if discover_all else set()
+    found = []
+    for step in sorted({*names, *extra}):
+        folder = next((f for f in folders if step in there[f]), folders[0])
+        metrics = folder / "metrics.jsonl"
+        found.append(
+            RunCheckpointInfo(
+                names.get(step, f"step {step}"),
+                step,
+                step * batch,
+                folder / "checkpoints" / str(step),
+                metrics if metrics.exists() else None,
+                step in there[folder],
+            )
+        )
+    return found

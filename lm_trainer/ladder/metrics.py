@@ -1,0 +1,136 @@
+"""What the runs of a ladder measured, read from their directories alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_trainer.config.run import numeric_identity
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.checkpoints import find
+from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.running import changes
+
+if TYPE_CHECKING:
+    import pandas
+
+Row = dict[str, Any]
+
+FORMATS = ("csv", "json", "parquet")
+FACTS = ("ladder", "size", "seed", "name", "step", "tokens", "num_params", "flops")
+"""The columns before the metrics."""
+
+
+def rows_of(
+    ladder: ModelLadder,
+    size_spec: str,
+    prefix: str | None = None,
+    *,
+    discover_all: bool = False,
+    alternative_dirs: Sequence[str | Path] = (),
+) -> list[Row]:
+    """One row for each step of a checkpoint at which something was measured, of every seed.
+
+    A row has the columns `FACTS` and the metrics of exactly that step (those that begin with `prefix`); what was not
+    measured then is absent.
+
+    Raises:
+        UserError: when a directory holds the run of another ladder, or a damaged file.
+    """
+    from lm_trainer.profile.flops import flops_per_token
+
+    num_params = ladder.get_num_params(size_spec)
+    flops = flops_per_token(ladder.get_model_config(size_spec).spec(ladder.vocab_size()), ladder.sequence_length)
+    rows = []
+    for seed in ladder.seeds:
+        found = find(ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs)
+        measured: dict[Path, dict[int, Row]] = {}
+        for checkpoint in found:
+            if checkpoint.metrics_path is None:
+                continue
+            if checkpoint.metrics_path not in measured:
+                _check_owner(ladder, size_spec, seed, checkpoint.metrics_path.parent)
+                measured[checkpoint.metrics_path] = _by_step(checkpoint.metrics_path)
+            metrics = measured[checkpoint.metrics_path].get(checkpoint.step, {})
+            metrics = {key: value for key, value in metrics.items() if key.startswith(prefix or "")}
+            if not metrics:
+                continue
+            facts = (ladder.name, size_spec, seed, checkpoint.name, checkpoint.step, checkpoint.tokens, num_params)
+            rows.append({**dict(zip(FACTS, (*facts, flops.training * checkpoint.tokens), strict=True)), **metrics})
+    return rows
+
+
+def _check_owner(ladder: ModelLadder, size_spec: str, seed: int, folder: Path) -> None:
+    """A directory that holds another run would be read as this one."""
+    try:
+        identity = json.loads((folder / "run.json").read_text())["identity"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}: has metrics, but no run.json that says of which run: {error}") from None
+    wanted = ladder.run_config(size_spec, seed)
+    if found := changes(identity, numeric_identity(wanted), wanted):
+        raise UserError(
+            f"{folder} holds a run of another ladder than {ladder.name}:\n  "
+            + "\n  ".join(found[:8])
+            + "\nSet dir of the ladder to a directory of its own"
+        )
+
+
+def _by_step(file: Path) -> dict[int, Row]:
+    found: dict[int, Row] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            step = record.pop("step", None)
+        except (ValueError, AttributeError):
+            raise UserError(f"{file}:{number}: not a line of metrics") from None
+        if isinstance(step, int):
+            values = {key: value for key, value in record.items() if isinstance(value, int | float)}
+            found.setdefault(step, {}).update(values)
+    return found
+
+
+def frame(rows: Sequence[Row]) -> pandas.DataFrame:
+    """The rows as a DataFrame.
+
+    Raises:
+        UserError: without pandas.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise UserError("a DataFrame needs pandas: pip install 'lm_trainer[ladder]'") from None
+    return pandas.DataFrame(list(rows), columns=columns(rows))
+
+
+def columns(rows: Sequence[Row]) -> list[str]:
+    """`FACTS`, then every metric that some row has, by name."""
+    return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
+
+
+def write(rows: Sequence[Row], kind: str, path: Path | None) -> str | None:
+    """Writes rows as CSV, JSON or Parquet to a file; without one, returns the text of the first two."""
+    if kind == "parquet":
+        if path is None:
+            raise UserError("Parquet is not for the terminal; say where to write it with --out FILE.parquet")
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns(rows)})
+        pyarrow.parquet.write_table(table, path)
+        return None
+    if kind == "json":
+        text = json.dumps(list(rows), indent=1) + "\n"
+    else:
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, columns(rows), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        text = buffer.getvalue()
+    if path is None:
+        return text
+    path.write_text(text)
+    return None

@@ -1,0 +1,120 @@
+"""What a size of the ladder is as a model, and how it is cut for devices."""
+
+from __future__ import annotations
+
+import difflib
+from abc import abstractmethod
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt, ValidationError, model_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.sizes import TransformerSize, olmo_microbatch_size, olmo_minimal_devices
+from lm_trainer.models import AnyModel, Olmo3Config
+from lm_trainer.models.base import DecoderConfig
+
+
+class DeviceMeshSpec(NamedTuple):
+    """The least that a size needs."""
+
+    world_size: int
+    """Devices."""
+    dp_world_size: int | None
+    """Of them those that share the batch; None: all."""
+
+
+class ModelConfigurator(Config):
+    """From the name of a size to its model. To add one: one class, one line in `AnyModelConfigurator`."""
+
+    type: str
+    rank_microbatch_size: PositiveInt | None = None
+    """Tokens that a device computes at once; by default the batch / trainer.elastic_shards. The batch is made a
+    multiple of it."""
+
+    @abstractmethod
+    def known_sizes(self) -> tuple[str, ...]:
+        """Names of all sizes."""
+
+    @abstractmethod
+    def configure_model(self, *, size_spec: str, sequence_length: int) -> DecoderConfig:
+        """The model of a size."""
+
+    def configure_rank_microbatch_size(self, *, size_spec: str, sequence_length: int, device_type: str) -> int:
+        """Tokens that a device computes at once where the hardware decides, as `compat: olmo` has it.
+
+        Raises:
+            UserError: where nothing is known about the device.
+        """
+        return self.rank_microbatch_size or olmo_microbatch_size(size_spec, sequence_length, device_type)
+
+    def configure_minimal_device_mesh_spec(self, *, size_spec: str) -> DeviceMeshSpec:
+        """The devices that OLMo-core needs at least; here one is enough where its memory is."""
+        return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
+
+    def check(self, size_spec: str) -> None:
+        """Raises UserError for a size that does not exist, with a suggestion."""
+        known = self.known_sizes()
+        if size_spec not in known:
+            near = difflib.get_close_matches(size_spec, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise UserError(f"there is no size {size_spec!r}; {hint}")
+
+
+class TransformerModelConfigurator(ModelConfigurator):
+    """Sizes of one's own: any model of the zoo, by name."""
+
+    type: Literal["transformer"] = "transformer"
+    models: dict[str, AnyModel] = Field(min_length=1)
+    """Name of a size -> its model; `seq_len` is that of the ladder."""
+
+    @model_validator(mode="after")
+    def _length_is_set_once(self) -> TransformerModelConfigurator:
+        for name, model in self.models.items():
+            if "seq_len" in model.changed_fields:
+                raise ValueError(f"models.{name}.seq_len: sequence_length of the ladder decides it; remove the key")
+        return self
+
+    def known_sizes(self) -> tuple[str, ...]:
+        return tuple(self.models)
+
+    def configure_model(self, *, size_spec: str, sequence_length: int) -> DecoderConfig:
+        self.check(size_spec)
+        return self.models[size_spec].model_copy(update={"seq_len": sequence_length})
+
+
+class Olmo3ModelConfigurator(ModelConfigurator):
+    """The sizes of OLMo 3, from 60M to 13B parameters."""
+
+    type: Literal["olmo3"] = "olmo3"
+    model_construction_kwargs: dict[str, Any] = {}
+    """Settings of the `olmo3` model over those of a size, such as `gradient_checkpointing: dots`."""
+
+    @model_validator(mode="after")
+    def _settings_exist(self) -> Olmo3ModelConfigurator:
+        try:
+            self.configure_model(size_spec=TransformerSize.size_60M, sequence_length=2048)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"model_construction_kwargs.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return self
+
+    def known_sizes(self) -> tuple[str, ...]:
+        return tuple(TransformerSize)
+
+    def configure_model(self, *, size_spec: str, sequence_length: int) -> Olmo3Config:
+        self.check(size_spec)
+        shape = TransformerSize(size_spec).shape
+        settings = {
+            **shape._asdict(),
+            "num_kv_heads": shape.num_heads,
+            "layer_norm_epsilon": 1e-6,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "seq_len": sequence_length,
+            **self.model_construction_kwargs,
+        }
+        return Olmo3Config.model_validate(settings)
+
+
+AnyModelConfigurator = Annotated[Olmo3ModelConfigurator | TransformerModelConfigurator, Field(discriminator="type")]

@@ -1,0 +1,202 @@
+"""How a size is trained: batch, length, optimizer, learning rate and checkpoints as functions of its parameters."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.optim import AdamConfig, AnyOptimizer
+from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.schedule import Schedule
+
+_PARAMS, _BATCH, _RATE = 108e6, 2048 * 160, 0.0047
+"""Porian et al. 2024, arXiv 2406.19146, as OLMo-core has it: batch and rate of a model of so many parameters."""
+_LARGE_BATCH = 524_288
+"""Tokens from which on beta2 is 0.95 (Porian et al. 2024, table 4)."""
+_SET_HERE = (
+    *("learning_rate", "min_lr_ratio", "lr_schedule", "warmup", "rewarmup", "decay"),
+    *("cycles", "cycle_length", "cycle_peaks"),
+)
+
+
+class Period(NamedTuple):
+    """One stretch of WSD-S, in steps: warm-up (in the first alone), peak, and a linear decay to 0."""
+
+    multiple: float
+    """What the run has come to at its end, as a multiple of the Chinchilla-optimal number of tokens."""
+    start: int
+    end: int
+    decay: int
+    peak: float
+    """Of the learning rate, as a multiple of that of the run."""
+
+    @property
+    def pre_decay(self) -> int:
+        """The step after which the decay begins."""
+        return self.end - self.decay
+
+
+class RunConfigurator(Config):
+    """From a number of parameters to a run. `num_params` are those that `ModelLadder.get_num_params` counts.
+
+    All batches and lengths are in tokens.
+    """
+
+    type: str
+
+    @abstractmethod
+    def configure_target_batch_size(self, num_params: int) -> int:
+        """The batch to aim at; the one in use may be another, as rows and microbatches are whole."""
+
+    @abstractmethod
+    def configure_duration(self, num_params: int, batch_size: int) -> int:
+        """How long the run is."""
+
+    @abstractmethod
+    def configure_optimizer(self, num_params: int, batch_size: int) -> OptimizerConfig:
+        """The optimizer, its learning rate over time included."""
+
+    @abstractmethod
+    def configure_checkpoint_intervals(self, num_params: int, batch_size: int) -> list[tuple[int, str]]:
+        """(tokens, what it is) of every checkpoint that the ladder needs, in order."""
+
+    def configure_lr_scheduler(self, num_params: int, batch_size: int) -> Schedule:
+        """The learning rate as a function of the step."""
+        steps = self.configure_duration(num_params, batch_size) // batch_size
+        return self.configure_optimizer(num_params, batch_size).schedule(steps)
+
+    def plot_lr_schedule(
+        self, num_params: int, batch_size: int, *, show: bool = True, save_path: Path | None = None
+    ) -> Path | None:
+        """Draws the learning rate: in the terminal, in a picture file, or both; returns the file."""
+        from rich.console import Console
+
+        from lm_trainer.ladder.picture import rung_plot
+        from lm_trainer.plot import save_image, to_text
+
+        plot = rung_plot(self, num_params, batch_size)
+        if show:
+            Console().print(to_text(plot), highlight=False, markup=False)
+        if save_path is not None:
+            save_image(plot, save_path)
+        return save_path
+
+
+class WSDSChinchillaRunConfigurator(RunConfigurator):
+    """WSD-S (Wen et al. 2024, arXiv 2410.05192): one run that decays at 0.5, 1, 2, 4 ... times Chinchilla.
+
+    After every decay the learning rate jumps back to its peak, so a run can always be made longer.
+    """
+
+    type: Literal["wsds_chinchilla"] = "wsds_chinchilla"
+    chinchilla_multiple: float = Field(ge=0.5)
+    """How long each run is, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
+    decay_fraction: float = Field(default=0.1, gt=0, lt=0.5)
+    """Of each period, how much of it is the decay at its end."""
+    tokens_per_param: PositiveInt = 20
+    """Tokens of a Chinchilla-optimal run for each parameter."""
+    lr_multiplier: PositiveFloat = 1.0
+    """Multiplies the learning rate."""
+    stepped_schedule: bool = False
+    """Lower the peak of the period that ends at c times Chinchilla to 1 / sqrt(c) of the learning rate."""
+    optimizer: AnyOptimizer = AdamConfig(skip_bad_steps=True)
+    """The optimizer, without its learning rate and schedule; beta2 follows the batch unless it is set here."""
+
+    @field_validator("chinchilla_multiple")
+    @classmethod
+    def _is_a_power_of_two(cls, value: float) -> float:
+        if not math.log2(value).is_integer():
+            near = 2.0 ** round(math.log2(value))
+            raise ValueError(f"expected a power of two (0.5, 1, 2, 4 ...), got {value:g}; the nearest is {near:g}")
+        return value
+
+    @model_validator(mode="after")
+    def _schedule_is_decided_here(self) -> WSDSChinchillaRunConfigurator:
+        if found := [key for key in _SET_HERE if key in self.optimizer.changed_fields]:
+            raise ValueError(f"optimizer.{found[0]} follows from the size; remove it (lr_multiplier scales the rate)")
+        return self
+
+    @property
+    def multiples(self) -> tuple[float, ...]:
+        """0.5, 1, 2 ... up to `chinchilla_multiple`."""
+        return tuple(2.0**power for power in range(-1, int(math.log2(self.chinchilla_multiple)) + 1))
+
+    def configure_target_batch_size(self, num_params: int) -> int:
+        return round(_BATCH * (num_params / _PARAMS) ** (2 / 3))
+
+    def configure_duration(self, num_params: int, batch_size: int) -> int:
+        return batch_size * self._steps(num_params, batch_size, self.chinchilla_multiple)
+
+    def learning_rate(self, num_params: int) -> float:
+        """The peak of the learning rate; half of what Porian et al. give, as OLMo-core found to be better."""
+        return _RATE * (num_params / _PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
+
+    def periods(self, num_params: int, batch_size: int) -> tuple[Period, ...]:
+        """The stretches of a run; phases are whole steps, decays rounded up.
+
+        Raises:
+            UserError: when a period has no step before its decay.
+        """
+        ends = [self._steps(num_params, batch_size, multiple) for multiple in self.multiples]
+        found = []
+        for multiple, start, end in zip(self.multiples, (0, *ends), ends, strict=False):
+            decay = -(-round(self.decay_fraction * (end - start) * batch_size) // batch_size)
+            if end - start <= decay:
+                raise UserError(
+                    f"{num_params:,} parameters with a batch of {batch_size:,} tokens have {end - start} steps in the "
+                    f"period up to {multiple:g}xC, too few for a decay; raise tokens_per_param or the size"
+                )
+            peak = 1 / math.sqrt(multiple) if self.stepped_schedule else 1.0
+            found.append(Period(multiple, start, end, decay, peak))
+        return tuple(found)
+
+    def warmup(self, num_params: int, batch_size: int) -> int:
+        """Steps of the warm-up: one token for each parameter, rounded up.
+
+        Raises:
+            UserError: when it does not fit into the first period.
+        """
+        steps, first = -(-num_params // batch_size), self.periods(num_params, batch_size)[0]
+        if steps > first.pre_decay:
+            raise UserError(
+                f"the warm-up ({steps} steps) and the first decay ({first.decay} steps) do not fit into the "
+                f"{first.end} steps of the first period; raise tokens_per_param or lower decay_fraction"
+            )
+        return steps
+
+    def configure_optimizer(self, num_params: int, batch_size: int) -> OptimizerConfig:
+        periods = self.periods(num_params, batch_size)
+        values = {
+            **self.optimizer.model_dump(mode="json"),
+            "learning_rate": self.learning_rate(num_params),
+            "lr_schedule": "linear",
+            "min_lr_ratio": 0.0,
+            "warmup": self.warmup(num_params, batch_size),
+            "cycles": [period.end for period in periods],
+            "decay": [period.decay for period in periods],
+        }
+        if self.stepped_schedule:
+            values["cycle_peaks"] = [period.peak for period in periods]
+        if "beta2" in type(self.optimizer).model_fields and "beta2" not in self.optimizer.changed_fields:
+            values["beta2"] = 0.95 if batch_size >= _LARGE_BATCH else 0.99
+        return type(self.optimizer).model_validate(values)
+
+    def configure_checkpoint_intervals(self, num_params: int, batch_size: int) -> list[tuple[int, str]]:
+        names = []
+        for number, period in enumerate(self.periods(num_params, batch_size), 1):
+            name = f"period {number}, {period.multiple:g}xC"
+            names.append((period.pre_decay * batch_size, f"{name} pre-decay"))
+            names.append((period.end * batch_size, f"{name} post-decay"))
+        return names
+
+    def _steps(self, num_params: int, batch_size: int, multiple: float) -> int:
+        return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
+
+
+AnyRunConfigurator = WSDSChinchillaRunConfigurator

@@ -1,0 +1,81 @@
+"""Running the sizes of a ladder, each an ordinary run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.config.run import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.trackers import Progress
+from lm_trainer.train import Summary, train
+
+_GROWS = ("optimizer.cycles", "optimizer.decay", "optimizer.cycle_peaks")
+
+
+def run_rung(
+    ladder: ModelLadder, size_spec: str, *, seed: int | None = None, progress: Progress | None = None
+) -> Summary:
+    """Trains one size; a run that was stopped goes on, and one of a shorter ladder is made longer.
+
+    WSD-S makes that possible: the learning rate of a longer run is the same until where the shorter one ends.
+
+    Raises:
+        UserError: when its directory holds the run of another ladder; and as `lm_trainer.train.train`.
+    """
+    config = ladder.run_config(size_spec, seed)
+    longer = _is_longer(ladder, Path(ladder.get_save_folder(size_spec, seed)), config)
+    progress = progress or Progress(config.trainer.num_train_steps)
+    return train(config, name=ladder.run_name(size_spec, seed), progress=progress, allow_config_change=longer)
+
+
+def _is_longer(ladder: ModelLadder, folder: Path, config: RunConfig) -> bool:
+    record = folder / "run.json"
+    if not record.exists():
+        return False
+    identity, wanted = json.loads(record.read_text())["identity"], numeric_identity(config)
+    if found := changes(identity, wanted, config):
+        raise UserError(
+            f"{folder} holds a run of another ladder, or of an earlier form of {ladder.name}:\n  "
+            + "\n  ".join(found)
+            + "\nSet dir of the ladder to a directory of its own, or undo these changes"
+        )
+    return bool(numeric_differences(identity, wanted, config))
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any], config: RunConfig) -> list[str]:
+    """How two identities of a run differ beyond their length: one being the beginning of the other is no difference."""
+    pairs = [(_at(old, key), _at(new, key)) for key in _GROWS]
+    steps = old["trainer"]["num_train_steps"], new["trainer"]["num_train_steps"]
+    one_begins = all(_begins(*pair) for pair in pairs)
+    length = {"trainer.num_train_steps", *_GROWS} if one_begins and steps[0] != steps[1] else set()
+    found = numeric_differences(dict(old), dict(new), config)
+    return [line for line in found if re.split(r"[:\s]", line, maxsplit=1)[0] not in length]
+
+
+def _at(identity: Mapping[str, Any], key: str) -> Any:
+    section, name = key.split(".")
+    return identity[section].get(name)
+
+
+def _begins(a: list[float] | None, b: list[float] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(x == y for x, y in zip(a, b, strict=False))
+
+
+def benchmark_rung(ladder: ModelLadder, size_spec: str, *, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+    """Times the training step of a size, as `lmt bench mfu` does; the report as plain data."""
+    import jax
+
+    from lm_trainer.bench import bench_session
+    from lm_trainer.profile.matmul import MatmulProbe
+    from lm_trainer.profile.mfu import measure
+
+    with bench_session(ladder.run_config(size_spec)) as session:
+        probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
+        return measure(session, probe, samples=steps, warmup=warmup).as_dict()
