@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder, TransformerSize, WSDSChinchillaRunConfigurator
+from lm_trainer.ladder.plan import plan_rung
 from lm_trainer.profile.flops import parameter_count
+from tests.conftest import ROOT
 
 VOCABULARY = 100_352
 OLMO: dict[str, Any] = {
@@ -120,6 +124,13 @@ def test_any_optimizer(name: str) -> None:
     optimizer = recipe.configure_optimizer(10**8, 2**18)
     assert optimizer.type == name  # pyright: ignore[reportAttributeAccessIssue]
     assert optimizer.schedule(recipe.configure_duration(10**8, 2**18) // 2**18)(2000) == recipe.learning_rate(10**8)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("ladder_*.yaml")), ids=lambda path: path.stem)
+def test_every_ladder_is_valid(path: Path) -> None:
+    found = load(path, [], ModelLadder).config
+    steps = [plan_rung(found, size, vocab_size=VOCABULARY).steps for size in found.sizes]
+    assert len(steps) >= 4
 
 
 def test_every_field_of_the_recipe_matters() -> None:
