@@ -1,11 +1,14 @@
 """A mixture of experts in the place of the MLP: each token is computed by the few experts that its router chooses.
 
 Shape letters: B rows, S positions, M tokens (B x S), D hidden dimension, F width of an expert, E experts, K experts of
-each token, A assignments (M x K).
+each token, A assignments (M x K),
+Y experts and their widths (E x F).
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import NamedTuple
 
 import jax
@@ -16,6 +19,8 @@ from lm_trainer.core.group import axis_index, axis_size, gather, scatter_sum, to
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.spec import MoeSpec
+
+logger = logging.getLogger(__name__)
 
 
 class RouterStats(NamedTuple):
@@ -70,9 +75,26 @@ class Moe(nnx.Module):
         tokens: whatever the router chooses, nothing is dropped, and nothing but tokens travels.
         """
         x_MD, experts_MK, weights_MK = (gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
+        if _dense(self.spec):
+            return scatter_sum(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
         y_MKD = self._compute(x_MD, experts_MK)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return scatter_sum(y_MD, "expert", 0)
+
+    def _by_all(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
+        """The experts of this device side by side as one MLP, with weights of 0 for what was not chosen."""
+        dtype, count = x_MD.dtype, self.gate[...].shape[0]
+        first = axis_index("expert") * count if axis_size("expert") > 1 else 0
+        chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)
+        weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
+
+        def product(w: nnx.Param) -> jax.Array:
+            w_DEF = w[...].astype(dtype).transpose(1, 0, 2)
+            return jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
+
+        h_MEF = ACTIVATIONS[self.spec.activation](product(self.gate)) * product(self.up) * weights_ME[..., None]
+        down_YD = self.down[...].astype(dtype).reshape(-1, x_MD.shape[1])
+        return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
     def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
         """What each token's experts make of it, [M, K, D]: the assignments in the order of the experts, and back.
@@ -97,6 +119,23 @@ class Moe(nnx.Module):
         y_AD = jax.lax.ragged_dot(h_AF, self.down[...].astype(dtype), counts_E)
         y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
+
+
+@functools.cache
+def _announce(platform: str) -> None:
+    logger.info("every expert is computed for every token: on %s that takes fewer operations than groups", platform)
+
+
+def _dense(spec: MoeSpec) -> bool:
+    """`spec.dense` with its default resolved.
+
+    For CPUs XLA has no product of groups but one that computes every expert for every assignment, which is `top_k`
+    times as much.
+    """
+    if spec.dense is None and jax.default_backend() == "cpu":
+        _announce("cpu")
+        return True
+    return bool(spec.dense)
 
 
 @jax.custom_vjp

@@ -279,9 +279,9 @@ def test_flops_are_those_of_the_program(config):
 
 
 def unused_experts(spec: DecoderSpec) -> int:
-    """What a CPU computes per token and throws away: there, every assignment goes through every expert."""
+    """What a CPU computes per token and throws away: there, every token goes through every expert."""
     return sum(
-        (block.mlp.num_experts - 1) * block.mlp.top_k * 6 * spec.hidden_dim * block.mlp.hidden_dim
+        (block.mlp.num_experts - block.mlp.top_k) * 6 * spec.hidden_dim * block.mlp.hidden_dim
         for block in spec.blocks
         if isinstance(block.mlp, MoeSpec)
     )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from lm_trainer.nn.spec import MoeSpec
 from tests.nn.common import make_init
 
 D, F, E, K = 8, 12, 4, 2
-SPEC = MoeSpec(F, E, K, balance_coef=0.5, z_coef=0.25)
+SPEC = MoeSpec(F, E, K, balance_coef=0.5, z_coef=0.25, dense=False)
 X = np.random.default_rng(0).standard_normal((2, 7, D)).astype(np.float32)
 EVERY = np.ones((2, 7), bool)
 
@@ -37,10 +39,10 @@ def brute_force(moe: Moe, *, renormalize: bool) -> np.ndarray:
     return out.reshape(X.shape)
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_every_token_gets_its_experts(renormalize):
-    moe = build(MoeSpec(F, E, K, renormalize=renormalize))
-    found, _ = moe(jnp.asarray(X), jnp.asarray(EVERY))
+@pytest.mark.parametrize(("renormalize", "dense"), [(True, False), (False, True)])
+def test_every_token_gets_its_experts(renormalize, dense):
+    moe = build(MoeSpec(F, E, K, renormalize=renormalize, dense=dense))
+    found = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0])(jnp.asarray(X))
     np.testing.assert_allclose(found, brute_force(moe, renormalize=renormalize), atol=1e-4)
 
 
@@ -48,8 +50,9 @@ def test_nothing_is_dropped_when_all_choose_the_same():
     moe = build()
     moe.router[...] = jnp.zeros((D, E)).at[:, 1].set(1e-6)
     x = jnp.ones((1, 9, D)) + jnp.arange(9.0)[None, :, None] / 10
-    whole, stats = moe(x, jnp.ones((1, 9), bool))
-    alone = jnp.concatenate([moe(x[:, i : i + 1], jnp.ones((1, 1), bool))[0] for i in range(9)], axis=1)
+    run = jax.jit(lambda x: moe(x, jnp.ones(x.shape[:2], bool)))
+    whole, stats = run(x)
+    alone = jnp.concatenate([run(x[:, i : i + 1])[0] for i in range(9)], axis=1)
     np.testing.assert_allclose(whole, alone, rtol=1e-5)
     assert stats.overload == pytest.approx(9 * E / K)
 
@@ -76,8 +79,8 @@ def test_gradients_are_those_of_all_experts_weighted():
     moe = build()
     params = [moe.router[...], moe.gate[...], moe.up[...], moe.down[...]]
 
-    def found(params: list[jax.Array], x: jax.Array) -> jax.Array:
-        module = build()
+    def found(params: list[jax.Array], x: jax.Array, spec: MoeSpec) -> jax.Array:
+        module = build(spec)
         for variable, value in zip((module.router, module.gate, module.up, module.down), params, strict=True):
             variable[...] = value
         return jnp.sum(jnp.sin(module(x, jnp.asarray(EVERY))[0]))
@@ -93,8 +96,19 @@ def test_gradients_are_those_of_all_experts_weighted():
 
     x = jnp.asarray(X)
     expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(params, x)
-    result = jax.jit(jax.grad(found, argnums=(0, 1)))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), expected, result)
+    for spec in (SPEC, dataclasses.replace(SPEC, dense=True)):
+        result = jax.jit(jax.grad(found, argnums=(0, 1)), static_argnums=2)(params, x, spec)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4), expected, result)
+
+
+def test_a_cpu_computes_what_takes_fewer_operations():
+    def operations(dense: bool | None) -> float:
+        moe = build(dataclasses.replace(SPEC, dense=dense))
+        cost = jax.jit(lambda x: moe(x, jnp.asarray(EVERY))[0]).lower(jnp.asarray(X)).cost_analysis()
+        assert cost is not None
+        return cost["flops"]
+
+    assert operations(None) == operations(True) < operations(False)
 
 
 def test_the_router_computes_in_float32():
