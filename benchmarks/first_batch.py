@@ -1,0 +1,116 @@
+"""How long a run takes from an empty cache to its first batch and its first finished step.
+
+    python -m benchmarks.first_batch --rounds 3
+
+The text is the embedded corpus several times over as JSON lines, so that building the whole cache takes much longer
+than the first batch. Each round is a process of its own that tokenises with a tokenizer trained beforehand. Times are
+those of a clock from the start of `open_data`, and the processor seconds that this process and its workers had taken by
+then; where these are far apart, the machine was busy with something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=6, help="how often the corpus of 12 MB is repeated")
+    parser.add_argument("--shuffle", default="era", choices=["era", "none", "full"])
+    parser.add_argument("--backend", default="tokenizers", choices=["tokenizers", "fastokens"])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(run_once(Path(options.one), options.shuffle, options.backend)))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        write_corpus(Path(directory), options.copies)
+        command = [sys.executable, "-m", "benchmarks.first_batch", "--one", directory]
+        command += ["--shuffle", options.shuffle, "--backend", options.backend]
+        rounds = [
+            json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(options.rounds)
+        ]
+    for name in rounds[0]:
+        values = [result[name] for result in rounds]
+        line = {"name": name, "median": statistics.median(values), "all": values, "load": os.getloadavg()[0]}
+        print(json.dumps(line) if options.json else f"{name:<24} {line['median']:>12} {values}")
+
+
+def write_corpus(directory: Path, copies: int) -> None:
+    """`copies` files of some 12 MB each, and a tokenizer."""
+    from lm_trainer.data.sources import Row
+    from lm_trainer.data.sources.embedded import Embedded
+    from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
+
+    shards = Embedded().shards("train")
+    texts = [row.text for shard in shards for row in shard.rows() if isinstance(row, Row)]
+    for copy in range(copies):
+        with (directory / f"{copy}.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": f"# {copy}\n{text}"}) + "\n" for text in texts)
+    train_bpe(TrainedBpe(vocab_size=8192, sample_bytes=4 << 20), shards).save(directory / "tokenizer")
+
+
+def run_once(directory: Path, shuffle: str, backend: str) -> dict[str, Any]:
+    from lm_trainer.config.run import RunConfig
+    from lm_trainer.data.pipeline import open_data
+    from lm_trainer.program import build_program
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"type": "gpt2", "seq_len": 256, "hidden_dim": 64, "num_layers": 2, "num_heads": 2},
+            "trainer": {"train_batch_size": 16},
+            "data": {
+                "train_urls": f"{directory}/*.jsonl",
+                "tokenizer": f"{directory}/tokenizer",
+                "tokenizer_backend": backend,
+                "shuffle": {"type": shuffle},
+            },
+        }
+    )
+    marks: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        before = (time.monotonic(), cpu_seconds())
+        data = open_data(config.data.model_copy(update={"cache_dir": cache}), seq_len=256, seed=0, background=True)
+        marks |= since(before, "open")
+        batch = next(data.train(16, rows=range(16), num_steps=1))
+        marks |= since(before, "first_batch")
+        marks |= {"tokens_at_first_batch": data.num_train_tokens, "complete_at_first_batch": int(data.complete)}
+        program = build_program(config, data.tokenizer.vocab_size)
+        program.step.compile(batch)
+        _, metrics = program.step(program.init(), program.step.put(batch), 1e-3)
+        assert float(metrics["loss"]) > 0
+        marks |= since(before, "first_step")
+        data.close()
+    return marks
+
+
+def since(before: tuple[float, float], name: str) -> dict[str, float]:
+    wall, cpu = time.monotonic() - before[0], cpu_seconds() - before[1]
+    return {f"{name}_s": round(wall, 2), f"{name}_cpu_s": round(cpu, 2)}
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its workers, also of those that have not ended (on Linux alone)."""
+    total = sum(os.times()[:4])
+    for worker in multiprocessing.active_children():
+        stat = Path(f"/proc/{worker.pid}/stat")
+        if stat.exists():
+            fields = stat.read_text().rpartition(")")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+if __name__ == "__main__":
+    main()
