@@ -24,7 +24,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.models.hf import parameter_leaves
 from lm_trainer.nn.lora import is_adapter, merge
-from lm_trainer.pretrained import HfCheckpoint
+from lm_trainer.pretrained import HfCheckpoint, source_name
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.train_state import ModelDef, Params
 
@@ -151,7 +151,7 @@ def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
 
 def base_name(config: RunConfig) -> str:
     """Where a run with an adapter says that its frozen model is."""
-    return config.trainer.initialize_from or HfCheckpoint.open(config).name
+    return config.trainer.initialize_from or source_name(config)
 
 
 def _base_params(run: str | Path, loaded: LoadedModel) -> dict[str, Any]:

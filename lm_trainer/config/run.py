@@ -88,8 +88,8 @@ class RunConfig(Config):
     """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
     for a `seq_len` where positions are not learned; what config.json does not say can be set."""
     hf_save_path: str | None = None
-    """Export the model during training, for `transformers`: to `hf_save_path`/id/step-N, as
-    `trainer.checkpointer.append_run_id_to_base_path` says."""
+    """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
+    to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says."""
     hf_save_steps: PositiveInt = 10_000
     """Steps between exports; there is one after the last step as well."""
     hf_upload: bool | str = False
@@ -114,10 +114,6 @@ class RunConfig(Config):
             )
         if self.use_hf_model_config and not self.initialize_from_hf:
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf; set it as well")
-        if self.hf_save_path is not None and self.adapter is not None:
-            raise ValueError(
-                "hf_save_path exports whole models, and the run trains an adapter; remove it, and use lmt export-hf"
-            )
         if self.hf_upload and self.hf_save_path is None:
             raise ValueError("hf_upload uploads what is exported to hf_save_path; set it as well")
         return self

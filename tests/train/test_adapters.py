@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from lm_trainer.adapters import find_base, load_whole, training_flops
 from lm_trainer.checkpoint.model import load_model, write_model
@@ -21,11 +23,13 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.hf_exports import HfExports
 from lm_trainer.models import Gpt2Config, hf
 from lm_trainer.nn.lora import is_adapter
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.program import Program, loss_function, plan_program, trace_model
 from lm_trainer.resume import save_state, start_state
+from lm_trainer.trackers import Progress
 from lm_trainer.train_state import TrainState, to_host
 from tests.conftest import RunLmt
 from tests.train.conftest import MakeConfig
@@ -144,6 +148,30 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     with pytest.raises(UserError, match="run is an adapter, and the model that it is for cannot be read: base: no run"):
         load_whole("run")
     store.close()
+
+
+def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"type": "gpt2", **MODEL},
+            "adapter": ADAPTER,
+            "trainer": {"initialize_from": "base"},
+            "hf_save_path": "out",
+        }
+    )
+    model, rng = trace_model(config, VOCAB), np.random.default_rng(0)
+    weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
+    recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
+    program = SimpleNamespace(weights=lambda state: {"": state}, model=model)
+    trainer: Any = SimpleNamespace(program=program, recorder=recorder)
+    info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
+    exports: Any = HfExports(config, "run", Progress(5))
+    with exports:
+        exports.hook(trainer, ByteTokenizer())(info)
+    written = load_file("out/run/step-3/adapter_model.safetensors")
+    name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
+    np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)
+    assert not Path("out/run/step-3/model.safetensors").exists()
 
 
 @pytest.mark.slow
