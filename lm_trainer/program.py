@@ -125,7 +125,7 @@ def plan_program(
     Raises:
         UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
     """
-    mesh = build_mesh(trainer.mesh_shape(), devices or jax.devices())
+    mesh = build_mesh(trainer.mesh_shape(), devices or _devices(trainer))
     plans = trainer.microbatches()
     _check_cut(trainer, optimizer, model, mesh)
     layouts = plan_layout(
@@ -165,9 +165,7 @@ def _check_cut(trainer: TrainerConfig, optimizer: OptimizerConfig, model: ModelD
     built = nnx.eval_shape(model.build)
     check_model(built.spec if isinstance(built, Decoder) else None, mesh)
     if optimizer.curvature is not None:
-        raise UserError(
-            f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1"
-        )
+        raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
     for plan in (*trainer.microbatches().values, trainer.eval_plan()):
         check_rows(plan.rows, mesh)
 
@@ -189,11 +187,21 @@ def check_devices(trainer: TrainerConfig) -> None:
     Raises:
         UserError: as `plan_program`.
     """
-    mesh = build_mesh(trainer.mesh_shape(), jax.devices())
+    mesh = build_mesh(trainer.mesh_shape(), _devices(trainer))
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
     for plan in trainer.microbatches().values:
         plan.per_shard(mesh)
+
+
+def _devices(trainer: TrainerConfig) -> Sequence[Any]:
+    found = jax.devices()
+    if trainer.max_devices is not None and trainer.max_devices < len(found) and jax.process_count() > 1:
+        raise UserError(
+            f"trainer.max_devices: {trainer.max_devices} of {len(found)} devices would leave processes idle; start "
+            f"fewer processes"
+        )
+    return found[: trainer.max_devices]
 
 
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
@@ -263,17 +271,18 @@ def promise(trainer: TrainerConfig, mesh: Mesh) -> str | None:
             "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
             "same processes and with the same mesh; on others the losses are close, and part over the steps"
         )
-    sums = {
-        "model": "tensor parallelism adds",
-        "context": "devices that share positions add, and draw dropout,",
-        "expert": "devices that share experts add, and draw dropout,",
-        "pipeline": "pipeline stages add, and draw dropout,",
+    names = {
+        "model": "tensor parallelism",
+        "context": "shared positions",
+        "expert": "shared experts",
+        "pipeline": "pipeline stages",
     }
-    axes = [axis for axis in sums if mesh.shape[axis] > 1]
+    axes = [axis for axis in names if mesh.shape[axis] > 1]
     if not axes:
         return None
+    dropout = "" if axes == ["model"] else " and draw dropout of their own"
     sizes = ", ".join(f"{axis}_axis_size={mesh.shape[axis]}" for axis in axes)
     return (
-        f"{' and '.join(sums[axis] for axis in axes)} inside a microbatch: bits are equal for {sizes} and any sizes of "
-        f"{', '.join(BATCH_AXES)}, and close, not equal, to those of other sizes"
+        f"with {' and '.join(names[axis] for axis in axes)}, several devices add inside a microbatch{dropout}: bits "
+        f"are equal for {sizes} and any sizes of {', '.join(BATCH_AXES)}, and close, not equal, to those of other sizes"
     )

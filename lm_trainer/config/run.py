@@ -47,6 +47,7 @@ _OPERATIONAL = {
             "fsdp_axis",
             "axis_resources",
             "parameter_axis_resources",
+            "max_devices",
             "replica_ici_axis_size",
             "replica_dcn_axis_size",
             "jax_compilation_cache_dir",

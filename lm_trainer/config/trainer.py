@@ -136,6 +136,8 @@ class TrainerConfig(Config):
     pipeline_axis_size: PositiveInt = 1
     """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
     (GPipe, Huang et al. 2019)."""
+    max_devices: PositiveInt | None = None
+    """Use no more devices than these, the first of those that are there; null: all. Several processes use all."""
     replica_ici_axis_size: PositiveInt = 1
     """Copies of the state inside a slice; the data axis takes the devices that remain."""
     replica_dcn_axis_size: PositiveInt = 1

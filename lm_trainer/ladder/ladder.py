@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from lm_trainer.train import Summary
 
 _NEAR = 0.1
-_DECIDED = ("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir")
+_DECIDED = (
+    *("id", "seed", "num_train_steps", "train_batch_size", "per_device_parallelism", "steps_per_eval", "log_dir"),
+    "max_devices",
+)
 _DECIDED_OF_CHECKPOINTS = ("base_path", "keep", "append_run_id_to_base_path")
 
 
@@ -52,7 +55,7 @@ class Layout(NamedTuple):
 class InstanceSource(SetConfig):
     """One set of documents of the ladder."""
 
-    name: str | None = None
+    label: str | None = None
     """What it is called in metrics; needed where there are several."""
     weight: PositiveFloat = 1.0
     """How much of training it makes up, beside the others."""
@@ -121,9 +124,9 @@ class ModelLadder(Config):
                 raise ValueError(f"sizes: {error}") from None
         if len(set(self.sizes)) < len(self.sizes):
             raise ValueError(f"sizes: {', '.join(self.sizes)} names one twice")
-        names = [source.name for source in self.instance_sources]
-        if len(names) > 1 and (None in names or len(set(names)) < len(names)):
-            raise ValueError("instance_sources: give each of several sources a name of its own")
+        labels = [source.label for source in self.instance_sources]
+        if len(labels) > 1 and (None in labels or len(set(labels)) < len(labels)):
+            raise ValueError("instance_sources: give each of several sources a label of its own")
         self.data_config()
         return self
 
@@ -140,13 +143,13 @@ class ModelLadder(Config):
 
     def _sources(self) -> dict[str, Any]:
         def plain(source: InstanceSource) -> dict[str, Any]:
-            return source.model_dump(mode="json", include=source.changed_fields - {"name", "weight"})
+            return source.model_dump(mode="json", include=source.changed_fields - {"label", "weight"})
 
         if len(self.instance_sources) <= 1:
             return plain(self.instance_sources[0]) if self.instance_sources else {}
         return {
-            "configs": {str(source.name): plain(source) for source in self.instance_sources},
-            "train_weights": {str(source.name): source.weight for source in self.instance_sources},
+            "configs": {str(source.label): plain(source) for source in self.instance_sources},
+            "train_weights": {str(source.label): source.weight for source in self.instance_sources},
         }
 
     def vocab_size(self) -> int:
@@ -225,7 +228,7 @@ class ModelLadder(Config):
     def run_config(self, size_spec: str, seed: int | None = None, vocab_size: int | None = None) -> RunConfig:
         """The run of a size: an ordinary one, that `lmt train` could run as well."""
         num_params = self.get_num_params(size_spec, vocab_size)
-        batch, _, shards, _ = self.layout(size_spec, vocab_size=vocab_size)
+        batch, _, shards, devices = self.layout(size_spec, vocab_size=vocab_size)
         recipe, folder = self.run_configurator, Path(self.get_save_folder(size_spec, seed))
         steps = [tokens // batch for tokens, _ in recipe.configure_checkpoint_intervals(num_params, batch)]
         rank = self.model_configurator.rank_microbatch_size
@@ -243,6 +246,7 @@ class ModelLadder(Config):
             "num_train_steps": steps[-1],
             "train_batch_size": batch // self.sequence_length,
             "elastic_shards": shards,
+            "max_devices": devices,
             "per_device_parallelism": -1 if rank is None else rank // self.sequence_length,
             "steps_per_eval": list(dict.fromkeys(steps)),
             "checkpointer": checkpointer,

@@ -131,6 +131,8 @@ def test_where_a_parameter_lies(trainer: dict[str, Any], rest: PartitionSpec, co
     ("trainer", "sizes"),
     [
         ({}, {"data": 8}),
+        ({"max_devices": 2}, {"data": 2}),
+        ({"max_devices": 64}, {"data": 8}),
         ({"replica_dcn_axis_size": 4}, {"replica_dcn": 4, "data": 2}),
         ({"replica_ici_axis_size": 2}, {"replica": 2, "data": 4}),
         ({"model_axis_size": 8}, {"model": 8}),
@@ -140,7 +142,7 @@ def test_where_a_parameter_lies(trainer: dict[str, Any], rest: PartitionSpec, co
     ],
     ids=str,
 )
-def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: tuple[int, ...]) -> None:
+def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) -> None:
     mesh = build_program(config(**trainer), VOCAB).placement.mesh
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
     assert list(mesh.devices.flat) == jax.devices()

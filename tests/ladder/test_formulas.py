@@ -181,7 +181,7 @@ def test_the_batch_is_the_same_on_all_hardware() -> None:
         ({"data_loader": {"train_urls": ["a.txt"]}}, "train_urls belongs to instance_sources"),
         (
             {"instance_sources": [{"train_urls": "a.txt"}, {"train_urls": "b.txt"}]},
-            "give each of several sources a name",
+            "give each of several sources a label",
         ),
         ({"model_configurator": {"type": "olmo3", "model_construction_kwargs": {"heads": 3}}}, "kwargs.heads"),
         (

@@ -143,7 +143,7 @@ def test_seeds_and_trackers(root: Path) -> None:
 
 def test_several_sources_are_a_mixture(root: Path) -> None:
     text = str(root / "text.txt")
-    sources = [{"name": "a", "train_urls": text, "weight": 3}, {"name": "b", "train_urls": text}]
+    sources = [{"label": "a", "train_urls": text, "weight": 3}, {"label": "b", "train_urls": text}]
     data = ModelLadder.model_validate(small(root, instance_sources=sources)).run_config("2k").data
     assert data.train_weights == {"a": 3, "b": 1}
     assert list(data.configs) == ["a", "b"]
