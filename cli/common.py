@@ -86,7 +86,11 @@ def check_is_run(run: str) -> None:
 
 def load_settled_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
     """As `load_run_config`, with the model section that training takes from a Hugging Face checkpoint."""
-    run = load_run_config(ctx, config, overrides)
+    return settle(load_run_config(ctx, config, overrides), config)
+
+
+def settle(run: "RunConfig", config: Path) -> "RunConfig":
+    """The configuration of a file with the model section that training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
     from lm_trainer.pretrained import settled

@@ -1,12 +1,23 @@
 """`lmt config`: show, check, compare, describe and draw configurations."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run, load_run_config, load_settled_config
+from cli.common import (
+    OVERRIDES,
+    ConfigArgument,
+    OverridesArgument,
+    load_run,
+    load_run_config,
+    load_settled_config,
+    settle,
+)
 from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.config.document import KeyPath
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
 
@@ -32,7 +43,14 @@ def show(
         for name, decaying in weight_decay(loaded).items():
             typer.echo(f"{'decays' if decaying else '-':8}{name}")
         return
-    typer.echo(to_yaml(loaded.config, loaded.origin if origin else None), nl=False)
+    run = settle(loaded.config, config)
+
+    def where(key: "KeyPath") -> str:
+        found = loaded.origin(key)
+        taken = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
+        return "config.json" if taken and found == "default" else found
+
+    typer.echo(to_yaml(run, where if origin else None), nl=False)
 
 
 @app.command(context_settings=OVERRIDES)

@@ -120,7 +120,8 @@ def _resumed(config: RunConfig, own: Path) -> Start | None:
         return None
     if config.use_hf_model_config:
         config = _with_model(config, read_config(own).model)
-    return Start(config, read_vocabulary(own)[0], None)
+    note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
+    return Start(config, read_vocabulary(own)[0], None, (note,))
 
 
 def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:

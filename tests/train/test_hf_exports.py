@@ -125,7 +125,7 @@ def test_uploads_follow_one_another_and_a_failed_one_ends_nothing(
 
 @pytest.mark.slow
 def test_a_run_from_an_import_to_an_upload(run_lmt: RunLmt, tmp_path: Path, text_files: tuple[Path, Path]) -> None:
-    """With a learning rate of 0 what is exported is what was imported; the run goes on without what it started from."""
+    """With next to no learning rate what comes out is what went in; the run goes on without what it started from."""
     base = tmp_path / "base"
     write_checkpoint(base, vocab_size=264)
     run = {
@@ -136,13 +136,13 @@ def test_a_run_from_an_import_to_an_upload(run_lmt: RunLmt, tmp_path: Path, text
         "hf_upload": True,
         "data": {"tokenizer": "base", "num_workers": 0, "train_urls": [str(text_files[0])]},
         "trainer": {"id": "run", "train_batch_size": 8, "num_train_steps": 2, "sample_tokens": 0},
-        "optimizer": {"learning_rate": 0.0},
+        "optimizer": {"learning_rate": 1e-30},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     with fake_hub() as hub:
-        found = run_lmt("train", "run.yaml", env=hub.environment(), devices=2)
+        found = run_lmt("train", "run.yaml", env=hub.environment(), timeout=900)
         assert found.returncode == 0, found.stderr
-        assert "starting from the weights of base: llama" in found.stderr
+        assert "starting from the weights of base: llama" in found.stdout + found.stderr
         assert hub.repos["me/run"].private
         uploaded = hub.repos["me/run"].files["model.safetensors"]
     assert uploaded == (tmp_path / "out" / "run" / "step-2" / "model.safetensors").read_bytes()
@@ -152,6 +152,6 @@ def test_a_run_from_an_import_to_an_upload(run_lmt: RunLmt, tmp_path: Path, text
         assert {name: x.tobytes() for name, x in ours.items()} == theirs
     for file in base.glob("[cm]*"):
         file.unlink()
-    again = run_lmt("train", "run.yaml", "hf_upload=false")
+    again = run_lmt("train", "run.yaml", "hf_upload=false", timeout=900)
     assert again.returncode == 0, again.stderr
     assert "complete already" in again.stdout
