@@ -103,6 +103,7 @@ class GptNeoxConfig(EqualHeadsConfig):
     def _pairs_rotate(self) -> "GptNeoxConfig":
         if (rotated := int(self.head_size * self.rotary_pct)) % 2 or not rotated:
             raise ValueError(f"rotary_pct={self.rotary_pct} rotates {rotated} dimensions of a head; make that even")
+        self.rope.check(rotated)
         return self
 
     def spec(self, vocab_size: int) -> DecoderSpec:
@@ -112,7 +113,7 @@ class GptNeoxConfig(EqualHeadsConfig):
             self.head_size,
             bias=self.use_bias,
             out_bias=self.use_bias,
-            positions=self.rope.spec(self.rotary_pct),
+            positions=self.rope.spec(self.seq_len, self.rotary_pct),
             scores=self.scores(dropout=self.attn_pdrop),
         )
         mlp = MlpSpec(self.intermediate_dim, self.activation_function)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lm_trainer.models.hf_table import HfFamily, HfField, linear
-from lm_trainer.models.rope import fraction_from_hf, fraction_to_hf, rope_from_hf
+from lm_trainer.models.rope import LongRope, RopeConfig, fraction_from_hf, fraction_to_hf, rope_from_hf
 from lm_trainer.models.rotary import (
     BLOCK,
     EMBEDDING,
@@ -40,7 +40,20 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
     return {
         **fraction_to_hf(shared, config.partial_rotary_factor),
         "sliding_window": config.sliding_window,
+        **_lengths(config.rope, config.seq_len),
     }
+
+
+def _lengths(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
+    """What LongRoPE has outside of its own block, which transformers 4 wants with three keys and nothing else."""
+    if not isinstance(rope, LongRope):
+        return {}
+    original = rope.original_max_position_embeddings
+    fields: dict[str, Any] = {"original_max_position_embeddings": original}
+    if rope.attention_factor is None and rope.factor == seq_len / original:
+        block = {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
+        fields["rope_scaling"] = {"type": "longrope", **block}
+    return fields
 
 
 _JOINED = (
@@ -85,10 +98,13 @@ class Phi3Config(RotaryConfig):
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of what attention and MLP add to the residual stream."""
 
+    @property
+    def rotated_fraction(self) -> float:
+        return self.partial_rotary_factor
+
     def spec(self, vocab_size: int) -> DecoderSpec:
-        rope = self.rope.spec(self.partial_rotary_factor)
         block = BlockSpec(
-            replace(self.attention(), positions=rope, window=self.sliding_window),
+            replace(self.attention(), window=self.sliding_window),
             self.mlp(),
             pre_norm=self.norm(),
             dropout=self.resid_pdrop,

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
-from lm_trainer.nn.spec import LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import LinearScaling, PairScaling, RopeSpec, WavelengthScaling, YarnScaling
 
-_Scaling = LinearScaling | WavelengthScaling | YarnScaling | None
+_Scaling = LinearScaling | WavelengthScaling | YarnScaling | PairScaling | None
 
 
 class RopeConfig(Config):
@@ -20,12 +20,15 @@ class RopeConfig(Config):
     """The base of the wavelengths: the longest is about 2 pi theta positions."""
 
     @abstractmethod
-    def scaling(self) -> _Scaling:
-        """How frequencies are scaled."""
+    def scaling(self, _seq_len: int) -> _Scaling:
+        """How frequencies are scaled in a model whose longest sequence has so many tokens."""
 
-    def spec(self, fraction: float = 1.0) -> RopeSpec:
+    def check(self, size: int) -> None:
+        """Raises ValueError where `size` dimensions of a head cannot be rotated so."""
+
+    def spec(self, seq_len: int, fraction: float = 1.0) -> RopeSpec:
         """As a part of the trunk; `fraction` of each head's dimensions is rotated."""
-        return RopeSpec(self.theta, fraction, self.scaling())
+        return RopeSpec(self.theta, fraction, self.scaling(seq_len))
 
     @abstractmethod
     def to_hf(self) -> dict[str, Any]:
@@ -40,7 +43,7 @@ class DefaultRope(RopeConfig):
     factor: float = Field(default=1.0, gt=0)
     """Divides all positions, so that sequences this many times longer look as long as those of the first training."""
 
-    def scaling(self) -> _Scaling:
+    def scaling(self, _seq_len: int) -> _Scaling:
         return None if self.factor == 1.0 else LinearScaling(self.factor)
 
     def to_hf(self) -> dict[str, Any]:
@@ -71,7 +74,7 @@ class Llama3Rope(RopeConfig):
             )
         return self
 
-    def scaling(self) -> _Scaling:
+    def scaling(self, _seq_len: int) -> _Scaling:
         return WavelengthScaling(
             self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
         )
@@ -106,7 +109,7 @@ class YarnRope(RopeConfig):
             raise ValueError("attention_factor and mscale set the same thing; remove one of them")
         return self
 
-    def scaling(self) -> _Scaling:
+    def scaling(self, _seq_len: int) -> _Scaling:
         grown = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
         return YarnScaling(
             self.factor,
@@ -120,13 +123,50 @@ class YarnRope(RopeConfig):
     def to_hf(self) -> dict[str, Any]:
         plain = self.model_dump(include={"factor", "original_max_position_embeddings"})
         plain |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
-        scaling = self.scaling()
+        scaling = self.scaling(0)
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
             plain["attention_factor"] = scaling.magnitude
         return {"rope_type": "yarn", **plain, **({} if self.truncate else {"truncate": False})}
 
 
-AnyRope = Annotated[DefaultRope | Llama3Rope | YarnRope, Field(discriminator="type")]
+class LongRope(RopeConfig):
+    """LongRoPE (Ding et al. 2024), as in Phi-3 with 128k tokens: each pair of dimensions has a factor of its own.
+
+    transformers takes `long_factor` where the longest sequence of a batch is longer than
+    `original_max_position_embeddings`. Here the model's `seq_len` decides, so that what is computed of a document
+    depends on no other, and not on how much of it has been read.
+    """
+
+    type: Literal["longrope"] = "longrope"
+    """The kind of scaling."""
+    short_factor: tuple[Annotated[float, Field(gt=0)], ...]
+    """One factor for each pair of dimensions, for models of at most original_max_position_embeddings tokens."""
+    long_factor: tuple[Annotated[float, Field(gt=0)], ...]
+    """The same for models of longer sequences."""
+    factor: float = Field(gt=0)
+    """How many times longer sequences became than in the first training."""
+    original_max_position_embeddings: int = Field(default=4096, gt=1)
+    """The longest sequence of the first training."""
+    attention_factor: float | None = Field(default=None, gt=0)
+    """Multiplies cosines and sines. Unset: sqrt(1 + log(factor) / log(original_max_position_embeddings)), or 1."""
+
+    def check(self, size: int) -> None:
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self, name))) != size // 2:
+                raise ValueError(f"rope.{name} has {count} numbers, but {size // 2} pairs of dimensions are rotated")
+
+    def scaling(self, _seq_len: int) -> _Scaling:
+        original, factor = self.original_max_position_embeddings, max(self.factor, 1.0)
+        grown = math.sqrt(1.0 + math.log(factor) / math.log(original))
+        factors = self.long_factor if _seq_len > original else self.short_factor
+        return PairScaling(factors, grown if self.attention_factor is None else self.attention_factor)
+
+    def to_hf(self) -> dict[str, Any]:
+        plain = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
+        return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}}
+
+
+AnyRope = Annotated[DefaultRope | Llama3Rope | YarnRope | LongRope, Field(discriminator="type")]
 """Whatever may stand under `rope:`; told apart by `type`."""
 
 _KINDS: Mapping[str, type[RopeConfig]] = {
@@ -134,6 +174,12 @@ _KINDS: Mapping[str, type[RopeConfig]] = {
     "linear": DefaultRope,
     "llama3": Llama3Rope,
     "yarn": YarnRope,
+    "longrope": LongRope,
+    "su": LongRope,
+}
+_REFUSED = {
+    "dynamic": "its frequencies change with the length of what is read",
+    "proportional": "only families that are not known here have it",
 }
 _IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
@@ -150,10 +196,21 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
         ValueError: for a kind of scaling that does not exist here.
     """
     block = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if "long_factor" in block:
+        block = _with_lengths(block, hf)
     if layers is not None and layers in block:
         block = block[layers]
     theta = block.get("rope_theta", hf.get("rope_theta") or default_theta)
     return parse_rope(block, float(theta))
+
+
+def _with_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    """LongRoPE's block with what files write outside of it, or leave to be computed."""
+    original = block.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    longest = hf.get("max_position_embeddings")
+    original = original or longest
+    factor = block.get("factor") or (longest / original if longest and original else 1.0)
+    return {**block, "original_max_position_embeddings": original, "factor": factor}
 
 
 def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
@@ -165,7 +222,8 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     kind = str(block.get("rope_type") or block.get("type") or "default")
     rope_class = _KINDS.get(kind)
     if rope_class is None:
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(_KINDS)}")
+        reason = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""
+        raise ValueError(f"rope_type={kind!r} is not supported{reason}; supported: {', '.join(_KINDS)}")
     fields = {key: value for key, value in block.items() if key not in _IGNORED and value is not None}
     if rope_class is YarnRope:
         fields = _yarn_fields(fields)
@@ -202,7 +260,7 @@ def local_theta_from_hf(hf: Mapping[str, Any], default: float) -> float:
     block = (hf.get("rope_parameters") or {}).get("sliding_attention")
     if block is None:
         return float(hf.get("rope_local_base_freq") or default)
-    if parse_rope(block, 10_000.0).scaling() is not None:
+    if parse_rope(block, 10_000.0).scaling(0) is not None:
         raise ValueError(f"rope_type={block['rope_type']!r} of layers with a window is not supported, only default is")
     return float(block.get("rope_theta") or default)
 

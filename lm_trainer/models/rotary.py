@@ -69,6 +69,16 @@ class RotaryConfig(DecoderConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _rope_fits(self) -> "RotaryConfig":
+        self.rope.check(int(self.head_size * self.rotated_fraction))
+        return self
+
+    @property
+    def rotated_fraction(self) -> float:
+        """Of each head's dimensions."""
+        return 1.0
+
     @property
     def head_size(self) -> int:
         """`head_dim` with its default resolved."""
@@ -86,7 +96,7 @@ class RotaryConfig(DecoderConfig):
             num_kv_heads=self.num_kv_heads,
             bias=False,
             out_bias=False,
-            positions=self.rope.spec(),
+            positions=self.rope.spec(self.seq_len, self.rotated_fraction),
             scores=self.scores(),
         )
 

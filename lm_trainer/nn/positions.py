@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import AlibiSpec, LinearScaling, PairScaling, RopeSpec, WavelengthScaling, YarnScaling
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
@@ -29,6 +29,8 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
             scaled_F, magnitude = _by_wavelength(scaling, plain_F), 1.0
         case YarnScaling():
             scaled_F, magnitude = _yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
+        case PairScaling():
+            scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
     return scaled_F.astype(np.float32), magnitude
 
 

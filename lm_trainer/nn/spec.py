@@ -81,13 +81,22 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class PairScaling:
+    """Divides the frequency of each pair of dimensions by a factor of its own (LongRoPE, Ding et al. 2024)."""
+
+    factors: tuple[float, ...]
+    magnitude: float
+    """Multiplies both cosine and sine."""
+
+
+@dataclass(frozen=True)
 class RopeSpec:
     """Rotary positions (Su et al. 2021), with the halves of a head as the coordinates of its rotations."""
 
     theta: float = 10_000.0
     fraction: float = 1.0
     """Of each head's dimensions, from the first, that are rotated."""
-    scaling: LinearScaling | WavelengthScaling | YarnScaling | None = None
+    scaling: LinearScaling | WavelengthScaling | YarnScaling | PairScaling | None = None
 
 
 @dataclass(frozen=True)

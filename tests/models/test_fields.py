@@ -12,14 +12,16 @@ from lm_trainer.models import (
     DecoderConfig,
     Gemma2Config,
     Gemma3Config,
+    GptNeoxConfig,
     LlamaConfig,
     MistralConfig,
     Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
-from lm_trainer.models.rope import DefaultRope, Llama3Rope, YarnRope
-from lm_trainer.nn.spec import QkNormSpec, RopeSpec
+from lm_trainer.models.rope import DefaultRope, Llama3Rope, LongRope, YarnRope
+from lm_trainer.nn.spec import PairScaling, QkNormSpec, RopeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import TINY, VOCAB, change
 
@@ -46,7 +48,7 @@ OTHER: dict[str, Any] = {
     "hidden_dim": 64,
 }
 """A valid value that is not the tiny configuration's, where doubling or negating does not give one."""
-NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size"}
+NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
 
 
 def another(name: str, value: Any) -> Any:
@@ -133,7 +135,7 @@ def test_layers_with_a_window():
         block.attention.positions for block in Gemma3Config(**tiny, rope=DefaultRope(factor=8.0)).spec(VOCAB).blocks
     ]
     assert ropes[0] == RopeSpec(10_000.0)
-    assert ropes[5] == DefaultRope(factor=8.0).spec()
+    assert ropes[5] == DefaultRope(factor=8.0).spec(7)
 
 
 def test_what_llama_can_add():
@@ -149,7 +151,7 @@ def test_what_llama_can_add():
         (LlamaConfig, {"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not a multiple of num_kv_heads=4"),
         (LlamaConfig, {"hidden_dim": 100}, "hidden_dim=100 is not a multiple of 2 \\* num_heads=64; set head_dim"),
         (LlamaConfig, {"head_dim": 5}, "multiple of 2"),
-        (LlamaConfig, {"rope": {"type": "other"}}, "'default', 'linear', 'llama3', 'yarn'"),
+        (LlamaConfig, {"rope": {"type": "other"}}, "'default', 'linear', 'llama3', 'yarn', 'longrope'"),
         (Qwen2Config, {"sliding_window": 8}, "sliding_window has no effect without use_sliding_window: true"),
     ],
 )
@@ -158,9 +160,23 @@ def test_wrong_values_are_refused(config_class, fields, message):
         config_class(**fields)
 
 
+def test_each_pair_of_dimensions_has_a_factor():
+    tiny: dict[str, Any] = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 4, "num_layers": 1, "seq_len": 32}
+    rope = LongRope(short_factor=(1.0, 2.0), long_factor=(3.0, 9.0), factor=4.0, original_max_position_embeddings=8)
+    long, short = (
+        Phi3Config(**{**tiny, "seq_len": n}, rope=rope, partial_rotary_factor=0.5).rope.spec(n) for n in (9, 8)
+    )
+    assert long.scaling == PairScaling((3.0, 9.0), (5 / 3) ** 0.5)
+    assert short.scaling == PairScaling((1.0, 2.0), (5 / 3) ** 0.5)
+    with pytest.raises(ValidationError, match=r"rope.short_factor has 2 numbers, but 4 pairs of dimensions are"):
+        Phi3Config(**tiny, rope=rope)
+    with pytest.raises(ValidationError, match=r"rope.short_factor has 2 numbers, but 1 pairs"):
+        GptNeoxConfig(hidden_dim=32, num_heads=4, rope=rope)
+
+
 def test_rope_blocks_agree_with_themselves():
     with pytest.raises(ValidationError, match=r"low_freq_factor=4.0 must be below"):
         Llama3Rope(low_freq_factor=4.0)
     with pytest.raises(ValidationError, match="attention_factor and mscale set the same thing"):
         YarnRope(attention_factor=1.0, mscale=2.0)
-    assert DefaultRope(type="linear", factor=2.0).spec() == DefaultRope(factor=2.0).spec()
+    assert DefaultRope(type="linear", factor=2.0).spec(7) == DefaultRope(factor=2.0).spec(7)

@@ -29,7 +29,7 @@ CHANGES: dict[str, Any] = {
     "use_flash_attention": True,
     "flash_attention_block_size": 256,
 }
-NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size"}
+NOT_IN_THE_SPEC = {"type", "cross_entropy_block_size", "reference_checkpoint"}
 
 
 def test_every_field_matters():
