@@ -67,12 +67,14 @@ def replay(
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
+    from lm_trainer.proof.record import same
+
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"
     for key, value in done.now.items():
         then = done.recorded.get(key)
-        verdict = "" if then is None else "equal" if then == value or (then != then and value != value) else "differs"
-        yield f"  {key:24}{'-' if then is None else then!r:>24}{value!r:>24}  {verdict}"
+        verdict = "" if then is None else "equal" if same(then, value) else "differs"
+        yield f"  {key:24}{'-' if then is None else repr(then):>24}{value!r:>24}  {verdict}"
     if not done.applied:
         yield "  the step was not applied: its loss or gradient is not finite"
     yield ""

@@ -20,15 +20,12 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
     Arrays have 1, 2 or 4 bytes an element.
     """
-    values = _digests(dict(arrays))
+    values = {name: _digest(x) for name, x in arrays.items()}
     return {name: int(np.asarray(value.addressable_data(0))) for name, value in values.items()}
 
 
+# One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
 @jax.jit
-def _digests(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _digest(x) for name, x in arrays.items()}
-
-
 def _digest(x: jax.Array) -> jax.Array:
     bits, index = _bits_and_index(x)
     return jnp.sum(bits * (index * 2 + 1) * jnp.uint32(0x9E3779B1), dtype=jnp.uint32)
@@ -42,19 +39,17 @@ def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Arrays have 1, 2 or 4 bytes an element. Of several processes, all must call it.
     """
-    values = _hashes(dict(arrays))
-    return {name: "{:08x}{:08x}".format(*np.asarray(value.addressable_data(0))) for name, value in values.items()}
+    values = {name: _hash(x) for name, x in arrays.items()}
+    return {
+        name: "".join(f"{int(np.asarray(part.addressable_data(0))):08x}" for part in parts)
+        for name, parts in values.items()
+    }
 
 
 @jax.jit
-def _hashes(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _hash(x) for name, x in arrays.items()}
-
-
-def _hash(x: jax.Array) -> jax.Array:
+def _hash(x: jax.Array) -> list[jax.Array]:
     bits, index = _bits_and_index(x)
-    sums = [jnp.sum(_mix(bits ^ _mix(index + jnp.uint32(salt))), dtype=jnp.uint32) for salt in _SALTS]
-    return jnp.stack(sums)
+    return [jnp.sum(_mix(bits ^ _mix(index + jnp.uint32(salt))), dtype=jnp.uint32) for salt in _SALTS]
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -45,7 +45,9 @@ class Rerun:
         self.batch: Batch | None = None
         self.program: str | None = None
         if self.state.step != start:
-            raise UserError(f"the checkpoint of step {start} cannot be used; lmt verify shows which can")
+            raise UserError(
+                f"the checkpoint of step {start} cannot be used: it is damaged, or the run has replaced it meanwhile"
+            )
         # There is nothing to save, so that a signal need not wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

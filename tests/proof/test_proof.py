@@ -1,0 +1,234 @@
+"""Verify, replay and diff, and a configuration that changes on the way: on one tiny run and its copies."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from tests.cli.conftest import Outcome, refused, run_here
+from tests.conftest import RunLmt
+from tests.train.conftest import Plain, merged
+
+STEPS = 6
+TINY: Plain = {
+    "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True},
+    "data": {"tokenizer": "bytes", "num_workers": 0, "train_urls": ["text.txt"]},
+    "trainer": {
+        "id": "run",
+        "train_batch_size": 8,
+        "num_train_steps": STEPS,
+        "sample_tokens": 0,
+        "tracker": [],
+        "watch": {"interval": 0},
+        "log_jaxprs": False,
+        "log_xla_hlo": False,
+        "checkpointer": {"save_interval": "1h", "keep": [{"every": 2}]},
+    },
+    "optimizer": {"learning_rate": 1e-2, "warmup": 0},
+}
+
+
+def write(directory: Path, **changes: Plain) -> Path:
+    text = "\n".join(f"{n} squared is {n * n}, and its cube {n**3}." for n in range(400))
+    (directory / "text.txt").write_text(text)
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(merged(TINY, changes)))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_device() -> Iterator[None]:
+    """Compiling for eight takes eight times as long, and shows nothing more here."""
+    with pytest.MonkeyPatch.context() as patch:
+        every = jax.devices
+        patch.setattr(jax, "devices", lambda *args: every(*args)[:1])
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which the tiny run was started and has ended."""
+    directory = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        result = run_here("train", write(directory))
+    assert result.returncode == 0, result.stderr
+    return directory
+
+
+@pytest.fixture
+def copied(finished: Path, in_tmp_path: Path) -> Path:
+    """A copy of it, in which the test runs."""
+    shutil.copytree(finished, in_tmp_path, dirs_exist_ok=True)
+    record = in_tmp_path / "logs/run/run.json"
+    record.write_text(record.read_text().replace(str(finished), str(in_tmp_path)))
+    return in_tmp_path
+
+
+def metrics(directory: Path, run: str = "run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "logs" / run / "metrics.jsonl").read_text().splitlines()]
+
+
+def change_metrics(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    lines = metrics(directory)
+    for line in lines:
+        change(line)
+    (directory / "logs/run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def as_json(result: Outcome) -> Any:
+    return json.loads(result.stdout)
+
+
+def test_a_fingerprint_comes_with_every_checkpoint(finished: Path) -> None:
+    found = {line["step"]: line["fingerprint"] for line in metrics(finished) if "fingerprint" in line}
+    assert list(found) == [2, 4, 6]
+    assert len({*found.values()}) == 3
+    assert {len(value) for value in found.values()} == {16}
+
+
+def test_verify_repeats_a_stretch_and_touches_nothing(finished: Path, in_tmp_path: Path) -> None:
+    before = content(finished)
+    result = run_here("verify", finished / "logs/run", "--seed", "1", "--json")
+    assert result.returncode == 0, result.stderr
+    found = as_json(result)
+    assert (found["run"], found["equal"]) == ("run", True)
+    (part,) = found["stretches"]
+    assert part["end"] - part["start"] == part["steps"] == 2
+    assert (part["fingerprints"], part["difference"], part["notes"]) == (1, None, [])
+    assert content(finished) == before
+    assert list(in_tmp_path.iterdir()) == []
+
+
+def test_replay_shows_what_the_step_was(finished: Path, in_tmp_path: Path) -> None:
+    result = run_here(
+        "replay", finished / "logs/run", "--step", "3", "--show-batch", "--dump-grads", "g", "--top-k", "128", "--json"
+    )
+    assert result.returncode == 0, result.stderr
+    found = as_json(result)
+    assert (found["step"], found["start"], found["applied"]) == (3, 2, True)
+    line = next(line for line in metrics(finished) if line["step"] == 3)
+    assert found["now"] == found["recorded"] == {name: line[name] for name in found["now"]}
+    assert {"train/loss", "optim/grad_norm", "optim/learning_rate"} <= found["now"].keys()
+
+    grads = load_file(in_tmp_path / "g/gradients-3.safetensors")
+    total = math.sqrt(sum(float(np.square(g.astype(np.float64)).sum()) for g in grads.values()))
+    assert total == pytest.approx(line["optim/grad_norm"], rel=1e-5)
+    up = grads["blocks.0.mlp.up.weight"]
+    for layer in range(2):
+        norm = found["norms"][f"blocks.0.mlp.up.weight/{layer}"]
+        assert norm["gradient"] == pytest.approx(np.linalg.norm(up[layer]), rel=1e-5)
+        # Adam with a learning rate of 1e-2 moves no element further than that, but for weight decay.
+        assert 0 < norm["update"] < 1.1e-2 * math.sqrt(up[layer].size)
+        assert norm["parameter"] > norm["update"]
+
+    tokens = found["tokens"]
+    assert len(tokens) == 8 * 16
+    assert [t["loss"] for t in tokens] == sorted((t["loss"] for t in tokens), reverse=True)
+    assert np.mean([t["loss"] for t in tokens]) == pytest.approx(line["train/loss"], rel=1e-5)
+    assert tokens[0]["source"].endswith("text.txt")
+    rows = {row["row"]: "".join(p["text"] for p in row["passages"]) for row in found["rows"]}
+    assert len(rows) == 8
+    for token in tokens:
+        text = rows[token["row"]]
+        assert text[: token["position"] + 1].endswith(token["before"])
+        if token["position"] < 15:
+            assert (token["token"] + token["after"]).startswith(text[token["position"] + 1])
+
+
+def test_what_cannot_be_done_is_said(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(finished)
+    refused(run_here("verify", "rum"), "no run of this name", "runs here: run")
+    refused(run_here("verify", "checkpoints/run"), "is a checkpoint directory; name the run directory")
+    refused(run_here("verify", "run", "trainer.seed=5"), "would give other numbers", "trainer.seed: was 0, now 5")
+    refused(run_here("verify", "--segment", "run"), "no such option")
+    for step in ("0", "7"):
+        refused(run_here("replay", "run", "--step", step), f"there is no step {step}", "steps 1 to 6")
+
+
+def test_verify_and_diff_name_the_first_difference(copied: Path) -> None:
+    shutil.copytree("logs/run", "logs/other")
+
+    def nudge(line: dict[str, Any]) -> None:
+        if line["step"] == 1 and "train/loss" in line:
+            line["train/loss"] = float(np.nextafter(np.float32(line["train/loss"]), np.float32(9)))
+
+    change_metrics(copied, nudge)
+    attempts = json.loads(Path("logs/run/env.json").read_text())
+    attempts[0]["packages"]["jax"] = "0.1"
+    Path("logs/run/env.json").write_text(json.dumps(attempts))
+    for step in (2, 4, 6):
+        shutil.rmtree(f"checkpoints/run/{step}")
+    result = run_here("verify", "run", "--max-steps", "2")
+    assert result.returncode == 1
+    assert f"  jax: 0.1 -> {jax.__version__}\n" in result.stdout.split("steps  ")[0], "said before it compares"
+    assert "first difference: step 1, train/loss" in result.stdout
+    original, changed = (metrics(copied, run)[0]["train/loss"] for run in ("other", "run"))
+    assert f"recorded {changed!r}" in result.stdout
+    assert f"now      {original!r}" in result.stdout
+
+    result = run_here("diff", "other", "run", "--json")
+    assert result.returncode == 1
+    found = as_json(result)
+    assert found["parting"] == {"step": 1, "after": None, "values": {"train/loss": [original, changed]}}
+    assert (found["common"], found["last"]) == (STEPS, STEPS)
+    assert found["causes"] == {"code and packages": [f"jax: {jax.__version__} -> 0.1"]}
+    shutil.copyfile("logs/other/env.json", "logs/run/env.json")
+    assert "nothing that the runs have written down explains it" in run_here("diff", "other", "run").stdout
+    result = run_here("diff", "other", "other")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "equal, bit for bit")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> None:
+    shutil.copytree("logs/run", "logs/before")
+    file = Path("logs/before/run.json")
+    file.write_text(file.read_text().replace("checkpoints/run", "checkpoints/before"))
+    shutil.copytree("checkpoints/run", "checkpoints/before")
+    shutil.rmtree("checkpoints/run/6")
+    config = write(copied, optimizer={"learning_rate": 2e-2}, trainer={"steps_per_log": 2})
+    result = run_here("train", config)
+    refused(result, "optimizer.learning_rate: was 0.01, now 0.02", "--allow-config-change", "trainer.id")
+    result = run_here("train", config, "--allow-config-change")
+    assert result.returncode == 0, result.stderr
+    assert "from step 4 on with another configuration:\n  optimizer.learning_rate: was 0.01, now 0.02" in result.stdout
+    (change,) = json.loads(Path("logs/run/run.json").read_text())["changes"]
+    assert (change["step"], change["differences"]) == (4, ["optimizer.learning_rate: was 0.01, now 0.02"])
+    assert (
+        yaml.safe_load((Path("logs/run") / change["config_before"]).read_text())["optimizer"]["learning_rate"] == 0.01
+    )
+
+    # Another interval of logging: of steps 5 and 6 only the second is there.
+    found = as_json(run_here("diff", "before", "run", "--json"))
+    assert (found["parting"]["step"], found["parting"]["after"], found["common"]) == (6, 4, 5)
+    assert found["checkpoint"] == 6
+    assert len(found["parameters"]) > 10
+    assert found["causes"]["configuration"][0] == "optimizer.learning_rate: 0.01 -> 0.02"
+
+    # Each side of the change is computed with the configuration of its own.
+    result = run_here("verify", "run", "--segments", "9", "--json")
+    assert result.returncode == 0, result.stdout
+    assert [(part["start"], part["end"]) for part in as_json(result)["stretches"]] == [(0, 2), (2, 4), (4, 6)]
+
+
+@pytest.mark.slow
+def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
+    config = write(tmp_path, model={"resid_pdrop": 0.1})
+    assert run_lmt("train", config, devices=4).returncode == 0
+    result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1] == "equal, bit for bit: 4 steps"
