@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from lm_trainer.core.rounding import with_rounded_products
 from lm_trainer.lanes import program_hash
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.train_state import Params, StateShardings
@@ -57,11 +59,13 @@ class ElementwiseUpdate:
 
     def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
         replicated = NamedSharding(mesh, PartitionSpec())
-        self._update = jax.jit(update, out_shardings=(*shardings, replicated), donate_argnums=(0, 1))
+        # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
+        rounded = with_rounded_products(update)
+        self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        return self._update(*args)
+        return self._update(np.uint32(0), *args)
 
 
 class WholeUpdate:

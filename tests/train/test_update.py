@@ -11,16 +11,24 @@ import pytest
 
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import MeshShape, build_mesh
-from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig, Param
+from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig, Param, ScheduleFreeConfig
 from lm_trainer.train_state import place_state
 from lm_trainer.update import compile_update
 
-SHAPES = {
+Shapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+SHAPES: Shapes = {
     "a.weight": ((24, 136), ("mlp", "embed")),
     "b.weight": ((3, 16, 10), ("layers", "embed", "mlp")),
     "c.scale": ((40,), ("embed",)),
     "embed.tokens": ((32, 16), ("vocab", "embed")),
 }
+SMALL: Shapes = {
+    "a.weight": ((56, 7), ("embed", "mlp")),
+    "b.weight": ((12, 1), ("embed", "mlp")),
+    "c.weight": ((33, 20), ("embed", "mlp")),
+}
+"""Shapes whose halves are compiled to other instructions than the whole."""
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 CONFIGS: list[OptimizerConfig] = [
     *(member() for member in MEMBERS),
@@ -30,18 +38,18 @@ CONFIGS: list[OptimizerConfig] = [
 ]
 
 
-def updated(config: OptimizerConfig, devices: int, fsdp: bool) -> str:
+def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
     mesh = build_mesh(MeshShape(), jax.devices()[:devices])
     rules = {"embed": ("data",)} if fsdp else {}
-    layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
-    abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in SHAPES.items()}
-    tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in SHAPES.items()})
+    layouts = plan_layout(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
+    abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
+    tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
     placement = place_state(abstract, tx, layouts, mesh)
     update = compile_update(config, tx, placement.shardings, mesh)
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:
-        draw = {n: rng.standard_normal(s) * 10.0 ** rng.integers(-6, 3, s) for n, (s, _) in SHAPES.items()}
+        draw = {n: rng.standard_normal(s) * 10.0 ** rng.integers(-6, 3, s) for n, (s, _) in shapes.items()}
         return {n: jax.device_put(x.astype(np.float32), placement.shardings.params[n]) for n, x in draw.items()}
 
     params = values()
@@ -74,3 +82,8 @@ def test_the_update_has_the_same_bits_on_every_mesh(config: OptimizerConfig) -> 
     meshes = [(2, True), (2, False), (8, True)] if config.elementwise else [(2, True)]
     for devices, fsdp in meshes:
         assert updated(config, devices, fsdp) == reference, (devices, fsdp)
+
+
+def test_products_are_rounded_alike_in_halves_and_in_the_whole() -> None:
+    config = ScheduleFreeConfig()
+    assert updated(config, 2, True, SMALL) == updated(config, 1, True, SMALL)
