@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import signal
 import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +76,60 @@ def test_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> N
     train(config, tmp_path / "two", processes=1, devices=2)
     assert "resumed at step 4" in (tmp_path / "two" / "out.0").read_text()
     assert numbers(tmp_path / "two") == reference
+
+
+def launch(config: Path, directory: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """Two processes by `lmt launch local`, and where their output goes."""
+    directory.mkdir(exist_ok=True)
+    output = directory / f"out-{time.monotonic_ns()}.txt"
+    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    with output.open("wb") as stream:
+        return subprocess.Popen(command, cwd=directory, env=lmt_environment(), stdout=stream, stderr=stream), output
+
+
+def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
+    """The pid of one of the processes that a launcher has started."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (found,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
+    return int(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the process to kill in /proc")
+def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    keep = {"save_interval": "1h", "keep": [{"every": 8}]}
+    config = make_config(trainer={"num_train_steps": 160, "steps_per_eval": 80, "checkpointer": keep})
+    train(config, tmp_path / "one", processes=1, devices=1)
+
+    killed = tmp_path / "killed"
+    launcher, output = launch(config, killed)
+    metrics = killed / "logs" / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
+        assert launcher.poll() is None, output.read_text()
+        time.sleep(0.001)
+    os.kill(of_process(launcher, 1), signal.SIGKILL)
+    assert launcher.wait(timeout=120) == 128 + signal.SIGKILL
+    printed = output.read_text()
+    assert re.search(r"^process 1 of 2 \(pid \d+\) was killed by SIGKILL$", printed, re.MULTILINE), printed
+    named = r"^\[0\] error: process 1 of 2 \(.+, pid \d+\) is gone: it was killed, or its machine was lost"
+    assert re.search(named, printed, re.MULTILINE), printed
+    assert "sending" not in printed, "the other one ends by itself"
+
+    launcher, output = launch(config, killed)
+    assert launcher.wait(timeout=600) == 0, output.read_text()
+    assert re.search(r"^\[0\] resumed at step \d+ of 160$", output.read_text(), re.MULTILINE), output.read_text()
+    assert numbers(killed) == numbers(tmp_path / "one")
+
+
+def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Here the first, at a run directory that is in use, where the other would wait for it."""
+    config = make_config(trainer={"num_train_steps": 4})
+    (tmp_path / "logs" / "run").mkdir(parents=True)
+    with (tmp_path / "logs" / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        launcher, output = launch(config, tmp_path)
+        assert launcher.wait(timeout=120) == 2, output.read_text()
+    printed = output.read_text()
+    assert re.search(r"^\[0\] error: .*is in use by", printed, re.MULTILINE), printed
+    assert re.search(r"^\[1\] error: process 0 of 2 \(.+\) stopped: .*is in use by", printed, re.MULTILINE), printed
