@@ -7,6 +7,8 @@ Shape letters: N positions.
 
 from __future__ import annotations
 
+import concurrent.futures.process
+import concurrent.futures.thread  # noqa: F401 - see _ending
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,13 @@ from lm_trainer.data.stream import TokenStream
 from lm_trainer.data.worker import Stopped
 
 POLL_SECONDS, _JOIN_SECONDS = 0.05, 15.0
+
+_ending = threading.Event()
+"""Set when the interpreter ends."""
+
+# Before it runs what `atexit` knows, Python waits for the threads of executors, and so for what they wait for. This is
+# the way in which the executors themselves are told; the last to register is told first, hence their imports above.
+threading._register_atexit(_ending.set)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(eq=False)
@@ -113,7 +122,7 @@ class BackgroundBuild:
         self.progress = progress
 
     def _stopped(self) -> bool:
-        return self._closed.is_set() or not threading.main_thread().is_alive()
+        return self._closed.is_set() or _ending.is_set()
 
 
 class Builders:
@@ -187,7 +196,7 @@ class GrowingOrder:
             UserError: as `missing` does.
         """
         while self.missing(positions_N) is not None:
-            if self._closed.wait(POLL_SECONDS) or not threading.main_thread().is_alive():
+            if self._closed.wait(POLL_SECONDS) or _ending.is_set():
                 raise RuntimeError("the iterator of batches has been closed")
         assert self._order is not None
         return self._order.read(positions_N)
