@@ -102,7 +102,7 @@ class _Renderer:
     def _union(self, path: str, names: list[str], field: Schema) -> Iterator[str]:
         """What kinds there are, what most of them have alike, and what each adds or has otherwise."""
         links = [f"[{_tags(self._definitions[name])[0]}](#{name.lower()})" for name in names]
-        yield from self._heading(path, f"`{path}`", self._anchors[tuple(names)], field)
+        yield from self._heading(path, f"`{path}`", self._anchors.get(tuple(names), path.replace(".", "-")), field)
         yield f"One of {', '.join(links)}, told apart by `type`; without it, {links[0]}."
         yield ""
         rows = {name: self._rows(path, name) for name in names}
