@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from lm_trainer.bench import random_batch
 from lm_trainer.config.run import RunConfig
@@ -16,7 +18,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.mesh import build_mesh
 from lm_trainer.microbatch import Sums
-from lm_trainer.program import Program, build_program, promise
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.program import Program, build_program, loss_function, plan_program, promise, trace_module
 from lm_trainer.train_state import to_host
 
 VOCAB, ROWS, SEQ = 61, 4, 32
@@ -29,15 +32,23 @@ WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
 
 def program(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> Program:
+    """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
     config = RunConfig.model_validate(
         {
-            "model": model,
+            "model": {key: value for key, value in model.items() if key != "dense"},
             "data": {"tokenizer": "bytes"},
             "trainer": {**WHOLE, **trainer},
             "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
         }
     )
-    return build_program(config, VOCAB, jax.devices()[:devices])
+    if "dense" not in model:
+        return build_program(config, VOCAB, jax.devices()[:devices])
+    spec = config.model.spec(VOCAB)
+    blocks = tuple(replace(block, mlp=replace(block.mlp, dense=model["dense"])) for block in spec.blocks)
+    grouped = trace_module(lambda: Decoder(replace(spec, blocks=blocks), rngs=nnx.Rngs(0)), np.float32)
+    return plan_program(
+        config.trainer, config.optimizer, grouped, loss_function(config), devices=jax.devices()[:devices]
+    )
 
 
 def packed(rows: int) -> Batch:
@@ -103,6 +114,7 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (LLAMA, {"context": 2, "model": 2}, {}),
         (LLAMA, {"context": 2}, {"mp": "p=f32,c=bfloat16"}),
         (MIXTRAL, {"expert": 2, "context": 2}, {}),
+        (MIXTRAL | {"dense": False}, {"expert": 2}, {}),
         (MIXTRAL, {"expert": 2, "model": 2}, {}),
         (GPT2 | {"num_layers": 4, "gradient_checkpointing": True}, {"pipeline": 4}, {}),
         (GPT2, {"pipeline": 2, "context": 2}, {}),
@@ -193,9 +205,12 @@ def test_a_row_that_the_context_axis_does_not_divide_is_refused() -> None:
         ({"determinism": "fast"}, "bits are equal only for the same devices"),
         (
             {"model_axis_size": 2},
-            "tensor parallelism adds inside.*equal for model_axis_size=2 and any sizes of replica",
+            "with tensor parallelism, several devices add.*microbatch: bits.*for model_axis_size=2 and any sizes",
         ),
-        ({"context_axis_size": 2}, "share positions add.*equal for context_axis_size=2 and any sizes of replica"),
+        (
+            {"context_axis_size": 2},
+            "with shared positions.*dropout of their own.*equal for context_axis_size=2 and any sizes of replica",
+        ),
         ({"pipeline_axis_size": 2, "context_axis_size": 2}, "equal for context_axis_size=2, pipeline_axis_size=2 and"),
     ],
     ids=str,
