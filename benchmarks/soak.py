@@ -29,7 +29,7 @@ from soak_faults import CI, FATAL, KEPT, MILD, Lap
 
 TIERS: dict[str, dict[str, Any]] = {
     "ci": {"steps": 120, "interruptions": len(CI), "devices": (1, 2), "rows": 4},
-    "release": {"steps": 200, "interruptions": 100, "devices": (1, 1, 1, 2, 1, 4, 1, 8), "rows": 1},
+    "release": {"steps": 200, "interruptions": 100, "devices": (1, 1, 1, 2, 1, 4, 8, 1), "rows": 1},
 }
 
 
