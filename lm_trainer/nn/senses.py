@@ -1,6 +1,7 @@
 """A decoder whose head reads a weighted sum of vectors that belong to single tokens.
 
-Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries.
+Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries,
+M what an MLP is wide, or all senses together.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ class SenseVectors(nnx.Module):
     def __call__(self, x_BSD: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """[B, S, N, D] in the dtype of `x_BSD`."""
         first, second = (None, None) if key is None else jax.random.split(key)
+        adapters = None if key is None else jax.random.fold_in(key, 2)
         y_BSD = x_BSD + dropout(self.input_norm(x_BSD), self.spec.dropout, first)
-        y_BSD = y_BSD + dropout(self.mlp(self.mlp_pre_norm(y_BSD)), self.spec.dropout, second)
-        z_BSM = self.down(ACTIVATIONS[self.spec.out.activation](self.up(self.out_pre_norm(y_BSD))))
+        y_BSD = y_BSD + dropout(self.mlp(self.mlp_pre_norm(y_BSD), key=adapters), self.spec.dropout, second)
+        h_BSM = ACTIVATIONS[self.spec.out.activation](self.up(self.out_pre_norm(y_BSD), key=adapters))
+        z_BSM = self.down(h_BSM, key=adapters)
         return z_BSM.reshape(*x_BSD.shape[:-1], -1, x_BSD.shape[-1])
 
 
@@ -85,7 +88,7 @@ class SenseDecoder(Decoder):
         """As for `Decoder`."""
         trunk_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=trunk_key)
-        q_BSNH, k_BSNH = self._queries_and_keys(h_BSD)
+        q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
         c_BSND = self.senses(self.embed.rows(tokens_BS).astype(dtype), key=senses_key)
         return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key), stats
 
@@ -107,8 +110,9 @@ class SenseDecoder(Decoder):
         bias = cache_bias(positions_BT, cache.senses.k.shape[2])
         return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(trunk, senses)
 
-    def _queries_and_keys(self, h_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q_BSNH, k_BSNH = self.q(h_BSD), self.k(h_BSD)
+    def _queries_and_keys(self, h_BSD: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        adapters = None if key is None else jax.random.fold_in(key, 0)
+        q_BSNH, k_BSNH = self.q(h_BSD, key=adapters), self.k(h_BSD, key=adapters)
         if self.weights.scores.upcast:
             q_BSNH, k_BSNH = q_BSNH.astype(jnp.float32), k_BSNH.astype(jnp.float32)
         return q_BSNH * jnp.asarray(self.weights.head_dim**-0.5, q_BSNH.dtype), k_BSNH

@@ -16,6 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.models import BackpackConfig, hf
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.senses import SenseDecoder
+from lm_trainer.profile.flops import parameter_count
 from tests.models.common import SEQ, TINY, VOCAB, change, disturbed, params, positions, tokens
 
 CONFIG = TINY["backpack"]
@@ -71,6 +72,10 @@ def test_the_sum_of_weighted_senses():
     expected = brute_force(weights, rows, np.asarray(hidden, np.float64))
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=2e-6)
+
+
+def test_the_default_is_the_small_model_of_the_paper():
+    assert round(parameter_count(BackpackConfig().spec(50264)) / 1e6) == 170
 
 
 def test_senses_divide_the_hidden_dimension():
