@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from lm_trainer.checkpoint.digest import digests
-from lm_trainer.checkpoint.model import LoadedModel, load_model, locate
+from lm_trainer.checkpoint.model import LoadedModel, load_model, locate, read_config
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
@@ -31,6 +31,11 @@ from lm_trainer.train_state import ModelDef, Params
 FROZEN = "frozen"
 """In the record of a checkpoint: `frozen_digest`."""
 _BASE_STEP = "base_step"
+_INDECISIVE = frozenset(
+    {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
+    | {"vocab_size", "num_positions"}
+)
+"""Fields of a spec that act on training or on speed alone, or that the shapes of parameters show."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +69,12 @@ def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
     newest.
 
     Raises:
-        UserError: when there is no such run.
+        UserError: when there is no such run, or it computes something else than the model section says.
     """
     if config.adapter is None or config.trainer.initialize_from is None:
         return None
     directory, step = locate(config.trainer.initialize_from)
+    _check_same_function(directory, read_config(directory), config)
     if (pinned := _recorded_step(store)) is not None:
         return Base(directory, pinned)
     return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
@@ -79,6 +85,36 @@ def _recorded_step(store: CheckpointStore) -> int | None:
         with contextlib.suppress(CheckpointError):
             return read_record(store.directory, step).get(_BASE_STEP)
     return None
+
+
+def _check_same_function(where: Path, theirs: RunConfig, ours: RunConfig) -> None:
+    """An adapter is for what its base computes, whatever fits into the same shapes."""
+    found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
+    lines = [
+        f"{key}: {found.get(key)} there, {wanted.get(key)} here"
+        for key in dict.fromkeys([*found, *wanted])
+        if found.get(key) != wanted.get(key)
+    ]
+    if lines:
+        raise UserError(
+            f"trainer.initialize_from: {where} is a model that computes something else than the model section says; "
+            f"take over the one of {where / 'config.yaml'}:\n  " + "\n  ".join(lines[:8])
+        )
+
+
+def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
+    """What of a spec decides the results of a trained model, by dotted name."""
+    if dataclasses.is_dataclass(spec):
+        parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    elif isinstance(spec, tuple):
+        parts = dict(enumerate(spec))
+    else:
+        return {path: spec}
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        if name not in _INDECISIVE:
+            found |= _decisive(part, f"{path}.{name}" if path else str(name))
+    return found
 
 
 def _check_same_model(where: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -204,8 +204,16 @@ def test_what_cannot_be_adapted_is_refused(make_config: MakeConfig, in_tmp_path:
     with pytest.raises(ConfigError, match="`rank`"):
         configuration(make_config, "adapter.r=4")
     write_base(Path("base"), seed=0)
-    store, _, program = plan(configuration(make_config, model={"num_heads": 4}))
-    with pytest.raises(UserError, match=r"base is another model:\n  blocks\.0\.attention\.k\.bias: .* there, .* here"):
+    for model, message in (
+        ({"activation_function": "relu"}, r"blocks\.0\.mlp\.activation: gelu_new there, relu here"),
+        ({"num_heads": 4}, r"blocks\.0\.attention\.num_heads: 2 there, 4 here"),
+    ):
+        with pytest.raises(UserError, match=rf"base is a model that computes something else .*\n  {message}"):
+            plan(configuration(make_config, model=model))
+    store, _, program = plan(configuration(make_config, model={"seq_len": 16, "attn_pdrop": 0.1}))
+    with pytest.raises(
+        UserError, match=r"base is another model:\n  embed\.positions: \(32, 32\) there, \(16, 32\) here"
+    ):
         program.init()
     store.close()
 
