@@ -14,7 +14,10 @@ from cli import main
 from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
 from tests.conftest import RunLmt, lmt_environment
 
-COMMANDS = ("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder", "verify", "replay", "diff")
+COMMANDS = (
+    *("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder"),
+    *("verify", "replay", "diff"),
+)
 HEAVY = (
     "jax",
     "flax",

@@ -20,7 +20,8 @@ def small(root: Path, multiple: float = 1, **changes: Any) -> dict[str, Any]:
     model = {"type": "llama", "intermediate_dim": 16, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
     plain = {"gradient_checkpointing": False, "scan_layers": False}
     text = root / "text.txt"
-    text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)))
+    if not text.exists():
+        text.write_text("".join(f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(3000)))
     return {
         "name": "small",
         "dir": str(root / "ladder"),
