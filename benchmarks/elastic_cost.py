@@ -176,7 +176,8 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    here, command = Path(__file__).parent, ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
 

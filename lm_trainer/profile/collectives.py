@@ -47,4 +47,9 @@ def _devices(line: str) -> int:
         return int(found[2])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
         return len(found[1].split(","))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        # `'a':(m)s` names a part of size s of an axis.
+        named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in named)
     raise ValueError(f"which devices take part cannot be read from: {line.strip()[:200]}")

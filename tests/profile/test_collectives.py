@@ -42,6 +42,8 @@ def test_compiled_collectives_are_counted() -> None:
     [
         ("%a = (bf16[2,8]{1,0}, bf16[16]{0}) all-reduce(%x, %y), replica_groups=[2,4]<=[8], to_apply=%add", 96.0),
         ("%a = (f32[4], f32[16]) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}", 48.0),
+        ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}", 192.0),
+        ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, dimensions={0}", 128.0),
         ("%a = f32[16] all-gather-done(%b)", None),
         ("%a = pred[16] fusion(%all-gather), kind=kLoop", None),
     ],
