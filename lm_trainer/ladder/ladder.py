@@ -15,7 +15,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.config import SetConfig
-from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
+from lm_trainer.data.tokenizer import AnyTokenizer, tokenizer_config
 from lm_trainer.data.tokenizer.hf import Pretrained, load_pretrained
 from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
@@ -158,7 +158,8 @@ class ModelLadder(Config):
         Raises:
             UserError: when the tokenizer cannot be reached to ask it.
         """
-        return _vocab_size(tokenizer_config(self.tokenizer))
+        config: Any = tokenizer_config(self.tokenizer)
+        return _vocab_size(config)
 
     def get_model_config(self, size_spec: str) -> DecoderConfig:
         """The model of a size."""
@@ -324,7 +325,7 @@ class ModelLadder(Config):
 
 
 @functools.cache
-def _vocab_size(tokenizer: TokenizerConfig) -> int:
+def _vocab_size(tokenizer: Any) -> int:
     if isinstance(tokenizer, Pretrained):
         return load_pretrained(tokenizer).vocab_size
-    return tokenizer.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer.vocab_size

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.steps import BatchSchedule, Steps
 from lm_trainer.data import DataConfig, open_data
+from lm_trainer.data.evalset import EvalSet
 from lm_trainer.data.mixture import RESOLUTION, Mixture, shares
 from lm_trainer.data.opened import Data
 
@@ -223,6 +224,7 @@ class TestData:
     def test_held_out_rows_are_evaluated_and_never_trained_on(self, make_config: Callable[..., DataConfig]) -> None:
         data = opened(make_config(num_validation_sequences={"a": 5}))
         evals = data.validation()["a"]
+        assert isinstance(evals, EvalSet)
         assert evals.num_windows == 5
         stream = data.caches["a/train"].stream
         assert evals.num_tokens == len(stream) - evals.first_window * SEQ_LEN

@@ -12,6 +12,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, load_tokenizer, open_data
 from lm_trainer.data.builder import BuildProgress
+from lm_trainer.data.evalset import EvalSet
 from lm_trainer.data.pipeline import Data
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import TrainedBpe
@@ -50,6 +51,7 @@ class TestEmbedded:
         assert "self" in text
         assert "\n    " in text
         (evals,) = data.validation().values()
+        assert isinstance(evals, EvalSet)
         assert evals.name == "validation"
         assert evals.num_tokens < evals.text_bytes < 10 * evals.num_tokens
         batches = list(evals.batches(16, rows=range(16)))
@@ -111,6 +113,7 @@ class TestOwnText:
         data = open_data(files, seq_len=32, seed=0)
         assert data.num_train_tokens == sum(len(text.encode()) + 1 for text in documents[:10])
         (evals,) = data.validation().values()
+        assert isinstance(evals, EvalSet)
         assert evals.num_tokens == sum(len(text.encode()) + 1 for text in documents[10:13])
         assert evals.text_bytes == sum(len(text.encode()) for text in documents[10:13])
         assert sorted(path.name for path in Path("mine").iterdir()) == ["train", "validation"]

@@ -15,6 +15,7 @@ from flax import nnx
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.builder import Build
 from lm_trainer.data.documents import document_lengths
+from lm_trainer.data.evalset import EvalSet
 from lm_trainer.data.layout import token_dtype
 from lm_trainer.data.packing import PackedRows, Plan, best_fit, open_plan, packing_stats
 from lm_trainer.data.store import Store
@@ -186,6 +187,7 @@ def test_packing_is_chosen_by_the_configuration(make_config: Callable[..., DataC
         assert (batch.segments == -1).any() == has_padding
     held_out = open_data(make_config(packing="best_fit", num_validation_sequences=3), seq_len=512, seed=0)
     (evals,) = held_out.validation().values()
+    assert isinstance(evals, EvalSet)
     (train,) = held_out.train_sets
     assert isinstance(train.rows, PackedRows)
     plan = train.rows.plan

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,7 +20,7 @@ from lm_trainer.nn.senses import SenseDecoder
 from lm_trainer.profile.flops import parameter_count
 from tests.models.common import SEQ, TINY, VOCAB, change, disturbed, params, positions, tokens
 
-CONFIG = TINY["backpack"]
+CONFIG: Any = TINY["backpack"]
 SEGMENTS = np.array([[0] * 5 + [1] * (SEQ - 5), [0] * SEQ], np.int32)
 
 
@@ -65,8 +66,8 @@ def test_the_sum_of_weighted_senses():
     def run(weights: Any, parts: Any) -> tuple[jax.Array, jax.Array]:
         graph = nnx.split(nnx.eval_shape(lambda: SenseDecoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
         trunk = nnx.split(nnx.eval_shape(lambda: Decoder(replace(spec, senses=None), rngs=nnx.Rngs(0))), nnx.Param)[0]
-        hidden = nnx.merge(trunk, parts).hidden(rows, positions(), SEGMENTS)
-        return nnx.merge(graph, weights)(rows, positions(), SEGMENTS), hidden
+        where = (jnp.asarray(rows), jnp.asarray(positions()), jnp.asarray(SEGMENTS))
+        return nnx.merge(graph, weights)(*where), nnx.merge(trunk, parts).hidden(*where)
 
     logits, hidden = jax.jit(run)(weights, parts)
     expected = brute_force(weights, rows, np.asarray(hidden, np.float64))

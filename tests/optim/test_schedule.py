@@ -216,9 +216,9 @@ def test_cycles_with_peaks_and_decays_of_their_own() -> None:
     config = AdamConfig(
         learning_rate=2.0,
         warmup=4,
-        decay=[2, 5],
-        cycles=[10, 30],
-        cycle_peaks=[1.5, 0.5],
+        decay=(2, 5),
+        cycles=(10, 30),
+        cycle_peaks=(1.5, 0.5),
         lr_schedule="linear",
         min_lr_ratio=0,
     )
