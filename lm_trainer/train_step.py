@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.reduction import sum_of_squares
+from lm_trainer.core.rounding import with_rounded_products
 from lm_trainer.core.steps import Steps
 from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
@@ -128,7 +129,7 @@ class TrainStep:
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=everywhere)
         self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
-        self._average = jax.jit(move, out_shardings=shardings.params, donate_argnums=0)
+        self._average = jax.jit(with_rounded_products(move), out_shardings=shardings.params, donate_argnums=1)
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
         """Compiles the lane for rows like those of `batch` (any number of rows) and the batch size of `step`."""
@@ -184,7 +185,8 @@ class TrainStep:
     def _averaged(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:
             return None
-        return self._average(state.averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
+        share = np.float32(self._rule.averaging.share(state.step + 1))
+        return self._average(np.uint32(0), state.averaged, params, share)
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
