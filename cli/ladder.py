@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder
+from cli.ladder_fit import add_commands
 
 if TYPE_CHECKING:
     from lm_trainer.ladder import ModelLadder
@@ -219,3 +220,6 @@ def metrics(
     text = metrics_table(rows) if kind is None else write(rows, kind, out)
     if text is not None:
         typer.echo(text, nl=False)
+
+
+add_commands(app)

@@ -1,0 +1,1 @@
+"""Scaling laws: fitted to what a ladder measured, and what they predict."""

@@ -1,0 +1,78 @@
+"""From the loss to an accuracy.
+
+acc = a / (1 + exp(k (L - L0))) + b (Bhagia et al. 2024, arXiv 2412.04403, step 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+
+_LOWER = (0.0, 1e-3, 0.0, 0.0)
+_UPPER = (1.0, 1e3, 1e3, 1.0)
+_FEWEST = 6
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Constants of the sigmoid: numbers, or arrays of one shape for many."""
+
+    a: Any
+    k: Any
+    L0: Any
+    b: Any
+
+    def accuracy(self, loss: Any) -> Any:
+        """Between b, far above L0, and a + b."""
+        return self.a / (1 + np.exp(np.clip(self.k * (loss - self.L0), -500, 500))) + self.b
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with all digits."""
+        return {name: np.asarray(value).tolist() for name, value in asdict(self).items()}
+
+
+def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) -> tuple[Chain, Chain]:
+    """Least squares, with the ideal point (loss 0, accuracy 1) as in the paper, and `draws` resamples of the points.
+
+    Raises:
+        UserError: with fewer than six points, or where the accuracy does not move.
+    """
+    if len(loss) < _FEWEST:
+        raise UserError(f"--task: a sigmoid needs at least {_FEWEST} points, there are {len(loss)}")
+    if np.ptp(accuracy) == 0:
+        raise UserError("--task: the accuracy is the same at all points, so that nothing follows from the loss")
+    best = _fit(loss, accuracy, None)
+    rng = np.random.default_rng([seed, 2])
+    rows = []
+    while len(rows) < draws:
+        chosen = rng.integers(0, len(loss), len(loss))
+        if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
+            rows.append(_fit(loss[chosen], accuracy[chosen], best))
+    return Chain(*best), Chain(*np.array(rows).reshape(-1, 4).T)
+
+
+def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
+    from scipy.optimize import least_squares
+
+    loss, accuracy = np.append(loss, 0.0), np.append(accuracy, 1.0)
+
+    def errors(x: np.ndarray) -> np.ndarray:
+        return Chain(*x).accuracy(loss) - accuracy
+
+    middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
+    low = float(accuracy.min())
+    starts = (
+        [start]
+        if start is not None
+        else [
+            np.array([1 - 0.9 * low, steep / spread, middle + shift * spread, 0.9 * low])
+            for steep in (1, 3, 8)
+            for shift in (-1.0, -0.5, 0.0)
+        ]
+    )
+    found = [least_squares(errors, np.clip(x, _LOWER, _UPPER), bounds=(_LOWER, _UPPER), x_scale="jac") for x in starts]
+    return min(found, key=lambda result: result.cost).x

@@ -1,0 +1,153 @@
+"""What speaks against a fit: constants that are not determined, points that decide alone, and hold-outs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.bootstrap import leverage
+from lm_trainer.ladder.fit.fitting import Fit, fit
+from lm_trainer.ladder.fit.law import CONSTANTS
+from lm_trainer.ladder.fit.predict import Range, predict
+from lm_trainer.ladder.fit.solver import EXPONENTS, Design, refine
+
+_AHEAD = 10.0
+_STRANGE = 0.01
+"""The chance of calling a point of a right law an outlier, over all points."""
+_FLAT = 0.98
+_DECISIVE = 0.5
+
+
+class Held(NamedTuple):
+    """A point that was left out, and what the law of the others says of it."""
+
+    label: str
+    measured: float
+    predicted: Range
+
+    @property
+    def error(self) -> float:
+        """Relative: above 0 where the prediction is too high."""
+        return self.predicted.value / self.measured - 1
+
+
+@dataclass(frozen=True)
+class Influence:
+    """How much the fit depends on single points."""
+
+    shifts: np.ndarray
+    """Of each point: the relative change, without it, of the loss at ten times the compute of the largest rung."""
+    strange: np.ndarray
+    """Of each point: its error in the law of the others, over the noise of the others."""
+
+
+def backtest(found: Fit) -> list[Held]:
+    """Fits without the largest size and predicts it; without the largest compute, where too few sizes would remain.
+
+    An empty list where too few points would remain.
+    """
+    points = found.points
+    for held in (points.num_params == points.sizes[-1], points.flops == points.flops.max()):
+        try:
+            rest = fit(points.where(~held), found.settings)
+        except UserError:
+            continue
+        chosen = points.where(held)
+        return [
+            Held(label, float(loss), predict(rest, n, d, extrapolate=True).run)
+            for label, loss, n, d in zip(chosen.labels, chosen.loss, chosen.num_params, chosen.tokens, strict=True)
+        ]
+    return []
+
+
+def influence(found: Fit) -> Influence:
+    """Leaves every point out once."""
+    points, count = found.points, len(found.points)
+    design = Design.of(points.num_params, points.tokens)
+    start_RK = np.tile(design.constants(found.law), (count, 1))
+    weights_RP = 1.0 - np.eye(count)
+    loss_RP = np.tile(points.loss, (count, 1))
+    laws = design.law(refine(design, loss_RP, weights_RP, start_RK, found.settings.objective)[0])
+    ahead = _ahead(found)
+    shifts = laws.loss(*ahead) / found.law.loss(*ahead) - 1
+    own = np.log(points.loss / laws.loss(points.num_params, points.tokens))
+    errors = found.errors
+    inflated = np.sqrt(1 / (1 - leverage(points, found.law)))
+    squares = (errors**2).sum() - errors**2 * inflated**2
+    others = np.sqrt(np.maximum(squares, 1e-30) / max(count - len(CONSTANTS) - 1, 1))
+    return Influence(shifts, own / np.maximum(others * inflated, 1e-12))
+
+
+def notes(found: Fit, effect: Influence | None = None) -> list[str]:
+    """What the reader has to know before believing the constants, one sentence each."""
+    return [*found.points.notes, *_bounds(found), *_undetermined(found), *_points(found, effect or influence(found))]
+
+
+def _bounds(found: Fit) -> list[str]:
+    law, said = found.law, []
+    for name, what in (("alpha", "A and alpha"), ("beta", "B and beta")):
+        value = getattr(law, name)
+        if value <= EXPONENTS[0] * 1.01 or value >= EXPONENTS[1] * 0.99:
+            said.append(f"{name} is at its bound {value:.3g}: {what} are not determined by these points")
+    if law.E <= 0:
+        said.append("E is at its bound 0: the points do not show where the loss ends")
+    if law.A == 0:
+        said.append("A is 0: the points show no effect of the number of parameters")
+    if law.B == 0:
+        said.append("B is 0: the points show no effect of the number of tokens")
+    return said
+
+
+def _undetermined(found: Fit) -> list[str]:
+    said, wide, level = [], [], found.settings.level
+    for name in ("E", "alpha", "beta"):
+        low, high = found.interval(name)
+        if high > 2 * max(low, 1e-12) and high - low > 1e-6:
+            wide.append(name)
+    if wide:
+        verb = "is" if len(wide) == 1 else "are"
+        said.append(
+            f"{', '.join(wide)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; trust "
+            "predictions near the rungs, not these constants"
+        )
+    table = np.log(np.maximum([getattr(found.draws, name) for name in CONSTANTS], 1e-300))
+    for one, other in (("E", "alpha"), ("E", "beta"), ("alpha", "beta")):
+        pair = table[[CONSTANTS.index(one), CONSTANTS.index(other)]]
+        if (pair.std(-1) > 1e-6).all() and abs(rho := float(np.corrcoef(pair)[0, 1])) > _FLAT:
+            said.append(
+                f"{one} and {other} trade off against each other along a flat direction (correlation {rho:.3f})"
+            )
+    sizes = len(found.points.sizes)
+    if sizes < 5:
+        said.append(f"{sizes} sizes: the curvature in N, and so E, rests on few of them")
+    return said
+
+
+def _points(found: Fit, effect: Influence) -> list[str]:
+    points = found.points
+    count = len(points)
+    limit = stats.t.ppf(1 - _STRANGE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
+    far = f"the loss at {_AHEAD:g} times the largest compute changes by"
+    said = [
+        f"{points.labels[index]} looks like an outlier: {effect.strange[index]:+.1f} standard deviations from the law "
+        f"of the others, and without it {far} {effect.shifts[index]:+.2%}"
+        for index in np.flatnonzero(np.abs(effect.strange) > limit)
+    ]
+    drawn = predict(found, *_ahead(found), extrapolate=True).law
+    half = (drawn.high - drawn.low) / 2 / drawn.value
+    worst = int(np.argmax(np.abs(effect.shifts)))
+    if half > 1e-9 and abs(effect.shifts[worst]) > max(_DECISIVE * half, 1e-4) and not said:
+        said.append(
+            f"the most influential point is {points.labels[worst]}: without it {far} {effect.shifts[worst]:+.2%}"
+        )
+    return said
+
+
+def _ahead(found: Fit) -> tuple[float, float]:
+    largest = int(np.argmax(found.points.flops))
+    n, d = found.points.num_params[largest], found.points.tokens[largest]
+    return float(n * np.sqrt(_AHEAD)), float(d * np.sqrt(_AHEAD))

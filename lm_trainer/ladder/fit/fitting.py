@@ -1,0 +1,155 @@
+"""A law fitted to points, with its intervals and with what speaks against it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.bootstrap import interval, resample
+from lm_trainer.ladder.fit.chain import Chain, fit_chain
+from lm_trainer.ladder.fit.huber import fit_huber
+from lm_trainer.ladder.fit.law import CONSTANTS, Law
+from lm_trainer.ladder.fit.points import Points
+from lm_trainer.ladder.fit.settings import NUM_CONSTANTS, Settings
+from lm_trainer.ladder.fit.solver import Design, variable_projection
+
+_FEWEST_POINTS = NUM_CONSTANTS + 1
+_FEWEST_SIZES = 3
+_CHAIN_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law with its bootstrap."""
+
+    points: Points
+    settings: Settings
+    law: Law
+    draws: Law
+    """The laws of the resamples, as arrays."""
+    chain: Chain | None = None
+    """From the loss to an accuracy."""
+    chain_draws: Chain | None = None
+
+    @property
+    def errors(self) -> np.ndarray:
+        """log(measured / fitted) of every point."""
+        return np.log(self.points.loss / self.law.loss(self.points.num_params, self.points.tokens))
+
+    @property
+    def noise(self) -> float:
+        """The standard deviation of log L of one measurement, from the residuals."""
+        return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
+
+    @property
+    def max_flops(self) -> float:
+        """6 N D of the largest rung."""
+        return float(self.points.flops.max())
+
+    def interval(self, constant: str) -> tuple[float, float]:
+        """Of one constant."""
+        return interval(getattr(self.draws, constant), self.settings.level)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with all digits; `load` reads it."""
+        return {
+            "format": "lm_trainer ladder fit 1",
+            "law": self.law.as_dict(),
+            "intervals": {name: self.interval(name) for name in CONSTANTS},
+            "noise": self.noise,
+            "settings": asdict(self.settings),
+            "points": self.points.as_dict(),
+            "draws": self.draws.as_dict(),
+            "chain": self.chain and self.chain.as_dict(),
+            "chain_draws": self.chain_draws and self.chain_draws.as_dict(),
+        }
+
+    def digest(self) -> str:
+        """SHA-256 of all that the fit consists of."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def fit(points: Points, settings: Settings | None = None) -> Fit:
+    """Fits the law.
+
+    Raises:
+        UserError: where no law follows from the points.
+    """
+    settings = settings or Settings()
+    _check(points)
+    if settings.method == "huber":
+        law = fit_huber(points, settings.start)
+    else:
+        design = Design.of(points.num_params, points.tokens)
+        law = design.law(variable_projection(design, points.loss))
+    law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
+    drawn = resample(points, law, settings)
+    if points.task is None:
+        return Fit(points, settings, law, drawn)
+    chain, chains = fit_chain(points.loss, points.task, draws=min(settings.draws, _CHAIN_DRAWS), seed=settings.seed)
+    return Fit(points, settings, law, drawn, chain, chains)
+
+
+def _check(points: Points) -> None:
+    where, sizes, lengths = points.source or "the points", len(points.sizes), len(np.unique(points.tokens))
+    has = f"{where}: {len(points)} points of {sizes} sizes"
+    if len(points) < _FEWEST_POINTS:
+        raise UserError(
+            f"{has} do not determine {NUM_CONSTANTS} constants; it takes {_FEWEST_POINTS} points, better 12"
+        )
+    if sizes < _FEWEST_SIZES:
+        raise UserError(
+            f"{has}: E, A and alpha cannot be told apart with fewer than {_FEWEST_SIZES}; train another size"
+        )
+    if lengths < _FEWEST_SIZES:
+        raise UserError(f"{has} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
+    spread = np.log(points.tokens / points.num_params)
+    if np.ptp(spread) < 0.05:
+        raise UserError(
+            f"{has} all have about {np.exp(spread.mean()):.3g} tokens per parameter, so that the effects of size and "
+            "length cannot be told apart; raise chinchilla_multiple"
+        )
+
+
+def save(found: Fit, path: Path) -> None:
+    """Writes a fit as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+
+
+def is_fit(plain: Any) -> bool:
+    """Whether JSON holds a fit."""
+    return isinstance(plain, dict) and str(plain.get("format", "")).startswith("lm_trainer ladder fit")
+
+
+def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
+    """What `Fit.as_dict` gave.
+
+    Raises:
+        UserError: when it is damaged.
+    """
+
+    def arrays(kind: Any, values: Mapping[str, Any] | None) -> Any:
+        return values and kind(**{key: np.asarray(value) for key, value in values.items()})
+
+    try:
+        chain = plain["chain"] and Chain(**plain["chain"])
+        return Fit(
+            Points.from_dict(plain["points"]),
+            Settings(**plain["settings"]),
+            Law(**plain["law"]),
+            arrays(Law, plain["draws"]),
+            chain,
+            arrays(Chain, plain["chain_draws"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{source}: not a fit, or of another version: {error}; write it again with lmt ladder fit"
+        ) from None

@@ -1,0 +1,66 @@
+"""Approach 2 of Hoffmann et al. 2022 (arXiv 2203.15556): a parabola for each compute, a power law through their minima.
+
+It is biased where the sizes of a compute lie far apart (arXiv 2603.22339), so it is here to compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_trainer.ladder.fit.points import Points
+
+_SAME = 0.1
+_FEWEST_SIZES = 3
+
+
+@dataclass(frozen=True)
+class Valley:
+    """The points of about one compute."""
+
+    flops: float
+    indices: tuple[int, ...]
+    parabola: tuple[float, ...]
+    """Of the loss over log N, highest power first."""
+    num_params: float
+    """At the minimum."""
+
+
+@dataclass(frozen=True)
+class IsoFlop:
+    """N = scale * C^exponent."""
+
+    valleys: tuple[Valley, ...]
+    exponent: float
+    scale: float
+
+    def num_params(self, flops: float) -> float:
+        """Best for a compute."""
+        return self.scale * flops**self.exponent
+
+
+def fit_isoflop(points: Points) -> IsoFlop | None:
+    """None without two computes (6 N D, within a tenth) that have three sizes each and a minimum."""
+    valleys = []
+    left = np.argsort(points.flops)
+    while len(left):
+        near = points.flops[left] <= points.flops[left[0]] * (1 + _SAME)
+        chosen, left = left[near], left[~near]
+        if len(np.unique(points.num_params[chosen])) < _FEWEST_SIZES:
+            continue
+        log_n = np.log(points.num_params[chosen])
+        middle = log_n.mean()
+        square, slope, level = np.polyfit(log_n - middle, points.loss[chosen], 2)
+        if square > 0:
+            lowest = middle - slope / (2 * square)
+            flops = float(np.exp(np.log(points.flops[chosen]).mean()))
+            shifted = (square, slope - 2 * square * middle, level - slope * middle + square * middle**2)
+            indices = tuple(int(i) for i in chosen)
+            valleys.append(Valley(flops, indices, shifted, float(np.exp(lowest))))
+    if len(valleys) < 2:
+        return None
+    exponent, offset = np.polyfit(
+        np.log([valley.flops for valley in valleys]), np.log([valley.num_params for valley in valleys]), 1
+    )
+    return IsoFlop(tuple(valleys), float(exponent), float(np.exp(offset)))

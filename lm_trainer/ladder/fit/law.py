@@ -1,0 +1,55 @@
+"""The scaling law L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, arXiv 2203.15556, equation 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+FLOPS_PER_PARAM = 6.0
+"""Compute is 6 N D throughout, as in the literature on scaling laws."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """Constants of the law: numbers, or arrays of one shape for many laws at once.
+
+    N counts parameters, D tokens, both in units of one.
+    """
+
+    E: Any
+    A: Any
+    B: Any
+    alpha: Any
+    beta: Any
+
+    def loss(self, num_params: Any, tokens: Any) -> Any:
+        """L(N, D)."""
+        return self.E + self.A * np.power(num_params, -self.alpha) + self.B * np.power(tokens, -self.beta)
+
+    def optimum(self, flops: Any) -> tuple[Any, Any]:
+        """N and D of the least loss for a compute C = 6 N D: N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
+        G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            both = self.alpha + self.beta
+            scale = np.power(self.alpha * self.A / (self.beta * self.B), 1 / both)
+            num_params = scale * np.power(flops / FLOPS_PER_PARAM, self.beta / both)
+            return num_params, flops / (FLOPS_PER_PARAM * num_params)
+
+    def at(self, index: Any) -> Law:
+        """Of many laws, one or some."""
+        return Law(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with all digits."""
+        return {field.name: np.asarray(getattr(self, field.name)).tolist() for field in fields(self)}
+
+
+CONSTANTS = tuple(field.name for field in fields(Law))
+
+
+def compute(num_params: Any, tokens: Any) -> Any:
+    """C = 6 N D."""
+    return FLOPS_PER_PARAM * num_params * tokens

@@ -1,0 +1,249 @@
+"""The measurements that a law is fitted to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.law import compute
+
+_ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D")}
+_DEFAULT_METRICS = ("eval/loss", "loss")
+_UNDECAYED = re.compile(r"(pre-decay|^initialization|^step \d+)$")
+_FACTS = frozenset({"ladder", "size", "seed", "name", "step", "flops", "run", *sum(_ALIASES.values(), ())})
+
+
+@dataclass(frozen=True)
+class Points:
+    """Losses of one recipe at several sizes and lengths; the arrays have one element for each measurement."""
+
+    num_params: np.ndarray
+    """N, as the ladder counts it: without the token embedding."""
+    tokens: np.ndarray
+    """D, trained on."""
+    loss: np.ndarray
+    labels: tuple[str, ...]
+    """What each is called."""
+    runs: tuple[str, ...]
+    """The run that each comes from: points of one run share its noise."""
+    metric: str = "loss"
+    task: np.ndarray | None = None
+    """An accuracy measured at the same checkpoints."""
+    task_metric: str | None = None
+    source: str = ""
+    """Where they come from, for messages."""
+    notes: tuple[str, ...] = ()
+    """What was left out, and what is missing."""
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def flops(self) -> np.ndarray:
+        """6 N D of each."""
+        return compute(self.num_params, self.tokens)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The different N, in order."""
+        return np.unique(self.num_params)
+
+    def where(self, mask: np.ndarray) -> Points:
+        """Those for which `mask` is true."""
+        chosen = np.flatnonzero(mask)
+        return Points(
+            self.num_params[chosen],
+            self.tokens[chosen],
+            self.loss[chosen],
+            tuple(self.labels[i] for i in chosen),
+            tuple(self.runs[i] for i in chosen),
+            self.metric,
+            None if self.task is None else self.task[chosen],
+            self.task_metric,
+            self.source,
+            self.notes,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` reads it."""
+        arrays = {name: getattr(self, name).tolist() for name in ("num_params", "tokens", "loss")}
+        task = None if self.task is None else self.task.tolist()
+        texts = {"labels": list(self.labels), "runs": list(self.runs), "notes": list(self.notes)}
+        names = {"metric": self.metric, "task_metric": self.task_metric, "source": self.source}
+        return {**names, **arrays, "task": task, **texts}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Points:
+        """What `as_dict` gave."""
+        arrays = {name: np.asarray(plain[name], float) for name in ("num_params", "tokens", "loss")}
+        task = None if plain["task"] is None else np.asarray(plain["task"], float)
+        texts = {name: tuple(plain[name]) for name in ("labels", "runs", "notes")}
+        names = {name: plain[name] for name in ("metric", "task_metric", "source")}
+        return cls(**arrays, **texts, **names, task=task)
+
+
+def from_rows(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    source: str,
+    metric: str | None = None,
+    task: str | None = None,
+    pre_decay: bool = False,
+    without: Sequence[str] = (),
+) -> Points:
+    """Points from the rows of `lm_trainer.ladder.metrics.rows_of` or of a table with the same columns.
+
+    A checkpoint before its decay has a higher loss than one after it, so that both are not on one curve: without
+    `pre_decay` those whose name ends so are left out, and those between checkpoints.
+
+    Args:
+        rows: with `num_params` (or `params`, `N`), `tokens` (or `D`), a metric, and, where known, `size`, `seed`,
+            `name` and `ladder`.
+        source: where they come from, for messages.
+        metric: which column is the loss; by default `eval/loss`, else `loss`.
+        task: a column with an accuracy.
+        pre_decay: keep what was measured before a decay.
+        without: sizes to leave out.
+
+    Raises:
+        UserError: for what is missing, damaged, or of several ladders.
+    """
+    columns = sorted({key for row in rows for key in row})
+    metric = metric or next((name for name in _DEFAULT_METRICS if name in columns), None)
+    for wanted, option in ((metric, "--metric"), (task, "--task")):
+        if (wanted is None and option == "--metric") or (wanted is not None and wanted not in columns):
+            there = ", ".join(name for name in columns if name not in _FACTS) or "none"
+            raise UserError(f"{source}: has no metric {wanted or 'eval/loss'}; choose one with {option} (has {there})")
+    _check_ladder(rows, source)
+    if unknown := set(without) - {str(row.get("size")) for row in rows}:
+        raise UserError(f"--without {', '.join(sorted(unknown))}: {source} has no points of such a size")
+    names = {key: next((a for a in aliases if a in columns), key) for key, aliases in _ALIASES.items()}
+    assert metric is not None
+    kept, notes = _kept(rows, metric, pre_decay=pre_decay, without=without)
+    numbers = [
+        [_positive(row, key, f"{source}, row {number}") for key in (names["num_params"], names["tokens"], metric)]
+        for number, row in kept
+    ]
+    num_params, tokens, loss = np.asarray(numbers, float).reshape(-1, 3).T
+    return Points(
+        num_params,
+        tokens,
+        loss,
+        tuple(_label(row, number) for number, row in kept),
+        tuple(_run(row, n) for (_, row), n in zip(kept, num_params, strict=True)),
+        metric,
+        None if task is None else np.asarray([_task(row, task, source, number) for number, row in kept]),
+        task,
+        source,
+        tuple(notes),
+    )
+
+
+def _check_ladder(rows: Sequence[Mapping[str, Any]], source: str) -> None:
+    ladders = sorted({str(row["ladder"]) for row in rows if row.get("ladder") not in (None, "")})
+    if len(ladders) > 1:
+        raise UserError(
+            f"{source}: holds points of several ladders ({', '.join(ladders)}), which have no law in common; keep the "
+            "rows of one, or give each a file of its own to `lmt ladder compare`"
+        )
+
+
+def _kept(
+    rows: Sequence[Mapping[str, Any]], metric: str, *, pre_decay: bool, without: Sequence[str]
+) -> tuple[list[tuple[int, Mapping[str, Any]]], list[str]]:
+    kept, undecayed, unmeasured = [], 0, []
+    for number, row in enumerate(rows, 1):
+        if str(row.get("size")) in without:
+            continue
+        if not pre_decay and _UNDECAYED.search(str(row.get("name") or "")):
+            undecayed += 1
+        elif row.get(metric) in (None, ""):
+            unmeasured.append(_label(row, number))
+        else:
+            kept.append((number, row))
+    notes = [f"left out {undecayed} points measured before a decay; --pre-decay keeps them"] if undecayed else []
+    if unmeasured:
+        notes.append(f"{metric} was not measured at {', '.join(unmeasured)}")
+    if without:
+        notes.append(f"left out on request: {', '.join(without)}")
+    return kept, notes
+
+
+def _number(row: Mapping[str, Any], key: str, where: str) -> float:
+    try:
+        return float(row[key])
+    except KeyError:
+        raise UserError(f"{where}: has no {key}") from None
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: {key} is {row[key]!r}, which is no number") from None
+
+
+def _positive(row: Mapping[str, Any], key: str, where: str) -> float:
+    value = _number(row, key, where)
+    if not (math.isfinite(value) and value > 0):
+        raise UserError(
+            f"{where}: {key} is {value:g}; it has to be finite and above 0 (leave the row out if it failed)"
+        )
+    return value
+
+
+def _task(row: Mapping[str, Any], key: str, source: str, number: int) -> float:
+    value = _number(row, key, f"{source}, row {number}")
+    if not 0 <= value <= 1:
+        raise UserError(f"{source}, row {number}: {key} is {value:g}; an accuracy lies between 0 and 1")
+    return value
+
+
+def _label(row: Mapping[str, Any], number: int) -> str:
+    name = re.sub(r"^period \d+, | post-decay$", "", str(row.get("name") or row.get("run") or ""))
+    seed = f" seed {row['seed']}" if row.get("seed") not in (None, "") else ""
+    return (f"{row.get('size') or ''} {name}".strip() or f"row {number}") + seed
+
+
+def _run(row: Mapping[str, Any], num_params: float) -> str:
+    return f"{row.get('size') or num_params}/{row.get('seed') or 0}"
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of a CSV, JSON (a list of objects) or Parquet file.
+
+    Raises:
+        UserError: when it is none, or damaged.
+    """
+    readers: dict[str, Callable[[Path], Any]] = {".csv": _read_csv, ".json": _read_json, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise UserError(f"{path}: points are read from .csv, .json and .parquet, or from a ladder's .yaml")
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; write one with: lmt ladder metrics LADDER --out {path.name}")
+    try:
+        rows = reader(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path}: holds no rows; write one with: lmt ladder metrics LADDER --out {path.name}")
+    return rows
+
+
+def _read_csv(path: Path) -> Any:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path).to_pylist()

@@ -1,0 +1,170 @@
+"""Fitting the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
+
+Dimensions: R sets of losses or weights, P points, K the five constants E, a, b, alpha, beta, where a and b belong to N
+and D in units of their geometric means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from lm_trainer.ladder.fit.law import Law
+
+EXPONENTS = (0.01, 2.0)
+"""Where alpha and beta are sought."""
+_GRID = 24
+_STARTS = 4
+_LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
+_UPPER_K = np.array([np.inf, np.inf, np.inf, EXPONENTS[1], EXPONENTS[1]])
+_ITERATIONS = 400
+_TOLERANCE = 1e-13
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a fit makes small: the sum of squares of relative errors, or of Huber's function of errors of log L."""
+
+    huber: float | None = None
+    """Its threshold, in log L; None for squares of relative errors."""
+
+    def residuals(self, predicted_RP: np.ndarray, loss_RP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The errors, and their derivatives with respect to the predicted loss."""
+        if self.huber is None:
+            return predicted_RP / loss_RP - 1, np.broadcast_to(1 / loss_RP, predicted_RP.shape)
+        safe_RP = np.maximum(predicted_RP, 1e-30)
+        return np.log(safe_RP / loss_RP), 1 / safe_RP
+
+    def weights(self, errors_RP: np.ndarray) -> np.ndarray:
+        """By which squares of errors are reweighted."""
+        if self.huber is None:
+            return np.ones_like(errors_RP)
+        return self.huber / np.maximum(np.abs(errors_RP), self.huber)
+
+    def value(self, errors_RP: np.ndarray, weights_RP: np.ndarray) -> np.ndarray:
+        """Half the sum of squares, or the sum of Huber's function."""
+        half_RP = errors_RP**2 / 2
+        if self.huber is not None:
+            size_RP = np.abs(errors_RP)
+            half_RP = np.where(size_RP <= self.huber, half_RP, self.huber * (size_RP - self.huber / 2))
+        return (weights_RP * half_RP).sum(-1)
+
+
+@dataclass(frozen=True)
+class Design:
+    """N and D of the points as the solver has them: logarithms, less their means."""
+
+    log_n_P: np.ndarray
+    log_d_P: np.ndarray
+    log_n_mean: float
+    log_d_mean: float
+
+    @classmethod
+    def of(cls, num_params_P: np.ndarray, tokens_P: np.ndarray) -> Design:
+        """From numbers in units of one."""
+        n_P, d_P = np.log(num_params_P), np.log(tokens_P)
+        return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
+
+    def law(self, constants_RK: np.ndarray) -> Law:
+        """The constants in units of one."""
+        e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
+        return Law(e, a * np.exp(alpha * self.log_n_mean), b * np.exp(beta * self.log_d_mean), alpha, beta)
+
+    def constants(self, law: Law) -> np.ndarray:
+        """The inverse of `law`."""
+        a = law.A * np.exp(-np.multiply(law.alpha, self.log_n_mean))
+        b = law.B * np.exp(-np.multiply(law.beta, self.log_d_mean))
+        return np.stack(np.broadcast_arrays(law.E, a, b, law.alpha, law.beta), -1)
+
+    def predict(self, constants_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Losses (R, P), and their derivatives (R, P, K)."""
+        e, a, b, alpha, beta = (column[..., None] for column in np.moveaxis(constants_RK, -1, 0))
+        n_RP, d_RP = np.exp(-alpha * self.log_n_P), np.exp(-beta * self.log_d_P)
+        slopes = (np.ones_like(n_RP), n_RP, d_RP, -a * n_RP * self.log_n_P, -b * d_RP * self.log_d_P)
+        return e + a * n_RP + b * d_RP, np.stack(slopes, -1)
+
+
+def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarray | None = None) -> np.ndarray:
+    """The law of the least squares of relative errors, as constants (K,).
+
+    For given exponents the law is linear, and its best E, a, b >= 0 are found by non-negative least squares; exponents
+    are sought on a grid, and from its best cells by `refine`.
+    """
+    weights_P = np.ones_like(loss_P) if weights_P is None else weights_P
+    scale_P = np.sqrt(weights_P) / loss_P
+    exponents = np.geomspace(*EXPONENTS, _GRID)
+    found = []
+    for alpha in exponents:
+        n_P = np.exp(-alpha * design.log_n_P)
+        for beta in exponents:
+            columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * design.log_d_P)], -1)
+            linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
+            found.append((norm, *linear, alpha, beta))
+    best_RK = np.array(sorted(found)[: 8 * _STARTS : 8])[:, 1:]
+    shape = (len(best_RK), len(loss_P))
+    fitted_RK, values_R = refine(
+        design, np.broadcast_to(loss_P, shape), np.broadcast_to(weights_P, shape), best_RK, Objective()
+    )
+    return fitted_RK[np.argmin(values_R)]
+
+
+def refine(
+    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, start_RK: np.ndarray, objective: Objective
+) -> tuple[np.ndarray, np.ndarray]:
+    """Levenberg-Marquardt from given constants, within their bounds, on every set by itself.
+
+    Returns:
+        The constants (R, K) and the values of the objective (R,).
+    """
+    constants_RK = np.clip(start_RK, _LOWER_K, _UPPER_K)
+    damping_R = np.full(len(constants_RK), 1e-3)
+    values_R, normal_RKK, gradient_RK = _quadratic(design, loss_RP, weights_RP, constants_RK, objective)
+    active_R = np.ones(len(constants_RK), bool)
+    for _ in range(_ITERATIONS):
+        rows = np.flatnonzero(active_R)
+        if not len(rows):
+            break
+        step_RK = _step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
+        tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
+        new = _quadratic(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
+        better_R = new[0] < values_R[rows]
+        gain_R = (values_R[rows] - new[0]) / np.maximum(values_R[rows], 1e-300)
+        change_R = (np.abs(tried_RK - constants_RK[rows]) / (np.abs(constants_RK[rows]) + 1e-6)).max(-1)
+        accepted = rows[better_R]
+        constants_RK[accepted] = tried_RK[better_R]
+        values_R[accepted], normal_RKK[accepted], gradient_RK[accepted] = (part[better_R] for part in new)
+        damping_R[rows] = np.clip(np.where(better_R, damping_R[rows] / 5, damping_R[rows] * 4), 1e-15, 1e12)
+        small_R = better_R & (gain_R < _TOLERANCE) & (change_R < 1e-8)
+        active_R[rows] = ~(small_R | (~better_R & (damping_R[rows] > 1e8)) | (values_R[rows] < 1e-28))
+    return constants_RK, values_R
+
+
+def _quadratic(
+    design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The objective with its gradient and Gauss-Newton matrix."""
+    predicted_RP, slopes_RPK = design.predict(constants_RK)
+    errors_RP, inner_RP = objective.residuals(predicted_RP, loss_RP)
+    slopes_RPK = slopes_RPK * inner_RP[..., None]
+    weighted_RPK = slopes_RPK * (weights_RP * objective.weights(errors_RP))[..., None]
+    normal_RKK = np.swapaxes(weighted_RPK, -1, -2) @ slopes_RPK
+    gradient_RK = (np.swapaxes(weighted_RPK, -1, -2) @ errors_RP[..., None])[..., 0]
+    return objective.value(errors_RP, weights_RP), normal_RKK, gradient_RK
+
+
+def _step(
+    constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
+) -> np.ndarray:
+    """The damped step; a constant that leans against its bound stays."""
+    fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
+    free_RK = ~fixed_RK
+    diagonal_RK = np.einsum("rkk->rk", normal_RKK)
+    matrix_RKK = normal_RKK * (free_RK[:, :, None] & free_RK[:, None, :])
+    added_RK = damping_R[:, None] * diagonal_RK + 1e-300
+    index = np.arange(constants_RK.shape[-1])
+    matrix_RKK[:, index, index] = np.where(free_RK, diagonal_RK + added_RK, 1.0)
+    matrix_RKK[:, index, index] += np.where(matrix_RKK[:, index, index] > 1e-200, 0.0, 1.0)
+    step_RK = np.linalg.solve(matrix_RKK, np.where(free_RK, -gradient_RK, 0.0)[..., None])[..., 0]
+    return np.where(np.isfinite(step_RK), step_RK, 0.0)

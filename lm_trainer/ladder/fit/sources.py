@@ -1,0 +1,81 @@
+"""From where points and fits come: a ladder's directory, a table of points, a fit that was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict, is_fit
+from lm_trainer.ladder.fit.points import Points, from_rows, read_table
+from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.metrics import rows_of
+
+
+def ladder_points(
+    ladder: ModelLadder,
+    *,
+    metric: str | None = None,
+    task: str | None = None,
+    pre_decay: bool = False,
+    without: Sequence[str] = (),
+) -> Points:
+    """What the runs of a ladder measured, as `from_rows`; rungs that have no measurement are named in the notes.
+
+    Raises:
+        UserError: as `lm_trainer.ladder.metrics.rows_of`; and without any measurement.
+    """
+    rows = [row for size in ladder.sizes for row in rows_of(ladder, size)]
+    if not rows:
+        raise UserError(f"{ladder.dir} has no metrics of ladder {ladder.name} yet; run it with: lmt ladder run")
+    for size in without:
+        if size not in ladder.sizes:
+            raise UserError(f"--without {size}: the ladder has {', '.join(ladder.sizes)}")
+    points = from_rows(
+        rows, source=ladder.dir, metric=metric, task=task, pre_decay=pre_decay, without=[s for s in without if s]
+    )
+    measured = {(row["size"], row["seed"], row["step"]) for row in rows if row.get(points.metric) is not None}
+    missing = [
+        f"{ladder.run_name(size, seed)} {found.name.removesuffix(' post-decay').split(', ')[-1]}"
+        for size in ladder.sizes
+        if size not in without
+        for seed in ladder.seeds
+        for found in ladder.get_checkpoints(size, seed=seed)
+        if found.name.endswith("post-decay") and (size, seed, found.step) not in measured
+    ]
+    notes = (f"rungs without {points.metric}: {', '.join(missing)}",) if missing else ()
+    return Points(**{**vars(points), "notes": (*points.notes, *notes)})
+
+
+def table_points(
+    path: Path,
+    *,
+    metric: str | None = None,
+    task: str | None = None,
+    pre_decay: bool = False,
+    without: Sequence[str] = (),
+) -> Points:
+    """The points of a CSV, JSON or Parquet file, as `from_rows`."""
+    rows = read_table(path)
+    return from_rows(rows, source=str(path), metric=metric, task=task, pre_decay=pre_decay, without=without)
+
+
+def read_fit(path: Path) -> Fit | None:
+    """A fit that `lmt ladder fit --out` wrote; None for a file that holds something else.
+
+    Raises:
+        UserError: for a damaged one.
+    """
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        plain = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    return from_dict(plain, str(path)) if is_fit(plain) else None
+
+
+def fit_of(path: Path) -> Fit:
+    """A fit that was written, or the fit of a table with default settings."""
+    return read_fit(path) or fit(table_points(path))
