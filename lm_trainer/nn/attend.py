@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.group import gather
+from lm_trainer.nn.cudnn import CUDNN
+from lm_trainer.nn.kernel import Operands, Site
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.splash import SPLASH
 
 logger = logging.getLogger(__name__)
 
-_CUDNN_HEAD_DIM = 128
+_KERNELS = {"cudnn": CUDNN, "splash": SPLASH}
 
 
 class Choice(NamedTuple):
@@ -31,8 +33,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_backend(spec: AttentionSpec, platform: str, dtype: DTypeLike) -> Choice:
-    """The backend for `spec` on a platform (`cpu`, `gpu`, `tpu`); one that cannot do what the spec says is not chosen.
+def choose_backend(spec: AttentionSpec, site: Site) -> Choice:
+    """The backend for `spec` at `site`; one that cannot do what the spec says is not chosen.
 
     Raises:
         UserError: when the spec demands a backend that cannot do it.
@@ -40,27 +42,15 @@ def choose_backend(spec: AttentionSpec, platform: str, dtype: DTypeLike) -> Choi
     wanted = spec.scores.backend
     if wanted == "xla":
         return Choice("xla", "asked for")
-    obstacle = _cudnn_obstacle(spec, platform, dtype)
-    if obstacle is None:
-        return Choice("cudnn", "asked for" if wanted == "cudnn" else "can do all that the model asks for")
-    if wanted == "cudnn":
-        raise UserError(f"attn_backend: cudnn cannot be used: {obstacle}; write xla, or auto to let it be chosen")
-    return Choice("xla", f"cudnn cannot be used: {obstacle}")
-
-
-def _cudnn_obstacle(spec: AttentionSpec, platform: str, dtype: DTypeLike) -> str | None:
-    name, scores = jnp.dtype(dtype).name, spec.scores
-    obstacles = (
-        (platform not in ("gpu", "cuda"), f"the platform is {platform}, not an NVIDIA GPU"),
-        (name not in ("bfloat16", "float16"), f"it computes in bfloat16 or float16, not {name}"),
-        (spec.head_dim % 8 != 0 or spec.head_dim > _CUDNN_HEAD_DIM,
-         f"head_dim={spec.head_dim} is not a multiple of 8 up to {_CUDNN_HEAD_DIM}"),
-        (scores.softcap is not None, "it cannot bound scores (softcap)"),
-        (scores.dropout > 0, "its dropout is another one"),
-        (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
-        (scores.block_size is not None, "flash_attention_block_size is for xla"),
-    )  # fmt: skip
-    return next((text for hinders, text in obstacles if hinders), None)
+    names = tuple(_KERNELS) if wanted == "auto" else (wanted,)
+    obstacles = {name: _KERNELS[name].cannot(spec, site) for name in names}
+    able = next((name for name, obstacle in obstacles.items() if obstacle is None), None)
+    if able is not None:
+        return Choice(able, "asked for" if able == wanted else "can do all that the model asks for")
+    reason = "; ".join(f"{name} cannot be used: {obstacle}" for name, obstacle in obstacles.items())
+    if wanted != "auto":
+        raise UserError(f"attn_backend: {reason}; write xla, or auto to let it be chosen")
+    return Choice("xla", reason)
 
 
 @functools.cache
@@ -68,27 +58,29 @@ def _announce(choice: Choice) -> None:
     logger.info("attention is computed by %s: %s", choice.backend, choice.reason)
 
 
-def attend(
+def attend(  # noqa: PLR0913 - the arguments of attention
     spec: AttentionSpec,
     q_BSNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     bias_BNST: jax.Array,
     *,
+    segments_BS: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T + bias) v, shape of q, dtype of v.
 
-    `q_BSNH` is scaled already; the float32 bias may have one head for all, and holds the mask. With the backend xla the
-    vectors of `v_BTKH` may have another size than those of keys, and those of the result have it too.
+    `q_BSNH` is scaled already; the float32 bias may have one head for all, and holds the mask. Rows that attend to
+    themselves come with the segments that the mask was made of. With the backend xla the vectors of `v_BTKH` may have
+    another size than those of keys, and those of the result have it too.
     """
-    choice = choose_backend(spec, jax.default_backend(), v_BTKH.dtype)
-    _announce(choice)
     # Where devices share the positions of a row, each has the keys and values of its own.
     k_BTKH, v_BTKH = gather(k_BTKH, "context", 1), gather(v_BTKH, "context", 1)
-    if choice.backend == "cudnn":
-        bias = bias_BNST.astype(v_BTKH.dtype)
-        return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias, scale=1.0, implementation="cudnn")
+    operands = Operands(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
+    choice = choose_backend(spec, Site.of(operands, jax.default_backend()))
+    _announce(choice)
+    if choice.backend in _KERNELS:
+        return _KERNELS[choice.backend].compute(spec, operands)
     scores = spec.scores
     plain = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
     if scores.block_size is None or scores.block_size >= q_BSNH.shape[1]:

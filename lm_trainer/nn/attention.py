@@ -40,6 +40,8 @@ class Context(NamedTuple):
     """float32, added to the scores: 0 or `MASKED`. One for each window that a layer has."""
     counted_BS: jax.Array
     """bool, false for padding."""
+    segments_BS: jax.Array | None = None
+    """int32, what the biases were made of; None where keys are those of a cache."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
@@ -50,7 +52,7 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
 def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
     """For rows that attend to themselves."""
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
-    return Context(positions_BS, gather(positions_BS, "context", 1), biases, segments_BS >= 0)
+    return Context(positions_BS, gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
@@ -137,7 +139,8 @@ class Attention(nnx.Module):
         if self.spec.scores.upcast:
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
-        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, self._bias(context), key=key)
+        bias_BNST = self._bias(context)
+        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key)
         return self.out(o_BSNH, key=adapter_key), cache
 
     def _project(

@@ -30,7 +30,7 @@ Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[Internal, ...] 
 """What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
 all but the results of those with weights (attention scores are recomputed); all but what is named."""
 
-Backend = Literal["xla", "cudnn", "auto"]
+Backend = Literal["xla", "cudnn", "splash", "auto"]
 """What computes attention; `auto` takes the fastest that can do what the spec says."""
 
 
@@ -132,7 +132,8 @@ class ScoreSpec:
     """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
     backend: Backend = "xla"
     block_size: int | None = None
-    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept."""
+    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept. Of splash,
+    which keeps none, the size of its blocks; None: the largest that suits."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.attend import attend, choose_backend
+from lm_trainer.nn.attend import Choice, attend, choose_backend
 from lm_trainer.nn.attention import causal_bias
-from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
+from lm_trainer.nn.kernel import Operands, Site
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
 
 SPEC = AttentionSpec(4, 64, num_kv_heads=2, window=16, scores=ScoreSpec(backend="auto"))
 B, S, N, K, H = 2, 11, 4, 2, 8
@@ -23,32 +28,74 @@ def scored(**fields: object) -> AttentionSpec:
     return dataclasses.replace(SPEC, scores=dataclasses.replace(SPEC.scores, **fields))  # pyright: ignore[reportArgumentType]
 
 
-def test_auto_takes_cudnn_where_it_can():
-    assert choose_backend(SPEC, "gpu", jnp.bfloat16).backend == "cudnn"
-    assert choose_backend(scored(backend="xla"), "gpu", jnp.bfloat16).backend == "xla"
+def choose(spec: AttentionSpec, platform: str = "gpu", dtype: DTypeLike = jnp.bfloat16, **site: Any) -> Choice:
+    return choose_backend(spec, Site(platform, dtype, **{"queries": 256, "keys": 256, **site}))
+
+
+def test_auto_takes_the_kernel_of_the_platform_where_it_can():
+    assert choose(SPEC, "gpu").backend == "cudnn"
+    assert choose(SPEC, "tpu").backend == "splash"
+    assert choose(scored(softcap=5.0, upcast=True, block_size=128), "tpu", jnp.float32).backend == "splash"
+    assert choose(scored(backend="xla"), "gpu").backend == "xla"
+    assert choose(SPEC, "gpu", cached=True, queries=1, keys=99).backend == "cudnn", "no gradient is taken"
+
+
+ON_GPU = [
+    (SPEC, {"platform": "cpu"}, "the platform is cpu, not an NVIDIA GPU"),
+    (SPEC, {"platform": "tpu"}, "the platform is tpu, not an NVIDIA GPU"),
+    (SPEC, {"dtype": jnp.float32}, "not float32"),
+    (SPEC, {"queries": 255, "keys": 255}, "rows of 255 positions: it trains on even numbers"),
+    (dataclasses.replace(SPEC, head_dim=12), {}, "head_dim=12"),
+    (dataclasses.replace(SPEC, head_dim=256), {}, "head_dim=256"),
+    (scored(softcap=5.0), {}, "softcap"),
+    (scored(dropout=0.1), {}, "dropout"),
+    (scored(upcast=True), {}, "upcast_attn"),
+    (scored(block_size=8), {}, "flash_attention_block_size"),
+]
+ON_TPU = [
+    (SPEC, {"platform": "cpu"}, "the platform is cpu, not a TPU"),
+    (SPEC, {"dtype": jnp.float16}, "not float16"),
+    (dataclasses.replace(SPEC, positions=AlibiSpec()), {}, "ALiBi"),
+    (scored(dropout=0.1), {}, "dropout"),
+    (SPEC, {"cached": True, "queries": 1}, "it does not decode with a cache"),
+    (SPEC, {"queries": 128}, "context_axis_size"),
+    (SPEC, {"divided": ("model",)}, "cannot divide it over the mesh axis 'model'"),
+    (SPEC, {"queries": 200, "keys": 200}, "rows of 200 positions are not a multiple of 128"),
+    (scored(block_size=64), {}, "flash_attention_block_size=64 is not a multiple of 128 that divides rows of 256"),
+    (scored(block_size=384), {"queries": 512, "keys": 512}, "flash_attention_block_size=384"),
+]
 
 
 @pytest.mark.parametrize(
-    ("spec", "platform", "dtype", "reason"),
-    [
-        (SPEC, "cpu", jnp.bfloat16, "the platform is cpu"),
-        (SPEC, "tpu", jnp.bfloat16, "the platform is tpu"),
-        (SPEC, "gpu", jnp.float32, "not float32"),
-        (dataclasses.replace(SPEC, head_dim=12), "gpu", jnp.bfloat16, "head_dim=12"),
-        (dataclasses.replace(SPEC, head_dim=256), "gpu", jnp.bfloat16, "head_dim=256"),
-        (scored(softcap=5.0), "gpu", jnp.bfloat16, "softcap"),
-        (scored(dropout=0.1), "gpu", jnp.bfloat16, "dropout"),
-        (scored(upcast=True), "gpu", jnp.bfloat16, "upcast_attn"),
-        (scored(block_size=8), "gpu", jnp.bfloat16, "flash_attention_block_size"),
-    ],
+    ("backend", "spec", "site", "reason"),
+    [("cudnn", *case) for case in ON_GPU] + [("splash", *case) for case in ON_TPU],
 )
-def test_a_backend_that_cannot_do_it_is_not_chosen(spec, platform, dtype, reason):
-    choice = choose_backend(spec, platform, dtype)
-    assert choice.backend == "xla"
-    assert reason in choice.reason
-    forced = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, backend="cudnn"))
-    with pytest.raises(UserError, match="attn_backend: cudnn cannot be used"):
-        choose_backend(forced, platform, dtype)
+def test_a_backend_that_cannot_do_it_is_not_chosen(backend, spec, site, reason):
+    site = {"platform": "gpu" if backend == "cudnn" else "tpu", **site}
+    choice = choose(spec, **site)
+    assert choice.backend == ("splash" if (backend, site["platform"]) == ("cudnn", "tpu") else "xla")
+    forced = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, backend=backend))
+    with pytest.raises(UserError, match=f"attn_backend: {backend} cannot be used: .*{re.escape(reason)}.*; write xla"):
+        choose(forced, **site)
+    if choice.backend == "xla":
+        assert f"{backend} cannot be used: " in choice.reason
+        assert reason in choice.reason
+
+
+def test_what_xla_divides_is_seen():
+    mesh = AbstractMesh((2, 1, 4), ("data", "context", "model"), axis_types=(AxisType.Auto,) * 3)
+    x = jax.ShapeDtypeStruct((8, 16, N, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    sites = []
+
+    def look(x_BSNH: jax.Array) -> jax.Array:
+        bias = segments = jnp.zeros(())
+        sites.append(Site.of(Operands(x_BSNH * 2, x_BSNH, x_BSNH, bias, segments), "tpu"))
+        return x_BSNH
+
+    jax.eval_shape(look, x)
+    cut = PartitionSpec("data", None, "model")
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False), x)
+    assert [site.divided for site in sites] == [("data", "model"), ()]
 
 
 def brute_force(spec: AttentionSpec) -> np.ndarray:

@@ -1,0 +1,45 @@
+"""Attention by cuDNN's fused kernels, on NVIDIA GPUs.
+
+Shape letters: B rows, S queries, T keys, N heads, H head size.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from lm_trainer.nn.kernel import Kernel, Operands, Site, first
+from lm_trainer.nn.spec import AttentionSpec
+
+_HEAD_DIM = 128
+_MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+"""The least bias in each dtype that it computes in. The kernels scale scores by log2(e), and compute differences of
+two that are masked: near the largest number, both would be infinite, and their difference no number."""
+
+
+def cannot(spec: AttentionSpec, site: Site) -> str | None:
+    """What hinders it, None when it can."""
+    name, scores = jnp.dtype(site.dtype).name, spec.scores
+    odd = not site.cached and (site.queries % 2 or site.keys % 2)
+    return first((
+        (site.platform not in ("gpu", "cuda"), f"the platform is {site.platform}, not an NVIDIA GPU"),
+        (name not in _MASKED, f"it computes in bfloat16 or float16, not {name}"),
+        (spec.head_dim % 8 != 0 or spec.head_dim > _HEAD_DIM,
+         f"head_dim={spec.head_dim} is not a multiple of 8 up to {_HEAD_DIM}"),
+        (bool(odd), f"rows of {site.keys} positions: it trains on even numbers of them only"),
+        (scores.softcap is not None, "it cannot bound scores (softcap)"),
+        (scores.dropout > 0, "its dropout is another one"),
+        (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
+        (scores.block_size is not None, "it has no use for flash_attention_block_size"),
+    ))  # fmt: skip
+
+
+def compute(spec: AttentionSpec, operands: Operands) -> jax.Array:
+    """Everything that the mask says is in the bias."""
+    del spec
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = operands
+    bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
+    return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, implementation="cudnn")
+
+
+CUDNN = Kernel(cannot, compute)

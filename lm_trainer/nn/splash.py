@@ -1,0 +1,93 @@
+"""Attention by the splash kernel of JAX's Pallas library, on TPUs.
+
+It keeps no scores, and does not look at blocks of keys that the causal mask or the window hides.
+
+Shape letters: B rows, S queries and keys, N heads, K key and value heads, H head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lm_trainer.nn.kernel import Kernel, Operands, Site, first
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
+
+_LANES = 128
+"""Of a TPU's vector registers: blocks of positions and head sizes are multiples of it."""
+_LARGEST_BLOCK = 512
+
+
+def cannot(spec: AttentionSpec, site: Site) -> str | None:
+    """What hinders it, None when it can."""
+    name, scores, size = jnp.dtype(site.dtype).name, spec.scores, spec.scores.block_size
+    block = 0 if size is None else min(size, site.keys)
+    return first((
+        (site.platform != "tpu", f"the platform is {site.platform}, not a TPU"),
+        (name not in ("bfloat16", "float32"), f"it computes in bfloat16 or float32, not {name}"),
+        (isinstance(spec.positions, AlibiSpec), "it adds no bias to scores (ALiBi)"),
+        (scores.dropout > 0, "it has no dropout of probabilities"),
+        (site.cached, "it does not decode with a cache"),
+        (site.queries != site.keys, "devices share the positions of a row (context_axis_size)"),
+        (bool(site.divided), f"XLA cannot divide it over the mesh axis {', '.join(map(repr, site.divided))}"),
+        (site.keys % _LANES != 0, f"rows of {site.keys} positions are not a multiple of {_LANES}"),
+        (block > 0 and (block % _LANES != 0 or site.keys % block != 0),
+         f"flash_attention_block_size={size} is not a multiple of {_LANES} that divides rows of {site.keys} positions"),
+    ))  # fmt: skip
+
+
+def compute(spec: AttentionSpec, operands: Operands, *, interpret: bool = False) -> jax.Array:
+    """The mask is made of the segments and the window; the bias is not read.
+
+    Args:
+        spec: of the attention.
+        operands: what it is computed of.
+        interpret: runs the kernel by Pallas' interpreter, on any platform.
+    """
+    q_BSNH, k_BSKH, v_BSKH, _, segments_BS = operands
+    kernel = _kernel(spec, q_BSNH.shape[1], interpret=interpret)
+    q_BNSH, k_BKSH, v_BKSH = (_padded(x.swapaxes(1, 2).astype(q_BSNH.dtype)) for x in (q_BSNH, k_BSKH, v_BSKH))
+    o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
+    return o_BNSH.swapaxes(1, 2)[..., : v_BSKH.shape[-1]].astype(v_BSKH.dtype)
+
+
+def _kernel(spec: AttentionSpec, length: int, *, interpret: bool) -> Callable[..., jax.Array]:
+    """A function of the operands of one row."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape, window = (length, length), spec.window
+    seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    size = _block(length, spec.scores.block_size)
+    sizes = splash.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_q_dq=size,
+        block_kv_dq=size,
+    )
+    kernel: Any = splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([seen] * spec.num_heads),
+        block_sizes=sizes,
+        attn_logits_soft_cap=spec.scores.softcap,
+        interpret=interpret,
+    )
+    return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
+
+
+def _block(length: int, size: int | None) -> int:
+    """How many positions a block has: the most that divide the length."""
+    if size is not None:
+        return min(size, length)
+    return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
+
+
+def _padded(x_BNSH: jax.Array) -> jax.Array:
+    """With zeros up to whole lanes, which add nothing to products."""
+    return jnp.pad(x_BNSH, ((0, 0), (0, 0), (0, 0), (0, -x_BNSH.shape[-1] % _LANES)))
+
+
+SPLASH = Kernel(cannot, compute)

@@ -1,0 +1,92 @@
+"""Kernels of other hardware: their numbers where an interpreter can run them, and that they lower for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn import splash
+from lm_trainer.nn.attend import attend
+from lm_trainer.nn.attention import Attention, causal_bias, make_context
+from lm_trainer.nn.kernel import Operands
+from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, MlpSpec, ScoreSpec
+from tests.nn.common import make_init
+
+B, S = 2, 256
+SEGMENTS = jnp.asarray(np.stack([np.repeat([0, 1, -1], [100, 130, 26]), np.zeros(S)]), jnp.int32)
+Attend = Callable[..., jax.Array]
+
+
+def operands(spec: AttentionSpec, dtype: Any) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    heads = (spec.num_heads, spec.kv_heads, spec.kv_heads)
+    q, k, v = (rng.standard_normal((B, S, n, spec.head_dim)) for n in heads)
+    return [jnp.asarray(x, dtype) for x in (2 * spec.head_dim**-0.5 * q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "tolerance"),
+    [
+        (AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(softcap=3.0)), jnp.float32, 3e-6),
+        (AttentionSpec(2, 128, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.bfloat16, 1e-2),
+    ],
+    ids=["window, softcap, groups, narrow heads", "one head of keys, blocks, bfloat16"],
+)
+def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
+    def results(attention: Attend) -> Any:
+        def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+            o_BSNH = attention(*qkv)
+            return jnp.sum(jnp.sin(o_BSNH.astype(jnp.float32))), o_BSNH
+
+        (_, o_BSNH), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*operands(spec, dtype))
+        return jax.tree.map(lambda x: np.asarray(x, np.float32), (o_BSNH, *grads))
+
+    plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
+    expected = results(lambda q, k, v: attend(plain, q, k, v, causal_bias(SEGMENTS, spec.window or 0)))
+    unread = jnp.full((1, 1, S, S), jnp.nan)
+    found = results(lambda q, k, v: splash.compute(spec, Operands(q, k, v, unread, SEGMENTS), interpret=True))
+    for a, b in zip(expected, found, strict=True):
+        assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
+
+
+def lowered(spec: AttentionSpec, platform: str, dtype: Any = jnp.bfloat16) -> str:
+    """The gradient of an attention module, as it is handed to the platform's compiler."""
+    module = Attention(spec, 32, init=make_init())
+    block = BlockSpec(spec, MlpSpec(8))
+
+    def loss(x_BSD: jax.Array) -> jax.Array:
+        context = make_context((block,), jnp.zeros((B, S), jnp.int32), SEGMENTS)
+        return jnp.sum(module(x_BSD, context, 0)[0].astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((B, S, 32), dtype)
+    return jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+
+
+def spec_for(backend: Backend, **scores: Any) -> AttentionSpec:
+    return AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(backend=backend, **scores))
+
+
+def test_splash_lowers_for_tpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    text = lowered(spec_for("auto", softcap=3.0), "tpu")
+    assert text.count("tpu_custom_call") >= 3, "forward, and backward for queries and for keys"
+    with pytest.raises(UserError, match="splash cannot be used: it has no dropout"):
+        lowered(spec_for("splash", dropout=0.1), "tpu")
+
+
+def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # It is all that needs a GPU before the program is compiled.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91100)
+    text = lowered(spec_for("auto"), "cuda")
+    assert "@__cudnn$fmhaScaleBiasSoftmax(" in text
+    assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
