@@ -104,9 +104,10 @@ class DecoderConfig(Config):
     """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
     attn_backend: Backend | None = None
-    """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16); `splash` (TPUs, sequences of a
-    multiple of 128), each refused where it cannot do what the model asks for; `auto`: the platform's own where it can,
-    else xla, and the log says which and why. Unset: xla."""
+    """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16) or `splash` (TPUs, sequences of
+    a multiple of 128), refused where they cannot do what the model asks for; `auto`: the platform's own where it can,
+    else xla. The log says which and why. Where a backend cannot decode with a cache, xla generates text. Unset: xla.
+    """
     flash_attention_block_size: int | None = Field(default=None, gt=0)
     """How many queries attention processes together; their scores are computed again in the backward pass, so that
     no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never keeps

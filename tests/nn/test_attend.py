@@ -57,7 +57,6 @@ ON_TPU = [
     (SPEC, {"dtype": jnp.float16}, "not float16"),
     (dataclasses.replace(SPEC, positions=AlibiSpec()), {}, "ALiBi"),
     (scored(dropout=0.1), {}, "dropout"),
-    (SPEC, {"cached": True, "queries": 1}, "it does not decode with a cache"),
     (SPEC, {"queries": 128}, "context_axis_size"),
     (SPEC, {"divided": ("model",)}, "cannot divide it over the mesh axis 'model'"),
     (SPEC, {"queries": 200, "keys": 200}, "rows of 200 positions are not a multiple of 128"),
@@ -80,6 +79,14 @@ def test_a_backend_that_cannot_do_it_is_not_chosen(backend, spec, site, reason):
     if choice.backend == "xla":
         assert f"{backend} cannot be used: " in choice.reason
         assert reason in choice.reason
+
+
+@pytest.mark.parametrize("backend", ["auto", "splash"])
+def test_xla_decodes_where_another_backend_cannot(backend):
+    choice = choose(scored(backend=backend), "tpu", cached=True, queries=1)
+    assert choice.backend == "xla"
+    assert "splash cannot be used: it does not decode with a cache" in choice.reason
+    assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
 
 
 def test_what_xla_divides_is_seen():
