@@ -81,7 +81,8 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     k_BTKH, v_BTKH = gather(k_BTKH, "context", 1), gather(v_BTKH, "context", 1)
     operands = Operands(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(spec, Site.of(operands, jax.default_backend()))
-    _announce(choice)
+    if choice.backend != spec.scores.backend:
+        _announce(choice)
     if choice.backend in _KERNELS:
         return _KERNELS[choice.backend].compute(spec, operands)
     scores = spec.scores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -14,12 +15,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+_MODULES = logging.getLogger("lm_trainer.nn")
+"""What the modules of a model choose by themselves is logged here."""
 _MAX_LINE_STEPS = 1000
 _DRAW_SECONDS = 0.25
 
 
 class Progress:
-    """Shows how far a run is; use it as a context manager.
+    """Shows how far a run is, and what the modules of its model choose by themselves; use it as a context manager.
 
     The bar is drawn on a terminal that can move its cursor, unless LMT_PROGRESS=plain is set. Plain lines are written
     through at once, so that a log file is up to date. An output that breaks (`| head`, a full disk) is given up: it
@@ -54,11 +57,20 @@ class Progress:
         else:
             self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
+        self._choices, self._before = _Notes(self.note), (_MODULES.level, _MODULES.propagate)
 
     def __enter__(self) -> Self:
+        self._before = (_MODULES.level, _MODULES.propagate)
+        _MODULES.setLevel(logging.INFO)
+        _MODULES.addHandler(self._choices)
+        # Handlers that other libraries have put at the root would write the line a second time, through the bar.
+        _MODULES.propagate = False
         return self
 
     def __exit__(self, *_: object) -> None:
+        _MODULES.removeHandler(self._choices)
+        level, _MODULES.propagate = self._before
+        _MODULES.setLevel(level)
         self.close()
 
     def note(self, text: str) -> None:
@@ -98,6 +110,15 @@ class Progress:
             draw()
         except (OSError, ValueError):  # ValueError: the stream is closed
             self._open = False
+
+
+class _Notes(logging.Handler):
+    def __init__(self, note: Callable[[str], None]):
+        super().__init__()
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(record.getMessage())
 
 
 class _View(Protocol):

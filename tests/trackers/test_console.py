@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_a_plain_line_says_it_all():
         "step 99/200 (49.5%) | loss 2.3457 | lr 0.0006 | grad_norm 0.5 | 250 ms/step | 12,346 tok/s | mfu n/a | eta ?"
     )
     assert second.endswith("| mfu 41.3% | eta 3m20s")
+
+
+def test_what_modules_choose_by_themselves_is_shown_once(caplog):
+    out, logger = io.StringIO(), logging.getLogger("lm_trainer.nn.attend")
+    logger.info("before")
+    with Progress(10, stream=out):
+        logger.info("attention is computed by %s", "xla")
+    logger.info("after")
+    assert out.getvalue().splitlines() == ["attention is computed by xla"]
+    assert not caplog.records
+    assert logger.propagate
+    assert not logger.isEnabledFor(logging.INFO)
 
 
 @pytest.mark.parametrize(("total", "every"), [(10, 1), (100, 2), (1000, 20), (400_000, 1000)])
