@@ -23,12 +23,12 @@ from pathlib import Path
 
 from lm_trainer.data import DataConfig
 from lm_trainer.data.builder import Build, BuildOptions
+from lm_trainer.data.reading import BATCH_BYTES, BATCH_ROWS
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.fast import FastTokenizer
-from lm_trainer.data.worker import BATCH_BYTES, BATCH_ROWS
 
 
 def main() -> None:

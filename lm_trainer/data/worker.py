@@ -1,41 +1,30 @@
-"""Reads one shard of a source and writes its parts. Deterministic and idempotent: anyone may run it twice."""
+"""Reads one shard of a source and writes its parts. Deterministic and idempotent: anyone may run it twice.
+
+Threads read, encode and write at once, since tokenizers and files leave the interpreter to others meanwhile.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats import Document, FormatConfig, TextFormat, Unusable
+from lm_trainer.data.formats import Document, Unusable
 from lm_trainer.data.layout import part_key, part_name, shard_key, token_dtype
 from lm_trainer.data.marks import pack_marks
-from lm_trainer.data.sources import BadRow, Row, Shard
-from lm_trainer.data.store import Store, canonical_json
-from lm_trainer.data.tokenizer import Tokenizer
-
-BATCH_ROWS, BATCH_BYTES = 256, 1 << 20
-"""Rows are encoded together until either is reached; does not change the result."""
+from lm_trainer.data.reading import Job, RowBatch, ahead, read_batches
+from lm_trainer.data.sources import BadRow, Row
+from lm_trainer.data.store import canonical_json
 
 
 class Stopped(Exception):
     """The build was asked to stop; what is committed stays."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One shard's work. Picklable."""
-
-    store: Store
-    index: int
-    shard: Shard
-    tokenizer: Tokenizer
-    part_bytes: tuple[int, int]
-    raise_on_bad_row: bool
-    format: FormatConfig = field(default_factory=TextFormat)
 
 
 @dataclass
@@ -86,8 +75,7 @@ class _ShardBuild:
         )
         self.index, row, self.open = self._resume()
         self.part = Part(row, continues=self.open)
-        self.pending: list[tuple[Row, Any]] = []
-        self.pending_bytes = 0
+        self.writing: Future[None] | None = None
 
     def _resume(self) -> tuple[int, int, bool]:
         """The first part that is not committed, its first row, and whether a document is open there."""
@@ -97,96 +85,91 @@ class _ShardBuild:
         return index, row, is_open
 
     def run(self) -> None:
-        row_end = self.part.row_start
-        for row in self.job.shard.rows(row_end):
-            row_end = row.number + 1
-            self._take(row)
-            if self.pending_bytes >= BATCH_BYTES or len(self.pending) >= BATCH_ROWS:
-                self._encode()
-            if self.part.text_bytes >= self._limit():
-                self._commit(row_end)
-        if row_end > self.part.row_start:
-            self._commit(row_end)
+        batches = ahead(read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.open))
+        with ThreadPoolExecutor(1, "write") as writer, closing(ahead(self._encoded(batches))) as encoded:
+            try:
+                for batch, documents in encoded:
+                    self._take(batch, documents)
+                    if batch.ends_part:
+                        self._commit(batch.row_end, writer)
+            finally:
+                # What could not be written comes before any error in what was read after it.
+                self._wait()
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
-    def _limit(self) -> int:
-        first, largest = self.job.part_bytes
-        return min(first << min(self.index, 40), largest)
+    def _encoded(
+        self, batches: Generator[RowBatch, None, None]
+    ) -> Generator[tuple[RowBatch, list[Document | Unusable]], None, None]:
+        with closing(batches):
+            for batch in batches:
+                if self.stopped():
+                    raise Stopped
+                yield batch, self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
 
-    def _take(self, row: Row | BadRow) -> None:
-        value, size = "", 0
-        if isinstance(row, Row):
-            try:
-                value, size, replaced = self.job.format.prepare(row)
-            except Unusable as error:
-                row = BadRow(row.number, row.where, str(error), row.ends_document)
-            else:
-                self.part.replaced += replaced
-                self.part.empty += not size
-        if isinstance(row, BadRow):
-            self._refuse(row)
-            row = Row(row.number, row.where, "", row.ends_document)
-        if not size and not self._document_open():
-            return
-        self.pending.append((row, value))
-        self.pending_bytes += size
-        self.part.text_bytes += size
-
-    def _refuse(self, row: BadRow) -> None:
-        """Counts a bad row.
-
-        Raises:
-            UserError: where the job does not skip them.
-        """
-        message = f"{row.where}: {row.reason}"
-        if self.job.raise_on_bad_row:
-            raise UserError(f"{message}. Repair it, or set data.on_bad_row: skip to leave such rows out")
-        self.part.bad.append(message)
-
-    def _document_open(self) -> bool:
-        return not self.pending[-1][0].ends_document if self.pending else self.open
-
-    def _encode(self) -> None:
-        if self.stopped():
-            raise Stopped
-        batch, size = self.pending, self.pending_bytes
-        self.pending, self.pending_bytes = [], 0
-        documents = self.job.format.encode([value for _, value in batch], self.job.tokenizer)
-        for (row, _), document in zip(batch, documents, strict=True):
+    def _take(self, batch: RowBatch, documents: list[Document | Unusable]) -> None:
+        part, usable = self.part, list[tuple[Row, Document]]()
+        part.text_bytes += batch.text_bytes
+        part.empty += batch.empty
+        part.replaced += batch.replaced
+        part.bad += batch.bad
+        for row, document in zip(batch.rows, documents, strict=True):
             if isinstance(document, Unusable):
-                self._refuse(BadRow(row.number, row.where, str(document)))
-            elif self.job.format.marks:
-                self._append_marked(row, document)
+                part.bad.append(self.job.refuse(BadRow(row.number, row.where, str(document))))
             else:
-                self._append(row, np.asarray(document.ids, self.dtype))
-        if self.on_rows and batch:
-            self.on_rows(size)
+                usable.append((row, document))
+        if self.job.format.marks:
+            for row, document in usable:
+                self._append_marked(row, document)
+        elif self.job.format.fields():
+            for row, document in usable:
+                self._append_ids(row, np.asarray(document.ids, self.dtype))
+        elif usable:
+            self._append_texts(usable)
+        if self.on_rows and batch.rows:
+            self.on_rows(batch.text_bytes)
 
-    def _append(self, row: Row, ids: np.ndarray) -> None:
-        """Takes in a text or a piece of one, or ids, in which EOS ends documents."""
+    def _append_texts(self, usable: list[tuple[Row, Document]]) -> None:
+        """Takes in texts and pieces of texts."""
+        part, pieces, documents = self.part, [], 0
+        for row, document in usable:
+            before = [] if self.bos is None or self.open else [self.bos]
+            after = [self.eos] if row.ends_document else []
+            pieces += [piece for piece in (before, document.ids, after) if len(piece)]
+            self._count(row, len(before) + len(document.ids) + len(after))
+            documents += row.ends_document
+        tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else np.zeros(0, self.dtype)
+        if np.count_nonzero(tokens == self.eos) != documents:
+            where = next(row.where for row, document in usable if self.eos in np.asarray(document.ids))
+            raise UserError(
+                f"{where}: the tokenizer makes its end-of-document token (id {self.eos}) out of text; "
+                "it cannot be used for training"
+            )
+        part.ids.append(tokens)
+        part.documents += documents
+
+    def _append_ids(self, row: Row, ids: np.ndarray) -> None:
+        """Takes in ids, in which EOS ends documents."""
         ends = np.flatnonzero(ids == self.eos)
-        if len(ends):
-            if row.record is None:
-                raise UserError(
-                    f"{row.where}: the tokenizer makes its end-of-document token (id {self.eos}) out of text; "
-                    "it cannot be used for training"
-                )
-            for piece in np.split(ids, ends + 1)[:-1]:
-                self._append(row, piece[:-1])
-            ids = ids[ends[-1] + 1 :]
-            if not len(ids):
-                return
-        before = [self.bos] if self.bos is not None and not self.open else []
-        after = [self.eos] if row.ends_document else []
-        tokens = np.concatenate([np.asarray(before, self.dtype), ids, np.asarray(after, self.dtype)])
+        for piece in np.split(ids, ends + 1)[:-1]:
+            self._append_document(row, piece[:-1])
+        rest = ids[ends[-1] + 1 :] if len(ends) else ids
+        if len(rest) or not len(ends):
+            self._append_document(row, rest)
+
+    def _append_document(self, row: Row, ids: np.ndarray) -> None:
+        before = [] if self.bos is None else [self.bos]
+        self.part.ids.append(np.concatenate([before, ids, [self.eos]], dtype=self.dtype, casting="unsafe"))
+        self._count(row, len(self.part.ids[-1]))
+        self.part.documents += 1
+
+    def _count(self, row: Row, tokens: int) -> None:
+        """Notes a document, or a piece of one that belongs to what is open."""
         part = self.part
         if self.open and part.lengths:
-            part.lengths[-1] += len(tokens)
+            part.lengths[-1] += tokens
         else:
-            part.lengths.append(len(tokens))
+            part.lengths.append(tokens)
             part.rows.append(row.number - part.row_start)
-        part.ids.append(tokens)
-        part.documents += row.ends_document
         self.open = not row.ends_document
 
     def _append_marked(self, row: Row, document: Document) -> None:
@@ -201,24 +184,13 @@ class _ShardBuild:
         part.rows.append(row.number - part.row_start)
         part.documents += 1
 
-    def _commit(self, row_end: int) -> None:
-        self._encode()
+    def _commit(self, row_end: int, writer: ThreadPoolExecutor) -> None:
+        self._wait()
         part, name = self.part, part_name(self.job.index, self.index)
-        blobs = {
-            "bin": np.concatenate(part.ids).tobytes() if part.ids else b"",
-            "len": np.asarray(part.lengths, "<u4").tobytes(),
-            "row": np.asarray(part.rows, "<u4").tobytes(),
-        }
-        if self.job.format.marks:
-            learn = np.concatenate(part.learn) if part.learn else np.zeros(0, bool)
-            blobs["msk"] = pack_marks(learn, np.asarray(part.lengths, np.int64))
-        for kind, blob in blobs.items():
-            self.job.store.write(part_key(name, kind), blob)
         record: dict[str, Any] = {
             "shard": self.job.index,
             "part": self.index,
             "rows": [part.row_start, row_end],
-            "tokens": len(blobs["bin"]) // self.dtype.itemsize,
             "documents": part.documents,
             "continues": part.continues,
             "open": self.open,
@@ -227,10 +199,32 @@ class _ShardBuild:
             "replaced": part.replaced,
             "bad": len(part.bad),
             "bad_examples": part.bad[:5],
-            "blobs": {
-                kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
-            },
         }
-        self.job.store.write(part_key(name, "json"), canonical_json(record))
+        self.writing = writer.submit(_write, self.job, name, part, record)
         self.index += 1
         self.part = Part(row_end, continues=self.open)
+
+    def _wait(self) -> None:
+        """Until the part before is committed; raises what kept it from that."""
+        if self.writing is not None:
+            writing, self.writing = self.writing, None
+            writing.result()
+
+
+def _write(job: Job, name: str, part: Part, record: dict[str, Any]) -> None:
+    """Writes the files of a part and, last, the record that commits them."""
+    blobs = {
+        "bin": b"".join(ids.data for ids in part.ids),
+        "len": np.asarray(part.lengths, "<u4").tobytes(),
+        "row": np.asarray(part.rows, "<u4").tobytes(),
+    }
+    if job.format.marks:
+        learn = np.concatenate(part.learn) if part.learn else np.zeros(0, bool)
+        blobs["msk"] = pack_marks(learn, np.asarray(part.lengths, np.int64))
+    for kind, blob in blobs.items():
+        job.store.write(part_key(name, kind), blob)
+    record["tokens"] = len(blobs["bin"]) // token_dtype(job.tokenizer.vocab_size).itemsize
+    record["blobs"] = {
+        kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
+    }
+    job.store.write(part_key(name, "json"), canonical_json(record))

@@ -25,8 +25,14 @@ class TextFormat(FormatConfig):
         del tokenizer
 
     def prepare(self, row: Row) -> Prepared:
-        text = clean(row.text)
-        return Prepared(text, len(text.encode("utf-8")), replaced=text is not row.text)
+        size = len(row.text) if row.text.isascii() else row.text_bytes
+        if size is not None:
+            return Prepared(row.text, size)
+        try:
+            return Prepared(row.text, len(row.text.encode("utf-8")))
+        except UnicodeEncodeError:
+            text = clean(row.text)
+            return Prepared(text, len(text.encode("utf-8")), replaced=True)
 
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
         return [Document(ids) for ids in tokenizer.encode_batch(values)]

@@ -66,13 +66,29 @@ class ParquetShard:
                 number += rows
             else:
                 groups.append(index)
-        columns = list(self.fields or (self.text_key,))
+        columns, name = list(self.fields or (self.text_key,)), file.name
         for batch in _batches(file, table, groups, columns):
-            for record in _records(batch):
+            for record in _records(batch) if self.fields else _texts(batch):
                 if number >= start:
-                    row = record if isinstance(record, BadRow) else read_record(record, self.text_key, self.fields)
-                    yield row._replace(number=number, where=f"{file.name}:{number - before + 1}")
+                    where = f"{name}:{number - before + 1}"
+                    if isinstance(record, str):
+                        yield Row(number, where, record)
+                    else:
+                        row = record if isinstance(record, BadRow) else read_record(record, self.text_key, self.fields)
+                        yield row._replace(number=number, where=where)
                 number += 1
+
+
+def _texts(batch: Any) -> list[Any]:
+    """Of each row of a single column its text, or what `_records` makes of the row where it is none."""
+    try:
+        values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
+    except UnicodeDecodeError:
+        values = None
+    if values is None:
+        return _records(batch)
+    name = batch.schema.names[0]
+    return [value if isinstance(value, str) else {name: value} for value in values]
 
 
 def _records(batch: Any) -> list[Any]:

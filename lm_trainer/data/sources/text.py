@@ -53,7 +53,7 @@ class TextShard:
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, (where, piece, line, last) in numbered((_pieces(file) for file in self.files), start):
             try:
-                yield Row(number, where, piece.decode("utf-8"), last)
+                yield Row(number, where, piece.decode("utf-8"), last, text_bytes=len(piece))
             except UnicodeDecodeError as error:
                 line += piece.count(b"\n", 0, error.start)
                 near = piece[max(0, error.start - 8) : error.start + 8]

@@ -1,0 +1,128 @@
+"""What a worker is given, and how it reads: rows in batches that are ready to be encoded, one batch ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats import FormatConfig, TextFormat, Unusable
+from lm_trainer.data.sources import BadRow, Row, Shard
+from lm_trainer.data.store import Store
+from lm_trainer.data.tokenizer import Tokenizer
+
+BATCH_ROWS, BATCH_BYTES = 256, 1 << 20
+"""Rows are encoded together until either is reached; does not change the result."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard's work. Picklable."""
+
+    store: Store
+    index: int
+    shard: Shard
+    tokenizer: Tokenizer
+    part_bytes: tuple[int, int]
+    raise_on_bad_row: bool
+    format: FormatConfig = field(default_factory=TextFormat)
+
+    def refuse(self, row: BadRow) -> str:
+        """What is noted of a bad row.
+
+        Raises:
+            UserError: where the job does not skip them.
+        """
+        message = f"{row.where}: {row.reason}"
+        if self.raise_on_bad_row:
+            raise UserError(f"{message}. Repair it, or set data.on_bad_row: skip to leave such rows out")
+        return message
+
+
+@dataclass
+class RowBatch:
+    """Some rows of one part."""
+
+    row_end: int
+    """One more than the number of the last row that was read, whether or not it is in the batch."""
+    ends_part: bool = False
+    rows: list[Row] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    """What the format takes of each row."""
+    text_bytes: int = 0
+    empty: int = 0
+    replaced: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
+    """The rows from number `row` on, which begin the part of number `part`; the last batch ends the last part.
+
+    Args:
+        job: what to read.
+        part: counted in the shard.
+        row: counted in the shard.
+        is_open: whether the row continues a document.
+
+    Raises:
+        UserError: for a bad row where the job does not skip them, or an unreadable file.
+    """
+    first, largest = job.part_bytes
+    limit, text_bytes = min(first << min(part, 40), largest), 0
+    batch, part_start = RowBatch(row), row
+    for found in job.shard.rows(row):
+        batch.row_end = found.number + 1
+        before = batch.text_bytes
+        if _take(job, batch, found, is_open):
+            is_open = not found.ends_document
+        text_bytes += batch.text_bytes - before
+        batch.ends_part = text_bytes >= limit
+        if batch.ends_part or batch.text_bytes >= BATCH_BYTES or len(batch.rows) >= BATCH_ROWS:
+            yield batch
+            if batch.ends_part:
+                part, text_bytes, part_start = part + 1, 0, batch.row_end
+                limit = min(first << min(part, 40), largest)
+            batch = RowBatch(batch.row_end)
+    if batch.row_end > part_start:
+        batch.ends_part = True
+        yield batch
+
+
+def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
+    """Adds a row to the batch; False if it holds nothing and ends nothing."""
+    value, size = "", 0
+    if isinstance(row, Row):
+        try:
+            value, size, replaced = job.format.prepare(row)
+        except Unusable as error:
+            row = BadRow(row.number, row.where, str(error), row.ends_document)
+        else:
+            batch.replaced += replaced
+            batch.empty += not size
+    if isinstance(row, BadRow):
+        batch.bad.append(job.refuse(row))
+        row = Row(row.number, row.where, "", row.ends_document)
+    if not size and not is_open:
+        return False
+    batch.rows.append(row)
+    batch.values.append(value)
+    batch.text_bytes += size
+    return True
+
+
+def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The same items, each made in a thread while the one before is used; an error comes where its item would."""
+    end: Any = object()
+    pool = ThreadPoolExecutor(1, "ahead")
+    try:
+        following = pool.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = pool.submit(next, items, end)
+            yield item
+    finally:
+        pool.shutdown(wait=True)
+        items.close()
