@@ -21,7 +21,7 @@ _REFUSED = re.compile(
 
 
 class Store:
-    """Keys with bytes below one directory or URL (`gs://`, `s3://`, `file://`, `memory://`)."""
+    """Keys with bytes below one directory or URL (`gs://`, `s3://`, `file://`, `memory://`, to be read `http(s)://`)."""
 
     def __init__(self, url: str):
         self.local: Path | None = None
@@ -73,7 +73,7 @@ class Store:
         """
         try:
             stamp = self._kv.write(key, value, if_equal=if_generation).result()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, NotImplementedError) as error:
             self._fail("write", key, error)
         return bool(stamp.generation)
 
@@ -83,7 +83,7 @@ class Store:
     def delete(self, key: str) -> None:
         try:
             self._kv.write(key, None).result()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, NotImplementedError) as error:
             self._fail("delete", key, error)
 
     def list(self, prefix: str = "") -> list[str]:
@@ -92,7 +92,7 @@ class Store:
             if not prefix:
                 return sorted(key.decode() for key in self._kv.list().result())
             return sorted(key.decode() for key in self._kv.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result())
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, NotImplementedError) as error:
             self._fail("list", prefix, error)
 
     def read_range(self, key: str, start: int, stop: int, batch: Any = None) -> Any:
@@ -100,6 +100,11 @@ class Store:
         return self._kv.read(key, byte_range=slice(start, stop), batch=batch)
 
     def _fail(self, verb: str, key: str, error: Exception) -> NoReturn:
+        if isinstance(error, NotImplementedError):
+            raise UserError(
+                f"{self.url} can only be read; set data.cache_dir to another place, or, if a finished cache is there, "
+                "write data.source: {type: cache, path: URL}"
+            ) from None
         # The cause of a failed write is an error raised while another was handled.
         text = f"{error} {error.__context__ or ''}".strip()
         reason = text.split(" [source locations")[0]

@@ -26,7 +26,17 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-_VERSION_KEYS = ("blob_id", "etag", "ETag", "md5Hash", "generation", "mtime", "LastModified", "last_modified")
+_VERSION_KEYS = (
+    "blob_id",
+    "etag",
+    "ETag",
+    "md5Hash",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+)
 
 
 class File(NamedTuple):
@@ -101,6 +111,8 @@ def _find(url: str, key: str) -> list[File]:
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
     except ImportError as error:
+        if url.startswith(("http://", "https://")):
+            raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
     except ValueError as error:
         raise UserError(f"{key}: cannot open {url}: {error}") from None
@@ -111,7 +123,11 @@ def _find(url: str, key: str) -> list[File]:
                 raise UserError(f"{key}: no file matches {url}")
             return [_file(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
         return [_file(filesystem, path, url)]
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        cause = error.__cause__
+        # A web server that does not answer, or forbids, looks the same but for the cause.
+        if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
+            raise UserError(f"{key}: cannot read {url}: {cause}") from None
         raise UserError(f"{key}: there is no file {url}{_did_you_mean(filesystem, path)}") from None
     except IsADirectoryError:
         raise UserError(f"{key}: {url} is a directory; write which files in it, such as {url}/*.jsonl") from None
@@ -182,6 +198,12 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         if "compression" not in str(error).lower():
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
+    except Exception as error:
+        if not type(error).__module__.startswith("aiohttp"):
+            raise
+        raise UserError(
+            f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
+        ) from None
 
 
 def _local_copy(url: str) -> str:
