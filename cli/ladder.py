@@ -145,13 +145,15 @@ def status(
     size: SizesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show which checkpoints of which sizes exist."""
+    """Show which checkpoints of which sizes exist, and how registered predictions turned out."""
     from lm_trainer.core.runtime import prepare_process
 
     prepare_process()  # before anything imports jax
     ladder = load_ladder(ctx, config, overrides)
 
     import json
+
+    from lm_trainer.ladder.fit.register import scores
 
     found = {
         ladder.run_name(name, seed): ladder.get_checkpoints(name, seed=seed)
@@ -163,12 +165,16 @@ def status(
             run: [{"name": c.name, "step": c.step, "tokens": c.tokens, "exists": c.exists} for c in checkpoints]
             for run, checkpoints in found.items()
         }
+        if made := scores(ladder):
+            plain["predictions"] = [score.as_dict() for score in made]
         typer.echo(json.dumps(plain, indent=1))
         return
     for run_name, checkpoints in found.items():
         typer.echo(run_name)
         for checkpoint in checkpoints:
             typer.echo(f"  {checkpoint.display()}")
+    for score in scores(ladder):
+        typer.echo(score.line())
 
 
 @app.command(context_settings=OVERRIDES)

@@ -22,8 +22,9 @@ ExtrapolateOption = Annotated[bool, typer.Option("--extrapolate", help="Predict 
 
 def add_commands(app: typer.Typer) -> None:
     """Puts the commands of this file beside the others of `lmt ladder`."""
-    for command in (fit, predict):
+    for command in (fit, predict, register, report):
         app.command(context_settings=OVERRIDES)(command)
+    app.command()(compare)
 
 
 def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
@@ -166,3 +167,152 @@ def predict(
     assert tokens is not None
     prediction = law.predict(found, params, tokens, **limits)
     typer.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
+
+
+def compare(
+    ctx: typer.Context,
+    a: Annotated[Path, typer.Argument(metavar="A", help=f"The recipe to compare with. {_SOURCES}", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other recipe.", show_default=False)],
+    flops: Annotated[
+        list[float] | None,
+        typer.Option("--flops", metavar="C", help="A compute to compare at; repeatable. Default: what both cover."),
+    ] = None,
+    tokens_per_param: Annotated[
+        float | None,
+        typer.Option("--tokens-per-param", min=0.01, help="D / N of both. Default: the mean of all points."),
+    ] = None,
+    max_extrapolation: MaxOption = 100,
+    extrapolate: ExtrapolateOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say with how much of the compute recipe B reaches the loss of recipe A, with intervals.
+
+    Examples:
+        lmt ladder compare adamw.json muon.json
+
+        lmt ladder compare base.csv new.csv --flops 1e21 --tokens-per-param 20
+    """
+    import json
+
+    first, second = _fit(ctx, a), _fit(ctx, b)
+
+    from lm_trainer.ladder.fit import compare as multipliers
+
+    found = multipliers.compare(
+        first,
+        second,
+        flops=flops or (),
+        tokens_per_param=tokens_per_param,
+        max_extrapolation=max_extrapolation,
+        extrapolate=extrapolate,
+    )
+    if as_json:
+        typer.echo(json.dumps([m.as_dict() for m in found], indent=1))
+        return
+    typer.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
+    typer.echo(multipliers.compare_text(found, first.settings.level))
+
+
+def register(
+    ctx: typer.Context,
+    source: SourceArgument,
+    overrides: OverridesArgument = None,
+    size: Annotated[
+        str | None,
+        typer.Option("--size", help="A size of the ladder that was not run: all its checkpoints.", show_default=False),
+    ] = None,
+    params: Annotated[
+        float | None, typer.Option("--params", metavar="N", help="Instead: parameters of the run.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", metavar="D", help="Instead: tokens of the run.", show_default=False)
+    ] = None,
+    fitted: Annotated[
+        Path | None,
+        typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
+    ] = None,
+    max_extrapolation: MaxOption = 100,
+    extrapolate: ExtrapolateOption = False,
+) -> None:
+    """Write a prediction down, dated and hashed, before the run is made; `lmt ladder status` scores it later.
+
+    Examples:
+        lmt ladder register configs/ladder_nano.yaml --size 273k
+
+        lmt ladder register fit.json --params 7e9 --tokens 4e12 --out 7b.json
+    """
+    from lm_trainer.core.errors import UserError
+
+    if (size is None) == (params is None) or (params is None) != (tokens is None):
+        raise UserError("register needs --size, or --params and --tokens")
+    is_ladder = source.suffix in (".yaml", ".yml")
+    if size is not None and not is_ladder:
+        raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
+    if size is None and out is None:
+        raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
+    found = _fit(ctx, fitted or source, None if fitted else overrides)
+
+    from lm_trainer.ladder.fit import register as registry
+    from lm_trainer.ladder.fit.predict import predict as predict_run
+
+    wanted: list[tuple[str, float, float]] = []
+    if size is not None:
+        ladder = load_ladder(ctx, source, overrides)
+        wanted = [*registry.targets(ladder, size)]
+        out = out or registry.default_path(ladder, size)
+    elif params is not None and tokens is not None:
+        wanted = [(f"N {params:g}, D {tokens:g}", params, tokens)]
+    limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
+    predictions = [(name, predict_run(found, n, d, **limits)) for name, n, d in wanted]
+    assert out is not None
+    digest = registry.write(out, found, predictions, size=size)
+    for name, prediction in predictions:
+        run = prediction.run
+        typer.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
+    typer.echo(f"{out}: registered, sha256 {digest}")
+
+
+def report(
+    ctx: typer.Context,
+    source: SourceArgument,
+    overrides: OverridesArgument = None,
+    params: Annotated[
+        float | None, typer.Option("--params", metavar="N", help="Show this run as well.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", metavar="D", help="Tokens of that run.", show_default=False)
+    ] = None,
+    fitted: Annotated[
+        Path | None,
+        typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where to write it.")] = Path("ladder.html"),
+    max_extrapolation: MaxOption = 100,
+    extrapolate: ExtrapolateOption = False,
+) -> None:
+    """Write one HTML file with all pictures in it: fit, residuals, isoFLOP curves, back-test, schedules.
+
+    Examples:
+        lmt ladder report configs/ladder_nano.yaml --out ladder.html
+
+        lmt ladder report fit.json --params 7e9 --tokens 4e12
+    """
+    from lm_trainer.core.errors import UserError
+
+    if (params is None) != (tokens is None):
+        raise UserError("--params and --tokens belong together")
+    found = _fit(ctx, fitted or source, None if fitted else overrides)
+
+    from lm_trainer.ladder.fit.predict import predict as predict_run
+    from lm_trainer.ladder.fit.report import write_report
+
+    ladder = load_ladder(ctx, source, overrides) if source.suffix in (".yaml", ".yml") else None
+    target = None
+    if params is not None and tokens is not None:
+        target = predict_run(found, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
+    write_report(out, found, title=ladder.name if ladder else source.stem, ladder=ladder, target=target)
+    typer.echo(f"{out}: written")

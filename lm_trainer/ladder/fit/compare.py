@@ -1,0 +1,142 @@
+"""How much compute one recipe saves over another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.bootstrap import interval
+from lm_trainer.ladder.fit.fitting import Fit
+from lm_trainer.ladder.fit.law import FLOPS_PER_PARAM, Law
+from lm_trainer.ladder.fit.predict import MAX_EXTRAPOLATION, Range, check_range
+from lm_trainer.ladder.tables import table
+
+_REACH = 30.0
+_HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """At one compute of A."""
+
+    flops: float
+    loss: float
+    """Of A there."""
+    difference: Range
+    """The loss of B less that of A, at the same compute."""
+    multiplier: Range
+    """B reaches the loss of A with 1 / this of its compute; 0 where it never does."""
+    ratio: float
+    """Of the compute to that of the largest rung of both ladders that is the smaller."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data with all digits."""
+        return asdict(self)
+
+
+def compare(
+    a: Fit,
+    b: Fit,
+    *,
+    flops: Sequence[float] = (),
+    tokens_per_param: float | None = None,
+    max_extrapolation: float = MAX_EXTRAPOLATION,
+    extrapolate: bool = False,
+) -> list[Multiplier]:
+    """The compute multiplier of B over A, where both train on `tokens_per_param` N tokens.
+
+    Args:
+        a: the recipe to compare with.
+        b: the other.
+        flops: computes (6 N D) of A; by default the middle and the end of what both ladders cover, and ten times that.
+        tokens_per_param: by default the geometric mean of those of all points.
+        max_extrapolation: as in `lm_trainer.ladder.fit.predict.predict`.
+        extrapolate: likewise.
+
+    Raises:
+        UserError: for fits of different metrics; and for computes too far beyond the rungs.
+    """
+    if a.points.metric != b.points.metric:
+        raise UserError(f"A is a fit of {a.points.metric}, B of {b.points.metric}; a comparison needs one metric")
+    if a.settings.level != b.settings.level:
+        raise UserError(f"A has intervals of {a.settings.level:.0%}, B of {b.settings.level:.0%}; fit with one --level")
+    each = np.concatenate([f.points.tokens / f.points.num_params for f in (a, b)])
+    per_param = tokens_per_param or float(np.exp(np.log(each).mean()))
+    nearer = a if a.max_flops < b.max_flops else b
+    if not flops:
+        least = max(float(f.points.flops.min()) for f in (a, b))
+        middle = float(np.sqrt(least * nearer.max_flops))
+        flops = [*([middle] if least < nearer.max_flops else []), nearer.max_flops, 10 * nearer.max_flops]
+    found = []
+    for value in flops:
+        ratio = check_range(nearer, value, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
+        found.append(_at(a, b, value, per_param, ratio))
+    return found
+
+
+def _at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multiplier:
+    level, count = a.settings.level, min(a.settings.draws, b.settings.draws)
+    # Shuffled, since bootstraps with one seed draw alike.
+    order = np.random.default_rng([a.settings.seed, b.settings.seed, 4]).permutation(count)
+    draws_a, draws_b = a.draws.at(slice(count)), b.draws.at(order)
+    loss_a, drawn_a = (_loss(law, flops, per_param) for law in (a.law, draws_a))
+    loss_b, drawn_b = (_loss(law, flops, per_param) for law in (b.law, draws_b))
+    return Multiplier(
+        flops,
+        float(loss_a),
+        Range(float(loss_b - loss_a), *interval(drawn_b - drawn_a, level)),
+        Range(
+            float(_multiplier(b.law, loss_a, flops, per_param)),
+            *interval(_multiplier(draws_b, drawn_a, flops, per_param), level),
+        ),
+        ratio,
+    )
+
+
+def _loss(law: Law, flops: Any, per_param: float) -> Any:
+    num_params = np.sqrt(flops / (FLOPS_PER_PARAM * per_param))
+    return law.loss(num_params, per_param * num_params)
+
+
+def _multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
+    """`flops` over the compute at which the law has this loss, by bisection, since the loss falls with compute."""
+    low, high = (np.full(np.shape(loss), np.log(flops) + sign * _REACH) for sign in (-1, 1))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        above = _loss(law, np.exp(middle), per_param) > loss
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    reached = _loss(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
+    return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
+
+
+def compare_text(found: Sequence[Multiplier], level: float) -> str:
+    """For the terminal."""
+    rows = [
+        [
+            f"{m.flops:.3g}",
+            f"{m.ratio:.3g}",
+            f"{m.loss:.4f}",
+            *(f"{x:+.4f}" for x in (m.difference.value, m.difference.low, m.difference.high)),
+            *(f"{x:.3f}" for x in (m.multiplier.value, m.multiplier.low, m.multiplier.high)),
+        ]
+        for m in found
+    ]
+    head = ["FLOPs", "/ largest", "loss of A", "B - A", "low", "high", "multiplier", "low", "high"]
+    return table(head, rows) + "\n" + verdict(found, level)
+
+
+def verdict(found: Sequence[Multiplier], level: float) -> str:
+    """What the intervals allow to say."""
+    better = [m.multiplier.low > 1 for m in found]
+    worse = [m.multiplier.high < 1 for m in found]
+    if all(better):
+        return f"B needs less compute for the loss of A ({level:.0%})"
+    if all(worse):
+        return f"B needs more compute for the loss of A ({level:.0%})"
+    if any(better) or any(worse):
+        return f"the recipes differ at some of these computes only ({level:.0%})"
+    return f"no difference is shown: every {level:.0%} interval holds 1; more rungs or seeds would narrow it"

@@ -1,0 +1,142 @@
+"""Predictions that are written down before the run is made, and how they turned out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.fit.fitting import Fit
+from lm_trainer.ladder.fit.predict import Prediction, Range
+from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.metrics import rows_of
+
+_FORMAT = "lm_trainer ladder prediction 1"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A registered prediction of one measurement, and the measurement."""
+
+    name: str
+    written: str
+    """When it was registered."""
+    metric: str
+    predicted: Range
+    level: float
+    measured: float | None
+    """None before the run is that far."""
+
+    @property
+    def error(self) -> float | None:
+        """Relative: above 0 where the prediction was too high."""
+        return None if self.measured is None else self.predicted.value / self.measured - 1
+
+    def line(self) -> str:
+        """For the terminal."""
+        predicted = f"{self.name}: {self.metric} predicted {self.predicted.value:.4f} ({self.predicted.low:.4f} to "
+        predicted += f"{self.predicted.high:.4f}) on {self.written[:10]}"
+        if self.measured is None or self.error is None:
+            return f"{predicted}, not measured yet"
+        where = "inside" if self.predicted.holds(self.measured) else "outside"
+        return f"{predicted}, measured {self.measured:.4f}: {self.error:+.2%}, {where} the {self.level:.0%} interval"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**vars(self), "predicted": vars(self.predicted), "error": self.error}
+
+
+def targets(ladder: ModelLadder, size_spec: str) -> list[tuple[str, int, int]]:
+    """What of a size can be predicted: (name, parameters, tokens) of every checkpoint after a decay.
+
+    Raises:
+        UserError: when its run has been started.
+    """
+    for seed in ladder.seeds:
+        folder = Path(ladder.get_save_folder(size_spec, seed))
+        if (folder / "run.json").exists():
+            raise UserError(
+                f"{folder} has been started, and a prediction has to be written before; register one of a size that "
+                "has not been run"
+            )
+    num_params = ladder.get_num_params(size_spec)
+    return [
+        (f"{size_spec} {found.name.removesuffix(' post-decay').split(', ')[-1]}", num_params, found.tokens)
+        for found in ladder.get_checkpoints(size_spec)
+        if found.name.endswith("post-decay")
+    ]
+
+
+def default_path(ladder: ModelLadder, size_spec: str) -> Path:
+    """Where the prediction of a size lies."""
+    return Path(ladder.dir) / "predictions" / f"{size_spec}.json"
+
+
+def write(path: Path, found: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
+    """Writes predictions with the time, the fit they come from, and a hash over all of it, which is returned.
+
+    Raises:
+        UserError: when the file exists.
+    """
+    content = {
+        "format": _FORMAT,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "size": size,
+        "predictions": [{"name": name, **prediction.as_dict()} for name, prediction in predictions],
+        "fit": {"sha256": found.digest(), "law": found.law.as_dict(), "points": found.points.as_dict()},
+    }
+    digest = _digest(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            file.write(json.dumps({**content, "sha256": digest}, indent=1) + "\n")
+    except FileExistsError:
+        raise UserError(f"{path} holds a registered prediction, which is kept; choose another --out") from None
+    return digest
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A registered prediction.
+
+    Raises:
+        UserError: when it is none, or was changed since.
+    """
+    try:
+        content = json.loads(path.read_text())
+        digest = content.pop("sha256")
+        right = content["format"] == _FORMAT
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: no registered prediction: {error}") from None
+    if not right or digest != _digest(content):
+        raise UserError(f"{path} was changed after it was registered; its hash does not fit its content")
+    return content
+
+
+def scores(ladder: ModelLadder) -> list[Score]:
+    """Every registered prediction of the ladder, with what its runs measured; of several seeds, each by itself.
+
+    Raises:
+        UserError: for a prediction that was changed.
+    """
+    found = []
+    for path in sorted((Path(ladder.dir) / "predictions").glob("*.json")):
+        content = read(path)
+        size = content["size"]
+        rows = rows_of(ladder, size) if size else []
+        for item in content["predictions"]:
+            at = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
+            written = content["written"]
+            for row in at or [None]:
+                name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
+                measured = float(row[item["metric"]]) if row else None
+                found.append(Score(name, written, item["metric"], Range(**item["run"]), item["level"], measured))
+    return found
