@@ -40,16 +40,12 @@ class Site(NamedTuple):
     """Positions of one row."""
     cached: bool = False
     """Whether the keys are those of a cache."""
-    divided: tuple[str, ...] = ()
-    """The mesh axes that XLA, and not the program, divides the operands over."""
 
     @classmethod
     def of(cls, operands: Operands, platform: str) -> Site:
-        """That of operands which are being traced."""
+        """That of these operands."""
         q_BSNH, k_BTKH, v_BTKH, _, segments_BS = operands
-        mesh = jax.typeof(q_BSNH).sharding.mesh
-        divided = tuple(a for a in mesh.axis_names if mesh.shape[a] > 1 and a not in mesh.manual_axes)
-        return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], segments_BS is None, divided)
+        return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], segments_BS is None)
 
 
 class Kernel(NamedTuple):

@@ -7,12 +7,16 @@ Shape letters: B rows, S queries and keys, N heads, K key and value heads, H hea
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from lm_trainer.core.mesh import BATCH_AXES
 from lm_trainer.nn.kernel import Kernel, Operands, Site, first
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 
@@ -32,7 +36,6 @@ def cannot(spec: AttentionSpec, site: Site) -> str | None:
         (scores.dropout > 0, "it has no dropout of probabilities"),
         (site.cached, "it does not decode with a cache"),
         (site.queries != site.keys, "devices share the positions of a row (context_axis_size)"),
-        (bool(site.divided), f"XLA cannot divide it over the mesh axis {', '.join(map(repr, site.divided))}"),
         (site.keys % _LANES != 0, f"rows of {site.keys} positions are not a multiple of {_LANES}"),
         (block > 0 and (block % _LANES != 0 or site.keys % block != 0),
          f"flash_attention_block_size={size} is not a multiple of {_LANES} that divides rows of {site.keys} positions"),
@@ -48,13 +51,47 @@ def compute(spec: AttentionSpec, operands: Operands, *, interpret: bool = False)
         interpret: runs the kernel by Pallas' interpreter, on any platform.
     """
     q_BSNH, k_BSKH, v_BSKH, _, segments_BS = operands
-    kernel = _kernel(spec, q_BSNH.shape[1], interpret=interpret)
+    assert segments_BS is not None
+    run = functools.partial(_run, spec, interpret=interpret)
+    mesh = jax.typeof(q_BSNH).sharding.mesh
+    free = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
+    if all(mesh.shape[axis] == 1 for axis in free):
+        return run(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+
+    def over(axes: tuple[str, ...], count: int) -> tuple[str, ...]:
+        axes = tuple(axis for axis in axes if axis in free)
+        return axes if count % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+    # XLA cannot divide a kernel by itself. What a mesh axis does not divide, each of its devices computes.
+    rows, heads = over(BATCH_AXES, q_BSNH.shape[0]), over(("model",), k_BSKH.shape[2])
+    whole: Any = PartitionSpec(rows, None, heads)
+    divided = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(whole, whole, whole, PartitionSpec(rows)),
+        out_specs=whole,
+        axis_names=free,
+        check_vma=False,
+    )
+    return divided(q_BSNH, k_BSKH, v_BSKH, segments_BS)
+
+
+def _run(
+    spec: AttentionSpec,
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segments_BS: jax.Array,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    kernel = _kernel(spec, q_BSNH.shape[2], q_BSNH.shape[1], interpret=interpret)
     q_BNSH, k_BKSH, v_BKSH = (_padded(x.swapaxes(1, 2).astype(q_BSNH.dtype)) for x in (q_BSNH, k_BSKH, v_BSKH))
     o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
     return o_BNSH.swapaxes(1, 2)[..., : v_BSKH.shape[-1]].astype(v_BSKH.dtype)
 
 
-def _kernel(spec: AttentionSpec, length: int, *, interpret: bool) -> Callable[..., jax.Array]:
+def _kernel(spec: AttentionSpec, heads: int, length: int, *, interpret: bool) -> Callable[..., jax.Array]:
     """A function of the operands of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -70,7 +107,7 @@ def _kernel(spec: AttentionSpec, length: int, *, interpret: bool) -> Callable[..
         block_kv_dq=size,
     )
     kernel: Any = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([seen] * spec.num_heads),
+        splash.MultiHeadMask([seen] * heads),
         block_sizes=sizes,
         attn_logits_soft_cap=spec.scores.softcap,
         interpret=interpret,

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attend import Choice, attend, choose_backend
 from lm_trainer.nn.attention import causal_bias
-from lm_trainer.nn.kernel import Operands, Site
+from lm_trainer.nn.kernel import Site
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
 
 SPEC = AttentionSpec(4, 64, num_kv_heads=2, window=16, scores=ScoreSpec(backend="auto"))
@@ -58,7 +57,6 @@ ON_TPU = [
     (dataclasses.replace(SPEC, positions=AlibiSpec()), {}, "ALiBi"),
     (scored(dropout=0.1), {}, "dropout"),
     (SPEC, {"queries": 128}, "context_axis_size"),
-    (SPEC, {"divided": ("model",)}, "cannot divide it over the mesh axis 'model'"),
     (SPEC, {"queries": 200, "keys": 200}, "rows of 200 positions are not a multiple of 128"),
     (scored(block_size=64), {}, "flash_attention_block_size=64 is not a multiple of 128 that divides rows of 256"),
     (scored(block_size=384), {"queries": 512, "keys": 512}, "flash_attention_block_size=384"),
@@ -87,22 +85,6 @@ def test_xla_decodes_where_another_backend_cannot(backend):
     assert choice.backend == "xla"
     assert "splash cannot be used: it does not decode with a cache" in choice.reason
     assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
-
-
-def test_what_xla_divides_is_seen():
-    mesh = AbstractMesh((2, 1, 4), ("data", "context", "model"), axis_types=(AxisType.Auto,) * 3)
-    x = jax.ShapeDtypeStruct((8, 16, N, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("data")))
-    sites = []
-
-    def look(x_BSNH: jax.Array) -> jax.Array:
-        bias = segments = jnp.zeros(())
-        sites.append(Site.of(Operands(x_BSNH * 2, x_BSNH, x_BSNH, bias, segments), "tpu"))
-        return x_BSNH
-
-    jax.eval_shape(look, x)
-    cut = PartitionSpec("data", None, "model")
-    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False), x)
-    assert [site.divided for site in sites] == [("data", "model"), ()]
 
 
 def brute_force(spec: AttentionSpec) -> np.ndarray:

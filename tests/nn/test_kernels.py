@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.mesh import MeshShape, build_mesh
 from lm_trainer.nn import splash
 from lm_trainer.nn.attend import attend
 from lm_trainer.nn.attention import Attention, causal_bias, make_context
@@ -54,6 +56,31 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
     found = results(lambda q, k, v: splash.compute(spec, Operands(q, k, v, unread, SEGMENTS), interpret=True))
     for a, b in zip(expected, found, strict=True):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
+
+
+def test_splash_is_divided_over_a_mesh():
+    mesh = build_mesh(MeshShape(model=2), jax.devices()[:4])
+    spec = AttentionSpec(2, 8, scores=ScoreSpec(block_size=128))
+    qkv = [x[:, :128] for x in operands(spec, jnp.float32)]
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+
+    def loss(compute: Attend) -> Attend:
+        # All of it, and then one row and one head alone, which the mesh does not divide.
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+            whole, part = compute(q, k, v, segments), compute(*(x[:1, :, :1] for x in (q, k, v)), segments[:1])
+            return jnp.sum(jnp.sin(whole)) + jnp.sum(jnp.cos(part))
+
+        return both
+
+    def by_splash(*args: jax.Array) -> jax.Array:
+        q_BSNH, k_BSKH, v_BSKH, segments_BS = args
+        return splash.compute(spec, Operands(q_BSNH, k_BSKH, v_BSKH, q_BSNH, segments_BS), interpret=True)
+
+    args = [*qkv, SEGMENTS[:, :128]]
+    plain = jax.jit(jax.grad(loss(lambda q, k, v, s: attend(spec, q, k, v, causal_bias(s))), argnums=(0, 1, 2)))(*args)
+    divided = jax.jit(jax.grad(loss(by_splash), argnums=(0, 1, 2)))(*jax.device_put(args, rows))
+    assert "data" in divided[0].sharding.spec[0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-5), plain, divided)
 
 
 def lowered(spec: AttentionSpec, platform: str, dtype: Any = jnp.bfloat16) -> str:
