@@ -10,7 +10,8 @@ from cli.common import OVERRIDES, OverridesArgument, load_ladder
 if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
 
-_SOURCES = "A ladder's YAML file, a table of points (.csv, .json, .parquet), or what `lmt ladder fit --out` wrote."
+_POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
+_SOURCES = f"{_POINTS}, or what `lmt ladder fit --out` wrote."
 SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with all digits.")]
 MaxOption = Annotated[
@@ -61,7 +62,7 @@ def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -
 
 def fit(
     ctx: typer.Context,
-    source: SourceArgument,
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=f"{_POINTS}.", show_default=False)],
     overrides: OverridesArgument = None,
     metric: Annotated[
         str | None, typer.Option("--metric", help="The loss to fit. Default: eval/loss, else loss.", show_default=False)

@@ -78,7 +78,7 @@ def lmt(*arguments: object) -> Result:
 def test_a_ladder_is_fitted_from_its_directory(ladder: ModelLadder) -> None:
     points = ladder_points(ladder)
     assert len(points) == 12  # 0.5, 1 and 2 times Chinchilla, after the decay
-    assert sorted({label.split()[-3] for label in points.labels}) == ["0.5xC", "1xC", "2xC"]
+    assert sorted({label.split()[-1] for label in points.labels}) == ["0.5xC", "1xC", "2xC"]
     assert points.loss == pytest.approx(LAW.loss(points.num_params, points.tokens), rel=0.01)
     with pytest.raises(UserError, match="--without z: the ladder has a, b, c, d"):
         ladder_points(ladder, without=["z"])

@@ -168,7 +168,7 @@ def _isoflop(axes: Axes, found: Fit) -> None:
     span = np.ptp(points.loss)
     lowest = float(law.loss(*law.optimum(flops[-1]))) if law.A > 0 and law.B > 0 else points.loss.min()
     axes.set_ylim(min(lowest, points.loss.min()) - 0.1 * span, points.loss.max() + 0.4 * span)
-    axes.legend(ncols=2)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _backtest(axes: Axes, held: list[Held], metric: str) -> None:

@@ -129,6 +129,7 @@ def from_rows(
     names = {key: next((a for a in aliases if a in columns), key) for key, aliases in _ALIASES.items()}
     assert metric is not None
     kept, notes = _kept(rows, metric, pre_decay=pre_decay, without=without)
+    seeded = len({row.get("seed") for _, row in kept}) > 1
     numbers = [
         [_positive(row, key, f"{source}, row {number}") for key in (names["num_params"], names["tokens"], metric)]
         for number, row in kept
@@ -138,7 +139,7 @@ def from_rows(
         num_params,
         tokens,
         loss,
-        tuple(_label(row, number) for number, row in kept),
+        tuple(_label(row, number, seeded=seeded) for number, row in kept),
         tuple(_run(row, n) for (_, row), n in zip(kept, num_params, strict=True)),
         metric,
         None if task is None else np.asarray([_task(row, task, source, number) for number, row in kept]),
@@ -203,9 +204,9 @@ def _task(row: Mapping[str, Any], key: str, source: str, number: int) -> float:
     return value
 
 
-def _label(row: Mapping[str, Any], number: int) -> str:
+def _label(row: Mapping[str, Any], number: int, *, seeded: bool = True) -> str:
     name = re.sub(r"^period \d+, | post-decay$", "", str(row.get("name") or row.get("run") or ""))
-    seed = f" seed {row['seed']}" if row.get("seed") not in (None, "") else ""
+    seed = f" seed {row['seed']}" if seeded and row.get("seed") not in (None, "") else ""
     return (f"{row.get('size') or ''} {name}".strip() or f"row {number}") + seed
 
 
@@ -229,6 +230,8 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         rows = reader(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
+    if isinstance(rows, dict) and "law" in rows:
+        raise UserError(f"{path}: is a fit, not points; its commands are predict, compare, register and report")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{path}: holds no rows; write one with: lmt ladder metrics LADDER --out {path.name}")
     return rows
