@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
 
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
@@ -36,6 +37,9 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
 
     Returns:
         A nested dict like the model's parameters, in their dtypes.
+
+    Raises:
+        UserError: where the gradient goes through a kernel that has no derivative.
     """
     objective, params = _as_function(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
     leaves, structure = jax.tree.flatten(params)
@@ -43,7 +47,13 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     signs = jax.tree.unflatten(
         structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     )
-    _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
+    try:
+        _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
+    except NotImplementedError as error:
+        raise UserError(
+            "sophia-h differentiates twice, but of the kernels of attention only xla's can be; write "
+            "attn_backend: xla, or optimizer.type: sophia-g"
+        ) from error
     return jax.tree.map(jnp.multiply, signs, product)
 
 

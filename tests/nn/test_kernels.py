@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.mesh import MeshShape, build_mesh
 from lm_trainer.nn import splash
 from lm_trainer.nn.attend import attend
 from lm_trainer.nn.attention import Attention, causal_bias, make_context
+from lm_trainer.nn.curvature import hutchinson
+from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.kernel import Operands
-from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, MlpSpec, ScoreSpec
+from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, DecoderSpec, MlpSpec, ScoreSpec
 from tests.nn.common import make_init
 
 B, S = 2, 256
@@ -106,6 +111,26 @@ def test_splash_lowers_for_tpus(monkeypatch):
     assert text.count("tpu_custom_call") >= 3, "forward, and backward for queries and for keys"
     with pytest.raises(UserError, match="splash cannot be used: it has no dropout"):
         lowered(spec_for("splash", dropout=0.1), "tpu")
+
+
+def test_an_optimizer_that_differentiates_twice_is_told_to_use_xla(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    rows = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+    def estimate(backend: Backend, tokens_BS: jax.Array) -> Any:
+        block = BlockSpec(AttentionSpec(1, 8, scores=ScoreSpec(backend=backend)), MlpSpec(8))
+        model = Decoder(DecoderSpec(16, 8, 128, (block,)), rngs=nnx.Rngs(0))
+        batch = Batch(*(tokens_BS,) * len(Batch._fields))
+
+        def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array]:
+            del key
+            return (jnp.sum(model(batch.tokens, batch.positions, batch.segments)),)
+
+        return hutchinson(loss, model, batch, jax.random.key(0))
+
+    jax.eval_shape(functools.partial(estimate, "xla"), rows)
+    with pytest.raises(UserError, match="sophia-h differentiates twice"):
+        jax.eval_shape(functools.partial(estimate, "splash"), rows)
 
 
 def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):
