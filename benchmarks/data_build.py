@@ -1,9 +1,11 @@
 """How much of the tokenizer's own rate is left when a cache is built: reading, checking and writing included.
 
-    python -m benchmarks.data_build --rounds 5
+    python -m benchmarks.data_build
 
-Both are measured in CPU seconds of one process with one thread, in turn, on the embedded corpus as JSON lines; medians
-over the rounds. The tokenizer alone encodes the same documents from memory, in batches of the builder's size.
+The tokenizer alone encodes the same documents from memory, in batches of the size of the builder, which reads them from
+a file, with as many threads of the tokenizer: one. They take turns in one process, and medians over the rounds are
+reported, by the clock and in CPU seconds. By the clock the builder reads and writes beside the tokenizer, if there is a
+core for it; CPU seconds say what that costs. The text is the embedded corpus, as often as it takes.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ os.environ["RAYON_NUM_THREADS"] = "1"  # before the tokenizers start their threa
 
 import argparse
 import gzip
+import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+from benchmarks.setting import load, setting, table
 from lm_trainer.data import DataConfig
 from lm_trainer.data.builder import Build, BuildOptions
 from lm_trainer.data.reading import BATCH_BYTES, BATCH_ROWS
@@ -30,76 +36,107 @@ from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.fast import FastTokenizer
 
+SOURCES = ("plain.txt", "lines.jsonl", "packed.jsonl.gz", "table.parquet")
+
+
+class Rate(NamedTuple):
+    """MB of text a second."""
+
+    clock: float
+    cpu: float
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--max-bytes", type=int, default=8 << 20)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--megabytes", type=int, default=48, help="of text, for the fast backend")
+    parser.add_argument("--slow-megabytes", type=int, default=2, help="for the other")
     options = parser.parse_args()
-    corpus = Embedded(max_bytes=options.max_bytes)
-    documents = [row.text for shard in corpus.shards("train") for row in shard.rows() if isinstance(row, Row)]
-    trained = train_bpe(TrainedBpe(vocab_size=options.vocab_size), corpus.shards("train"))
-    results: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        content = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
-        (Path(directory) / "plain.jsonl").write_bytes(content)
-        (Path(directory) / "packed.jsonl.gz").write_bytes(gzip.compress(content, 6))
-        for kind in (HfTokenizer, FastTokenizer):
-            tokenizer = trained.with_backend(kind)
-            sources = (Path(directory) / name for name in ("plain.jsonl", "packed.jsonl.gz"))
-            results += [compare(documents, tokenizer, source, options.rounds) for source in sources]
-    for result in results:
-        print(json.dumps(result) if options.json else describe(result))
+    shards = Embedded().shards("train")
+    corpus = [row.text for shard in shards for row in shard.rows() if isinstance(row, Row)]
+    trained = train_bpe(TrainedBpe(vocab_size=options.vocab_size, sample_bytes=2 << 20), shards)
+    rows = []
+    for kind, megabytes in ((FastTokenizer, options.megabytes), (HfTokenizer, options.slow_megabytes)):
+        tokenizer, documents = trained.with_backend(kind), repeated(corpus, megabytes * 10**6)
+        with tempfile.TemporaryDirectory() as directory:
+            for path in write_sources(Path(directory), documents):
+                pairs = compare(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
+                rows.append([tokenizer.backend, path.name, str(megabytes), *columns(pairs)])
+    heads = ["backend", "source", "MB", "tokenizer, MB/s", "builder", "share (range)"]
+    print("# The builder and the tokenizer alone\n")
+    print(setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), load())
+    print(f"\n{table([*heads, 'tokenizer, MB per CPU-s', 'builder', 'share (range)'], rows)}")
 
 
-def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> dict[str, object]:
+def repeated(corpus: list[str], size: int) -> list[str]:
+    documents, total = [], 0
+    for copy, text in ((copy, text) for copy in itertools.count() for text in corpus):
+        documents.append(f"# {copy}\n{text}")
+        total += len(documents[-1])
+        if total >= size:
+            break
+    return documents
+
+
+def write_sources(directory: Path, documents: list[str]) -> list[Path]:
+    import pyarrow
+    import pyarrow.parquet
+
+    text, lines, packed, parquet = (directory / name for name in SOURCES)
+    text.write_text("\n".join(documents), encoding="utf-8")
+    content = "".join(json.dumps({"text": document}) + "\n" for document in documents).encode()
+    lines.write_bytes(content)
+    packed.write_bytes(gzip.compress(content, 6))
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), parquet, row_group_size=1000)
+    return [text, lines, packed, parquet]
+
+
+def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: int) -> list[tuple[Rate, Rate]]:
+    """The rates of the tokenizer and of the builder, round by round."""
     config = DataConfig(train_urls=[str(source)])
+    if source.suffix == ".txt":  # which is read in pieces
+        documents = [row.text for shard in config.shards("train") for row in shard.rows() if isinstance(row, Row)]
+    size = sum(len(text.encode()) for text in documents)
 
-    def build(number: int) -> int:
-        store = Store(f"{source}.{tokenizer.backend}.{number}")
-        return Build("train", store, config.shards("train"), tokenizer, BuildOptions(num_workers=0)).run().num_tokens
+    def build() -> None:
+        store = Store(f"{source}.cache")
+        Build("train", store, config.shards("train"), tokenizer, BuildOptions(num_workers=0)).run()
 
-    alone, whole = [], []
-    encode(documents, tokenizer)
-    for number in range(rounds):
-        alone.append(rate(lambda: encode(documents, tokenizer)))
-        whole.append(rate(lambda number=number: build(number)))
-    ratios = [b / a for a, b in zip(alone, whole, strict=True)]
-    return {
-        "backend": tokenizer.backend,
-        "source": source.name,
-        "tokenizer_mtok_per_cpu_s": round(statistics.median(alone), 3),
-        "builder_mtok_per_cpu_s": round(statistics.median(whole), 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_range": [round(min(ratios), 3), round(max(ratios), 3)],
-        "rounds": rounds,
-    }
+    pairs = []
+    for number in range(rounds + 1):
+        pair = rate(lambda: encode(documents, tokenizer), size), rate(build, size)
+        shutil.rmtree(f"{source}.cache")
+        if number:  # the first warms up
+            pairs.append(pair)
+    return pairs
 
 
-def rate(work: Callable[[], int]) -> float:
-    """Million tokens per CPU second."""
-    started = time.process_time()
-    return work() / 1e6 / (time.process_time() - started)
+def rate(work: Callable[[], None], size: int) -> Rate:
+    clock, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Rate(size / 1e6 / (time.perf_counter() - clock), size / 1e6 / (time.process_time() - cpu))
 
 
-def encode(documents: list[str], tokenizer: HfTokenizer) -> int:
-    tokens, batch, size = 0, [], 0
+def encode(documents: list[str], tokenizer: HfTokenizer) -> None:
+    batch, size = [], 0
     for text in documents:
         batch.append(text)
         size += len(text)
         if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
-            tokens += sum(len(ids) for ids in tokenizer.encode_batch(batch))
+            tokenizer.encode_batch(batch)
             batch, size = [], 0
-    return tokens + sum(len(ids) for ids in tokenizer.encode_batch(batch))
+    tokenizer.encode_batch(batch)
 
 
-def describe(result: dict[str, object]) -> str:
-    return (
-        f"{result['backend']:<10} {result['source']:<16} tokenizer {result['tokenizer_mtok_per_cpu_s']} Mtok/CPU-s, "
-        f"builder {result['builder_mtok_per_cpu_s']}, ratio {result['ratio']} {result['ratio_range']}"
-    )
+def columns(pairs: list[tuple[Rate, Rate]]) -> list[str]:
+    found = []
+    for one in (lambda rate: rate.clock, lambda rate: rate.cpu):
+        alone, whole = ([one(pair[side]) for pair in pairs] for side in (0, 1))
+        shares = sorted(b / a for a, b in zip(alone, whole, strict=True))
+        spread = f"{statistics.median(shares):.2f} ({shares[0]:.2f} to {shares[-1]:.2f})"
+        found += [f"{statistics.median(alone):.1f}", f"{statistics.median(whole):.1f}", spread]
+    return found
 
 
 if __name__ == "__main__":

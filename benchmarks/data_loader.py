@@ -3,8 +3,8 @@
 Every figure is CPU time (user and system, all threads), since wall time depends on what else the machine does. The two
 sides take turns within one process, and medians are reported with the spread of the samples.
 
-    python benchmarks/data_loader.py                     # synthetic tokens in a temporary directory
-    python benchmarks/data_loader.py --json loader.json
+    python -m benchmarks.data_loader                     # synthetic tokens in a temporary directory
+    python -m benchmarks.data_loader --json loader.json
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from benchmarks.setting import load, setting, table
 from lm_trainer.core.steps import BatchSchedule
 from lm_trainer.data.layout import Ledger
 from lm_trainer.data.loader import TrainIterator
@@ -108,6 +110,24 @@ def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[st
     }
 
 
+def report(result: dict[str, Any]) -> str:
+    rates = [
+        [label, f"{found['median']:.0f}", f"{found['least']:.0f} to {found['most']:.0f}", f"{cost:.2f}"]
+        for (label, found), cost in zip(
+            result["million_tokens_per_cpu_second"].items(), result["cost_over_plain_loop"].values(), strict=True
+        )
+    ]
+    seeks = [[f"{int(step):,}", f"{ratio:.2f}"] for step, ratio in result["seek_over_step_0"].items()]
+    return "\n\n".join(
+        [
+            "# Loading, against a plain loop over a memory map",
+            f"{setting('numpy', 'grain')} Batches of {result['batch']} rows of {result['seq_len']} tokens. {load()}",
+            table(["order", "Mtok per CPU-s", "range", "cost / plain loop's"], rates),
+            table(["a batch at step", "cost / that at step 0"], seeks),
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, default=256)
@@ -141,7 +161,7 @@ def main() -> None:
                 seeks[step].append(
                     cost(lambda i, first=first: full.read(np.arange(first, first + batch) + i), range(20))
                 )
-    result = {
+    result: dict[str, Any] = {
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
@@ -157,14 +177,7 @@ def main() -> None:
             for step, found in seeks.items()
         },
     }
-    for label, found in result["million_tokens_per_cpu_second"].items():
-        ratio = result["cost_over_plain_loop"][label]
-        print(
-            f"{label:24} {found['median']:6.0f} Mtok per CPU-s ({found['least']:.0f} to {found['most']:.0f}), "
-            f"{ratio:.2f} times the plain loop's cost"
-        )
-    for step, ratio in result["seek_over_step_0"].items():
-        print(f"a batch at step {step:>10}: {ratio:.2f} times the cost of that at step 0")
+    print(report(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
 

@@ -1,6 +1,6 @@
 """How long a run takes from an empty cache to its first batch and its first finished step.
 
-    python -m benchmarks.first_batch --rounds 3
+    python -m benchmarks.first_batch
 
 The text is the embedded corpus several times over as JSON lines, so that building the whole cache takes much longer
 than the first batch. Each round is a process of its own that tokenises with a tokenizer trained beforehand. Times are
@@ -22,6 +22,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.setting import load, setting, table
+
+MARKS = {
+    "open_s": "seconds until the data are open",
+    "open_cpu_s": "the same in CPU seconds",
+    "first_batch_s": "seconds until the first batch",
+    "first_batch_cpu_s": "the same in CPU seconds",
+    "first_step_s": "seconds until the first step is done, compiled meanwhile",
+    "first_step_cpu_s": "the same in CPU seconds",
+    "tokens_at_first_batch": "tokens in the cache at the first batch",
+    "complete_at_first_batch": "whether that is all",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -42,10 +55,22 @@ def main() -> None:
         rounds = [
             json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(options.rounds)
         ]
-    for name in rounds[0]:
+    if options.json:
+        print(json.dumps({"shuffle": options.shuffle, "backend": options.backend, "rounds": rounds}))
+    else:
+        print(report(options, rounds))
+
+
+def report(options: argparse.Namespace, rounds: list[dict[str, Any]]) -> str:
+    rows = []
+    for name, label in MARKS.items():
         values = [result[name] for result in rounds]
-        line = {"name": name, "median": statistics.median(values), "all": values, "load": os.getloadavg()[0]}
-        print(json.dumps(line) if options.json else f"{name:<24} {line['median']:>12} {values}")
+        rows.append([label, f"{statistics.median(values):,}", ", ".join(f"{value:,}" for value in values)])
+    what = f"{12 * options.copies} MB of JSON lines, shuffle: {options.shuffle}, backend: {options.backend}."
+    versions = setting("jax", "grain", "tokenizers", "fastokens")
+    return f"# From an empty cache to the first batch\n\n{versions} {what} {load()}\n\n" + table(
+        ["", "median", "all"], rows
+    )
 
 
 def write_corpus(directory: Path, copies: int) -> None:

@@ -1,0 +1,45 @@
+"""Which share of its time a run waits for data: `throughput/data_wait` of its metrics, by the end of the run.
+
+    python -m benchmarks.data_wait
+
+The run is that of a small configuration, shortened, in a directory of its own. On a CPU its steps take what the threads
+that read ahead compete for; the share is what is left of their work on the way of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.setting import load, setting, table
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs/gpt2_nano.yaml")
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-c", "from cli.main import main; main()", "train", str(options.config.resolve())]
+        command += [f"trainer.num_train_steps={options.steps}", f"trainer.steps_per_eval={options.steps}"]
+        subprocess.run(command, cwd=directory, check=True, stdout=sys.stderr)
+        (file,) = Path(directory).glob("**/metrics.jsonl")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [line for line in lines if "throughput/data_wait" in line]
+    shares = [100 * line["throughput/data_wait"] for line in found]
+    step = statistics.median(1e3 * line["throughput/step_time"] for line in found)
+    row = [str(len(shares)), f"{step:.0f}", f"{statistics.median(shares):.3f}", f"{max(shares):.3f}"]
+    print("# The share of a run that waits for data\n")
+    print(setting("jax", "grain"), f"{options.config.name}, {options.steps} steps.", load())
+    print(f"\n{table(['steps that tell', 'ms a step, median', 'waiting, %, median', 'most'], [row])}")
+
+
+if __name__ == "__main__":
+    main()

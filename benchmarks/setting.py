@@ -1,0 +1,47 @@
+"""What a table of results says of the machine and the versions that it was measured with; never the machine's name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def setting(*packages: str) -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    versions = ", ".join(f"{package} {_version(package)}" for package in packages)
+    return f"{_processor()}, {cores} cores; Python {platform.python_version()}, {versions}; commit {_commit()}."
+
+
+def load() -> str:
+    return f"Other work on the machine: a load of {os.getloadavg()[0]:.1f} at the end."
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """Markdown, all columns but the first aligned to the right."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
