@@ -92,6 +92,15 @@ def test_the_published_fit_of_the_olmo_ladder(
             assert predict(found, *target, extrapolate=True).run.holds(value)
 
 
+def test_a_prediction_at_other_tokens_per_parameter_is_warned_of() -> None:
+    """The 3B model at half of Chinchilla is within the compute of the rungs, and yet outside its interval."""
+    found = fit(table_points(RUNGS, metric="c4_loss"))
+    made = predict(found, 3169537280, 31695372800)
+    assert made.ratio < 1
+    assert not made.run.holds(2.99637)
+    assert "D / N is 10, outside that of the points (20 to 200)" in made.warnings[0]
+
+
 def test_variable_projection_of_the_olmo_ladder() -> None:
     found = fit(table_points(RUNGS, metric="c4_loss"), Settings(draws=50))
     assert (found.law.alpha, found.law.beta, found.law.E) == pytest.approx((0.2029, 0.1255, 1.504), abs=5e-4)
@@ -169,6 +178,7 @@ def test_a_prediction_far_away_has_to_be_asked_for() -> None:
     assert inside.law.low < inside.law.value < inside.law.high
     # The noise of a run comes on top of the interval of the law.
     assert inside.run.high - inside.run.low > 1.5 * (inside.law.high - inside.law.low)
+    assert inside.warnings == ()
     ratio = 6 * 1e11 * 1e13 / found.max_flops
     with pytest.raises(UserError, match=rf"{ratio:,.4g} times those of the largest rung.*--extrapolate"):
         predict(found, 1e11, 1e13)

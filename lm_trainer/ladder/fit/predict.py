@@ -49,6 +49,8 @@ class Prediction:
     """What a run will measure: the interval holds the noise of a single run as well."""
     accuracy: Range | None = None
     task_metric: str | None = None
+    warnings: tuple[str, ...] = ()
+    """Where it lies outside the points other than by its compute."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits."""
@@ -112,6 +114,7 @@ def predict(
         Range(value, *interval(single, level)),
         accuracy,
         found.points.task_metric,
+        _unseen(found, tokens / num_params),
     )
 
 
@@ -148,6 +151,17 @@ def optimum(
     )
 
 
+def _unseen(found: Fit, tokens_per_param: float) -> tuple[str, ...]:
+    seen = found.points.tokens / found.points.num_params
+    # Whole steps move a rung a little.
+    if 0.99 * seen.min() <= tokens_per_param <= 1.01 * seen.max():
+        return ()
+    range_ = f"{seen.min():.3g} to {seen.max():.3g}"
+    return (
+        f"D / N is {tokens_per_param:.3g}, outside that of the points ({range_}), where the law was not seen to hold",
+    )
+
+
 def check_range(found: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
     """How many times the compute of the largest rung this is."""
     ratio = flops / found.max_flops
@@ -174,21 +188,18 @@ def lines(prediction: Prediction) -> list[str]:
         found.append(
             f"{prediction.task_metric}: {accuracy.value:.4f}, {percent} {accuracy.low:.4f} to {accuracy.high:.4f}"
         )
-    return [*found, distance(prediction.flops, prediction.ratio)]
+    return [*found, *prediction.warnings, distance(prediction.flops, prediction.ratio)]
 
 
 def optimum_lines(found: Fit, best: Optimum) -> list[str]:
     """For the terminal."""
-    seen = found.points.tokens / found.points.num_params
-    outside = not seen.min() <= best.tokens_per_param.value <= seen.max()
-    warning = f"D / N is outside that of the points ({seen.min():.3g} to {seen.max():.3g}): measure there first"
     return [
         f"best use of {best.flops:.4g} FLOPs (6 N D), {best.level:.0%} intervals:",
         f"  N {best.num_params}",
         f"  D {best.tokens}",
         f"  D / N {best.tokens_per_param}",
         f"  {best.metric} {best.loss.value:.4f} ({best.loss.low:.4f} to {best.loss.high:.4f})",
-        *([warning] if outside else []),
+        *_unseen(found, best.tokens_per_param.value),
         distance(best.flops, best.ratio),
     ]
 
