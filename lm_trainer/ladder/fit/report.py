@@ -22,6 +22,7 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; m
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 svg { max-width: 100%; height: auto; }
 pre { font: 13px/1.45 ui-monospace, monospace; overflow-x: auto; background: #f6f6f4; padding: .8rem 1rem; }
+pre.wrap { white-space: pre-wrap; }
 p.said { color: #555; margin: .2rem 0 .8rem; } li { margin: .3rem 0; }
 """
 
@@ -44,7 +45,7 @@ def write_report(
     held, effect = backtest(found), influence(found)
     parts = [f"<h1>Model ladder {html.escape(title)}</h1>", f"<pre>{html.escape(law_text(found))}</pre>"]
     if target is not None:
-        parts += [_head("Prediction"), f"<pre>{html.escape(chr(10).join(lines(target)))}</pre>"]
+        parts += [_head("Prediction"), f'<pre class="wrap">{html.escape(chr(10).join(lines(target)))}</pre>']
     if said := notes(found, effect):
         parts += [_head("What to keep in mind"), _list(said)]
     for heading, svg, text in draw(found, held, target):
