@@ -129,7 +129,7 @@ def test_schema_accepts_the_shipped_configurations(config: str) -> None:
     schema = json.loads(Path("schema.json").read_text(encoding="utf-8"))
     assert json.loads(lmt("config", "schema").stdout) == schema
     validator = pytest.importorskip("jsonschema").Draft202012Validator(schema)
-    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    shipped = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("ladder_")]
     assert shipped
     for path in shipped:
         assert validator.is_valid(load(path, [], RunConfig).data), path
