@@ -1,6 +1,7 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Those that bring a part of their own are compared on eight devices, each of which costs a compilation, the others on two.
+Those that bring a part of their own are compared on eight devices, each of which costs a compilation, the others on
+two.
 """
 
 from __future__ import annotations
