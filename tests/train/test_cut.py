@@ -96,6 +96,7 @@ def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> N
     assert memory.temp_size_in_bytes < 0.4 * one.temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_experts_cut_over_devices_compute_the_same() -> None:
     planned = program(MIXTRAL, 2, expert_axis_size=2)
     assert planned.placement.layouts["blocks.0.mlp.gate"].compute[1] == "expert"
@@ -103,6 +104,7 @@ def test_experts_cut_over_devices_compute_the_same() -> None:
     assert memory.argument_size_in_bytes < 0.75 * one.argument_size_in_bytes
 
 
+@pytest.mark.slow
 def test_layers_cut_over_devices_compute_the_same() -> None:
     assert_close(GPT2, {"pipeline": 2})
 
