@@ -97,10 +97,13 @@ class Lanes:
     Args:
         function: `function(params, batch, step, lane)` with a Batch of one microbatch; step and lane are int32 scalars.
         groups: where to compile it.
+        results: how what it returns lies on a group; XLA's choice without.
     """
 
-    def __init__(self, function: Callable[..., Any], groups: Sequence[Group]):
-        self._jitted = jax.jit(function)
+    def __init__(
+        self, function: Callable[..., Any], groups: Sequence[Group], results: Callable[[Group], Any] | None = None
+    ):
+        self._function, self._results = function, results
         self.groups = groups
         self._compiled: list[Executable] = []
 
@@ -117,7 +120,8 @@ class Lanes:
             }
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
-            return Executable.make(self._jitted, placed, rows, scalar, scalar)
+            results = None if self._results is None or group.mesh.size == 1 else self._results(group)
+            return Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
 
         # The first alone: where the compilation cache serves all devices alike, the others are read from it, and
         # with them the choices of kernels that were made by timing.

@@ -16,7 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.mesh import BATCH_AXES, batch_shards
 from lm_trainer.core.reduction import TreeSum, sum_over_shards, tree_sum
 from lm_trainer.cut import cut_over_group
-from lm_trainer.lanes import Executable, Lanes, local_groups, on_group, stack_groups
+from lm_trainer.lanes import Executable, Group, Lanes, local_groups, on_group, stack_groups
 from lm_trainer.train_state import Params, Placement
 
 
@@ -185,11 +185,16 @@ class MicrobatchSum:
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Lanes:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._lanes:
-            lanes = Lanes(_lane(self._function, self._key_data), self.devices.groups)
+            lanes = Lanes(_lane(self._function, self._key_data), self.devices.groups, self._on_group)
             rows = Batch(*(np.empty((plan.rows, *x.shape[1:]), x.dtype) for x in batch))
             lanes.compile(shapes, self.devices.placement.layouts, rows)
             self._lanes[plan.rows] = lanes
         return self._lanes[plan.rows]
+
+    def _on_group(self, group: Group) -> Any:
+        """How the sums of a microbatch, with an axis in front, lie on its group: as the parameters are computed with."""
+        tree = {name: group.sharding(None, *layout.compute) for name, layout in self._layouts.items()}
+        return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
 
     def compiled(self, plan: MicrobatchPlan) -> bool:
         """Whether microbatches of `plan` can be computed at once."""

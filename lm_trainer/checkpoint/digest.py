@@ -20,8 +20,7 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
     Arrays have 1, 2 or 4 bytes an element.
     """
-    values = {name: _digest(x) for name, x in arrays.items()}
-    return {name: int(np.asarray(value.addressable_data(0))) for name, value in values.items()}
+    return {name: _number(_digest(x)) for name, x in arrays.items()}
 
 
 # One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
@@ -39,17 +38,22 @@ def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Arrays have 1, 2 or 4 bytes an element. Of several processes, all must call it.
     """
-    values = {name: _hash(x) for name, x in arrays.items()}
-    return {
-        name: "".join(f"{int(np.asarray(part.addressable_data(0))):08x}" for part in parts)
-        for name, parts in values.items()
-    }
+    return {name: "".join(f"{_number(part):08x}" for part in _hash(x)) for name, x in arrays.items()}
 
 
 @jax.jit
 def _hash(x: jax.Array) -> list[jax.Array]:
     bits, index = _bits_and_index(x)
     return [jnp.sum(_mix(bits ^ _mix(index + jnp.uint32(salt))), dtype=jnp.uint32) for salt in _SALTS]
+
+
+def _number(x: jax.Array) -> int:
+    """The value of a replicated scalar; waits until it is computed.
+
+    On emulated CPU devices two programs with collectives that do not need each other must not run at once: each can
+    hold some of the threads that the other waits for.
+    """
+    return int(np.asarray(x.addressable_data(0)))
 
 
 def _mix(x: jax.Array) -> jax.Array:
