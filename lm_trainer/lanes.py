@@ -23,6 +23,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, GROUP_AXES, MESH_AXES, batch_shards
+from lm_trainer.core.relocate import relocate
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +124,22 @@ class Lanes:
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
             return Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
 
-        # The first alone: where the compilation cache serves all devices alike, the others are read from it, and
-        # with them the choices of kernels that were made by timing.
         first = one(self.groups[0])
+        self._compiled = [first, *self._others(first, one)]
+
+    def _others(self, first: Executable, compile_for: Callable[[Group], Executable]) -> list[Executable]:
+        """The program of the first group for every other one."""
+        groups, devices = self.groups[1:], list(self.groups[0].mesh.devices.flat)
+        if devices[0].platform == "cpu":
+            there = [relocate(first.compiled, devices, list(group.mesh.devices.flat)) for group in groups]
+            return [Executable(first.traced, compiled) for compiled in there]
+        # Elsewhere the compilation cache serves all devices alike: the others are read from it, and with them the
+        # choices of kernels that were made by timing.
         with ThreadPoolExecutor() as pool:
-            self._compiled = [first, *pool.map(one, self.groups[1:])]
-        if len({executable.fingerprint() for executable in self._compiled}) > 1:
+            others = list(pool.map(compile_for, groups))
+        if len({executable.fingerprint() for executable in [first, *others]}) > 1:
             logger.warning("the devices run different programs for one computation: bits may depend on their number")
+        return others
 
     @property
     def compiled(self) -> bool:

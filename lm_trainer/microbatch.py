@@ -192,7 +192,7 @@ class MicrobatchSum:
         return self._lanes[plan.rows]
 
     def _on_group(self, group: Group) -> Any:
-        """How the sums of a microbatch, with an axis in front, lie on its group: as the parameters are computed with."""
+        """How the sums of a microbatch, with an axis in front, lie on its group: like the parameters there."""
         tree = {name: group.sharding(None, *layout.compute) for name, layout in self._layouts.items()}
         return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
 
