@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.mesh import BATCH_AXES, batch_shards
 from lm_trainer.core.steps import Steps
 from lm_trainer.cut import cut_over_group
@@ -124,7 +125,7 @@ class GlobalStep:
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
-        return self._sums({**state.frozen, **state.params}, batch, np.int32(state.step))
+        return in_turn(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
 
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
@@ -133,11 +134,12 @@ class GlobalStep:
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
-            curvature = self._curvature(everything, batch, np.int32(state.step)).tree
+            curvature = in_turn(self._curvature(everything, batch, np.int32(state.step))).tree
         seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._program(arrays, batch, self.plans.at(state.step), curvature).compiled
-        params, opt_state, metrics = program(*arrays, batch, np.int32(state.step), np.float32(learning_rate), curvature)
+        step, rate = np.int32(state.step), np.float32(learning_rate)
+        params, opt_state, metrics = in_turn(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
         if averaged is not None and self._rule.averaging is not None:
             averaged = self._average(averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +19,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.compiling import compile_for_each
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, GROUP_AXES, MESH_AXES, batch_shards
-from lm_trainer.core.relocate import relocate
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,10 @@ class Lanes:
         self, params: Mapping[str, jax.ShapeDtypeStruct], layouts: Mapping[str, LeafLayout], batch: Batch
     ) -> None:
         """Compiles for all groups at once, for parameters in their `compute` layout and a microbatch like `batch`."""
+        traced: list[jax.stages.Traced] = []
 
-        def one(group: Group) -> Executable:
+        def one(index: int) -> jax.stages.Compiled:
+            group = self.groups[index]
             whole = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
@@ -122,24 +124,14 @@ class Lanes:
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
-            return Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
+            executable = Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
+            traced.append(executable.traced)
+            return executable.compiled
 
-        first = one(self.groups[0])
-        self._compiled = [first, *self._others(first, one)]
-
-    def _others(self, first: Executable, compile_for: Callable[[Group], Executable]) -> list[Executable]:
-        """The program of the first group for every other one."""
-        groups, devices = self.groups[1:], list(self.groups[0].mesh.devices.flat)
-        if devices[0].platform == "cpu":
-            there = [relocate(first.compiled, devices, list(group.mesh.devices.flat)) for group in groups]
-            return [Executable(first.traced, compiled) for compiled in there]
-        # Elsewhere the compilation cache serves all devices alike: the others are read from it, and with them the
-        # choices of kernels that were made by timing.
-        with ThreadPoolExecutor() as pool:
-            others = list(pool.map(compile_for, groups))
-        if len({executable.fingerprint() for executable in [first, *others]}) > 1:
+        programs = compile_for_each(one, [list(group.mesh.devices.flat) for group in self.groups])
+        self._compiled = [Executable(traced[0], program) for program in programs]
+        if len({executable.fingerprint() for executable in self._compiled}) > 1:
             logger.warning("the devices run different programs for one computation: bits may depend on their number")
-        return others
 
     @property
     def compiled(self) -> bool:
@@ -152,8 +144,8 @@ class Lanes:
         return self._compiled[0]
 
     def __call__(self, group: int, *args: Any) -> Any:
-        """Enqueues the function on the `group`-th local group and returns at once."""
-        return self._compiled[group].compiled(*args)
+        """Enqueues the function on the `group`-th local group and returns at once, where programs may wait in line."""
+        return in_turn(self._compiled[group].compiled(*args))
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.mesh import BATCH_AXES, batch_shards
 from lm_trainer.core.reduction import TreeSum, sum_over_shards, tree_sum
 from lm_trainer.cut import cut_over_group
@@ -144,7 +145,7 @@ class Devices:
 
     def params_on_groups(self, params: Params) -> list[Params]:
         """The parameters as each local group computes with them."""
-        whole = self._gather(params) if self._gather else params
+        whole = in_turn(self._gather(params)) if self._gather else params
         return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
 
 
@@ -209,7 +210,7 @@ class MicrobatchSum:
             for i, group in enumerate(groups):
                 lane = np.int32(group.index * per_shard + j)
                 sums[i].push(lanes(i, on_groups[i], batch.microbatches[i][j], np.int32(step), lane))
-        return self._reduce(self._stack([s.result() for s in sums]))
+        return in_turn(self._reduce(self._stack([s.result() for s in sums])))
 
     def reduction(self, shapes: Mapping[str, jax.ShapeDtypeStruct], scalars: Iterable[str]) -> Executable:
         """The program that adds over devices, for a tree of these shapes and scalars of these names."""

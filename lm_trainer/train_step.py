@@ -16,6 +16,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.reduction import sum_of_squares
 from lm_trainer.core.rounding import with_rounded_products
 from lm_trainer.core.steps import Steps
@@ -175,7 +176,7 @@ class TrainStep:
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             curvature = self._curvature(on_groups, batch, state.step).tree
         before = None if observer is None else observer.before(state)
-        scalars = {**scalars, "squares": self._norm(grads), "learning_rate": np.float32(learning_rate)}
+        scalars = {**scalars, "squares": in_turn(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
         if observer is not None:

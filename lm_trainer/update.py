@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -12,6 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from lm_trainer.core.compiling import compile_for_each
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.rounding import with_rounded_products
 from lm_trainer.lanes import program_hash
 from lm_trainer.optim import OptimizerConfig
@@ -65,7 +66,7 @@ class ElementwiseUpdate:
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        return self._update(np.uint32(0), *args)
+        return in_turn(self._update(np.uint32(0), *args))
 
 
 class WholeUpdate:
@@ -86,7 +87,7 @@ class WholeUpdate:
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        whole = self._gather(args)
+        whole = in_turn(self._gather(args))
         leaves, structure = jax.tree.flatten(whole)
         programs = self._programs(structure, leaves)
         # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
@@ -94,7 +95,7 @@ class WholeUpdate:
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
-        return (*self._scatter((params, opt_state)), metrics)
+        return (*in_turn(self._scatter((params, opt_state))), metrics)
 
     def _join(self, *parts: jax.Array) -> jax.Array:
         return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))
@@ -102,14 +103,12 @@ class WholeUpdate:
     def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[jax.stages.Compiled]:
         if structure not in self._compiled:
 
-            def one(device: Any) -> jax.stages.Compiled:
-                on = SingleDeviceSharding(device)
+            def one(index: int) -> jax.stages.Compiled:
+                on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
                 return self._jitted.lower(*jax.tree.unflatten(structure, shapes)).compile()
 
-            first = one(self._devices[0])
-            with ThreadPoolExecutor() as pool:
-                programs = [first, *pool.map(one, self._devices[1:])]
+            programs = compile_for_each(one, [[device] for device in self._devices])
             assert len({program_hash(p) for p in programs}) == 1, "devices of one mesh compile one update differently"
             self._compiled[structure] = programs
         return self._compiled[structure]

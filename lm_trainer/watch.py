@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, field_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.histogram import histogram
+from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.reduction import squares_by_layer
 from lm_trainer.core.tree import leaf_name
@@ -104,7 +105,7 @@ class Watcher:
             "params": state.params if {"params", "updates", "opt_state"} & {*targets} else None,
             "opt_state": state.opt_state if "opt_state" in targets else None,
         }
-        self._pending.append((state.step, (weight, self._measure(given))))
+        self._pending.append((state.step, (weight, in_turn(self._measure(given)))))
 
     def report(self, until: int | None = None) -> list[Watched]:
         """What was seen since the last report, up to the step `until`; waits until it is computed."""
