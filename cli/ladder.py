@@ -7,6 +7,7 @@ import typer
 
 from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder
 from cli.ladder_fit import add_commands
+from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.ladder import ModelLadder
@@ -19,10 +20,15 @@ SizesOption = Annotated[
 ]
 
 
+@app.callback()
+def _prepare() -> None:
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before a command imports jax
+
+
 def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
     """The sizes in the order of their parameters; all, unless some are named."""
-    from lm_trainer.core.errors import UserError
-
     for size in sizes or ():
         if size not in ladder.sizes:
             raise UserError(f"--size {size}: the ladder has {', '.join(ladder.sizes)}")
@@ -61,10 +67,6 @@ def plan(
 
         lmt ladder plan configs/ladder_olmo3.yaml --vocab-size 100352 --price 2.5 --out plots
     """
-    from lm_trainer.core.errors import UserError
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
     ladder = load_ladder(ctx, config, overrides)
     if compat not in (None, "olmo"):
         raise UserError(f"--compat {compat}: the only other way of choosing the batch is `olmo`")
@@ -115,10 +117,6 @@ def run(
 
         lmt ladder run configs/ladder_nano.yaml --size 2M --seed 43
     """
-    from lm_trainer.core.errors import UserError
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
     ladder = load_ladder(ctx, config, overrides)
 
     from lm_trainer.trackers import Progress
@@ -146,9 +144,6 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show which checkpoints of which sizes exist, and how registered predictions turned out."""
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
     ladder = load_ladder(ctx, config, overrides)
 
     import json
@@ -202,12 +197,8 @@ def metrics(
 
         lmt ladder metrics configs/ladder_nano.yaml --out points.csv
     """
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
     ladder = load_ladder(ctx, config, overrides)
 
-    from lm_trainer.core.errors import UserError
     from lm_trainer.ladder.metrics import FORMATS, rows_of, write
     from lm_trainer.ladder.tables import metrics_table
 

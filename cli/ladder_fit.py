@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import OVERRIDES, OverridesArgument, load_ladder
+from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.ladder.fit.fitting import Fit
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
 _SOURCES = f"{_POINTS}, or what `lmt ladder fit --out` wrote."
 SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
+FitOption = Annotated[
+    Path | None,
+    typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with all digits.")]
 MaxOption = Annotated[
     float,
@@ -28,16 +33,15 @@ def add_commands(app: typer.Typer) -> None:
     app.command()(compare)
 
 
+def _is_ladder(source: Path) -> bool:
+    return source.suffix in (".yaml", ".yml")
+
+
 def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **options: Any) -> Any:
     """The points of a ladder or a table."""
-    from lm_trainer.core.errors import UserError
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
-
     from lm_trainer.ladder.fit.sources import ladder_points, table_points
 
-    if source.suffix in (".yaml", ".yml"):
+    if _is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
     if overrides:
         raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
@@ -46,18 +50,10 @@ def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **opt
 
 def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -> "Fit":
     """A fit that was written, or the fit of a ladder or a table with default settings."""
-    points = None
-    if source.suffix in (".yaml", ".yml"):
-        points = _points(ctx, source, overrides)
-
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
-
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import fit_of
 
-    return fit_of(source) if points is None else fit_points(points)
+    return fit_points(_points(ctx, source, overrides)) if _is_ladder(source) else fit_of(source)
 
 
 def fit(
@@ -151,8 +147,6 @@ def predict(
     """
     import json
 
-    from lm_trainer.core.errors import UserError
-
     if (flops is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("predict needs --params and --tokens, or --flops alone")
     found = _fit(ctx, source, overrides)
@@ -228,10 +222,7 @@ def register(
     tokens: Annotated[
         float | None, typer.Option("--tokens", metavar="D", help="Instead: tokens of the run.", show_default=False)
     ] = None,
-    fitted: Annotated[
-        Path | None,
-        typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
-    ] = None,
+    fitted: FitOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
@@ -246,12 +237,9 @@ def register(
 
         lmt ladder register fit.json --params 7e9 --tokens 4e12 --out 7b.json
     """
-    from lm_trainer.core.errors import UserError
-
     if (size is None) == (params is None) or (params is None) != (tokens is None):
         raise UserError("register needs --size, or --params and --tokens")
-    is_ladder = source.suffix in (".yaml", ".yml")
-    if size is not None and not is_ladder:
+    if size is not None and not _is_ladder(source):
         raise UserError(f"--size {size}: {source} is no ladder's YAML file; give --params and --tokens")
     if size is None and out is None:
         raise UserError("--params and --tokens: say where to write the prediction with --out FILE")
@@ -287,10 +275,7 @@ def report(
     tokens: Annotated[
         float | None, typer.Option("--tokens", metavar="D", help="Tokens of that run.", show_default=False)
     ] = None,
-    fitted: Annotated[
-        Path | None,
-        typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
-    ] = None,
+    fitted: FitOption = None,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where to write it.")] = Path("ladder.html"),
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
@@ -302,8 +287,6 @@ def report(
 
         lmt ladder report fit.json --params 7e9 --tokens 4e12
     """
-    from lm_trainer.core.errors import UserError
-
     if (params is None) != (tokens is None):
         raise UserError("--params and --tokens belong together")
     found = _fit(ctx, fitted or source, None if fitted else overrides)
@@ -311,7 +294,7 @@ def report(
     from lm_trainer.ladder.fit.predict import predict as predict_run
     from lm_trainer.ladder.fit.report import write_report
 
-    ladder = load_ladder(ctx, source, overrides) if source.suffix in (".yaml", ".yml") else None
+    ladder = load_ladder(ctx, source, overrides) if _is_ladder(source) else None
     target = None
     if params is not None and tokens is not None:
         target = predict_run(found, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
