@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.ray_cluster import QUIET, join_cluster
 from lm_trainer.data.worker import Job, build_shard
 
-_TICK_SECONDS, _CONNECT_SECONDS = 0.2, 10.0
+_TICK_SECONDS = 0.2
 
 
 class RayConfig(Config):
@@ -75,19 +74,9 @@ def _import_ray() -> Any:
 
 
 def _connect(ray: Any, config: RayConfig) -> None:
-    quiet = {"logging_level": "error", "log_to_driver": False}
     if config.address is None and config.auto_start_cluster:
         local = {} if config.start_workers else {"num_cpus": 0}
-        ray.init(address="local", include_dashboard=False, **local, **quiet)
+        ray.init(address="local", include_dashboard=False, **local, **QUIET)
         return
-    address = config.address or "auto"
-    try:
-        # Ray itself tries for minutes, and then ends the process.
-        if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
-            socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
-        ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"there is no Ray cluster at {address!r}: {error}. Set trainer.ray.address to one that runs, or "
-            "trainer.ray.auto_start_cluster: true to start one here"
-        ) from None
+    advice = "Set trainer.ray.address to one that runs, or trainer.ray.auto_start_cluster: true to start one here"
+    join_cluster(ray, config.address or "auto", advice)

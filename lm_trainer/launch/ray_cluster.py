@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.ray_cluster import join_cluster
 from lm_trainer.launch.local import coordinates, emulation
 from lm_trainer.launch.supervise import Child, Status, free_address, supervise
 
-_CONNECT_SECONDS = 10.0
 _LOST = -9
 """What an actor that died says of its process: it went with it."""
 
@@ -77,17 +75,8 @@ def _connect(address: str) -> Any:
         import ray.util.scheduling_strategies  # an attribute of `ray` only once it is imported
     except ImportError:
         raise UserError("`lmt launch ray` needs Ray; run: pip install ray") from None
-    quiet: Any = {"logging_level": "error", "log_to_driver": False}
-    try:
-        # Ray itself tries for minutes, and then ends the process.
-        if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
-            socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
-        ray.init(address=address, **quiet)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"there is no Ray cluster at {address!r}: {error}. Start one (`ray start --head`), or give the address of "
-            f"one that runs with --address"
-        ) from None
+    advice = "Start one (`ray start --head`), or give the address of one that runs with --address"
+    join_cluster(ray, address, advice)
     return ray
 
 
