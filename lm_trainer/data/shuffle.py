@@ -6,6 +6,7 @@ Shape letters: N indices.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 class ShuffleConfig(Config):
     """The base of every member of the union of shuffles."""
 
+    @abstractmethod
     def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
         """Which window each draw is. Draw d is in epoch d // num_windows; every epoch holds each window once.
 
@@ -32,14 +34,13 @@ class ShuffleConfig(Config):
         Returns:
             int64 [N] in [0, num_windows).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def rows_needed(self, draw: int) -> int | None:
         """How many windows there must be for this draw, and all before it, to be the same however many more come.
 
         None = all that there will be. With so many, `locate` may be called with any larger number of windows.
         """
-        raise NotImplementedError
 
 
 class NoShuffle(ShuffleConfig):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -44,9 +45,9 @@ class QuantizationConfig(Config):
             )
         return self
 
+    @abstractmethod
     def dtypes(self) -> tuple[Any, Any]:
         """Of operands, and of incoming gradients (None: not quantized)."""
-        raise NotImplementedError(f"{type(self).__name__} does not say its dtypes")
 
     def selects(self, place: str) -> bool:
         """Whether the linear map at a dotted place of the model computes in 8 bits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -174,9 +175,9 @@ class OptimizerConfig(Config):
         clip = optax.identity() if self.clip_update_norm is None else clip_update_norm(self.clip_update_norm)
         return optax.chain(self.direction(params), self.decay_rule(params), clip, scale_by_given_learning_rate())
 
+    @abstractmethod
     def direction(self, params: Params) -> optax.GradientTransformation:
         """From clipped gradients to what is subtracted after multiplication by the learning rate, but for the decay."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how to build its update rule")
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
         """Adds the weight decay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -82,13 +83,13 @@ class RunFile(Tracker, Protocol):
 class TrackerConfig(Config):
     """What is under `tracker:`; each kind adds its `type` and fields."""
 
+    @abstractmethod
     def open(self, run: TrackedRun) -> Tracker:
         """Starts or resumes tracking `run`.
 
         Raises:
             UserError: when the user has to change something first: a missing package, an unwritable directory.
         """
-        raise NotImplementedError
 
 
 def require_package(package: str, extra: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,26 +45,26 @@ class FormatConfig(Config):
     adds_bos: ClassVar[bool] = True
     """Whether a start-of-document token is put in front where the tokenizer has one."""
 
+    @abstractmethod
     def fields(self) -> tuple[str, ...]:
         """The fields of a record that are read; () = its text alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
         """JSON that changes whenever the tokens may; None for plain text.
 
         Raises:
             UserError: if the tokenizer does not fit.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, row: Row) -> Prepared:
         """Checks a row and makes what `encode` takes.
 
         Raises:
             Unusable: if the row does not fit.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
         """One result for each value; Unusable where only encoding shows that a row does not fit."""
-        raise NotImplementedError

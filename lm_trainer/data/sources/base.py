@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -70,6 +71,7 @@ class SourceConfig(Config):
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Names of files, without a compression suffix, that are read by this source when none is named."""
 
+    @abstractmethod
     def shards(
         self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
@@ -84,7 +86,6 @@ class SourceConfig(Config):
         Raises:
             UserError: if files are missing or the source has nothing to give.
         """
-        raise NotImplementedError
 
 
 def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
