@@ -5,8 +5,6 @@ Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabula
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -53,7 +51,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
-        init = Init(rngs, spec.init_std, spec.init_std / math.sqrt(2 * len(spec.blocks)))
+        init = Init(rngs, spec.init_std, spec.residual_std)
         self.embed = Embedding(spec, init=init)
         self.blocks = build_blocks(spec, init=init)
         self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)

@@ -6,7 +6,6 @@ M what an MLP is wide, or all senses together.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -69,7 +68,7 @@ class SenseDecoder(Decoder):
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         super().__init__(spec, rngs=rngs)
         assert spec.senses is not None
-        init = Init(rngs, spec.init_std, spec.init_std / math.sqrt(2 * len(spec.blocks)))
+        init = Init(rngs, spec.init_std, spec.residual_std)
         weights = self.weights = spec.senses.attention
         heads = {"heads": weights.num_heads, "head_size": weights.head_dim}
         self.senses = SenseVectors(spec.senses, spec.hidden_dim, init=init)

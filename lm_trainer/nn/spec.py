@@ -7,6 +7,7 @@ and has a value that means "absent".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -261,13 +262,18 @@ class DecoderSpec:
     senses: SenseSpec | None = None
     """What the head reads; None: the last hidden state."""
     init_std: float = 0.02
-    """Of every weight; those that write to the residual stream get it divided by sqrt(2 * layers)."""
+    """Of every weight but those that write to the residual stream."""
     scan: bool = False
     """Runs the repeats of the layer period as one loop: compiles fast, runs a little slower. Same parameters."""
     remat: Remat = "none"
     groups: int = 0
     """Into how many groups the turns of the loop are put: the backward pass then finds what enters a group alone, and
     computes again what enters each layer. 0: it finds what enters each layer."""
+
+    @property
+    def residual_std(self) -> float:
+        """Of weights that write to the residual stream: smaller, since every layer adds to it twice."""
+        return self.init_std / math.sqrt(2 * len(self.blocks))
 
     @property
     def period(self) -> int:
