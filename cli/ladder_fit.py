@@ -43,8 +43,7 @@ def _points(ctx: typer.Context, source: Path, overrides: list[str] | None, **opt
 
     if _is_ladder(source):
         return ladder_points(load_ladder(ctx, source, overrides), **options)
-    if overrides:
-        raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
+    _no_settings(source, overrides)
     return table_points(source, **options)
 
 
@@ -53,7 +52,15 @@ def _fit(ctx: typer.Context, source: Path, overrides: list[str] | None = None) -
     from lm_trainer.ladder.fit.fitting import fit as fit_points
     from lm_trainer.ladder.fit.sources import fit_of
 
-    return fit_points(_points(ctx, source, overrides)) if _is_ladder(source) else fit_of(source)
+    if _is_ladder(source):
+        return fit_points(_points(ctx, source, overrides))
+    _no_settings(source, overrides)
+    return fit_of(source)
+
+
+def _no_settings(source: Path, overrides: list[str] | None) -> None:
+    if overrides:
+        raise UserError(f"{overrides[0]}: settings are for a ladder's YAML file; {source} has none")
 
 
 def fit(

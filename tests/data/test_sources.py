@@ -185,9 +185,19 @@ def test_globs_and_braces_work_with_a_source_type_too(tmp_path: Path) -> None:
     assert texts(list(config.shards("train")[0].rows())) == ["x2", "x1", "y1"]
 
 
-def test_an_unknown_protocol_is_an_error_for_the_user() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nosuch://bucket/a.jsonl",
+        "zip://a.txt::missing.zip",
+        "reference://x.jsonl",
+        "dir://x.jsonl",
+        "data:text/plain,a",
+    ],
+)
+def test_a_url_that_cannot_be_opened_is_an_error_for_the_user(url: str) -> None:
     with pytest.raises(UserError, match=r"data\.train_urls"):
-        shards_of_urls("train", ["nosuch://bucket/a.jsonl"], "text")
+        shards_of_urls("train", [url], "text")
 
 
 def test_a_url_of_another_file_system() -> None:

@@ -215,6 +215,7 @@ def test_tables_of_every_format_give_the_same_fit(tmp_path: Path) -> None:
         (["fit", "points.txt"], "points are read from .csv, .json and .parquet"),
         (["fit", RUNGS], "choose one with --metric"),
         (["fit", RUNGS, "seed=3"], "settings are for a ladder's YAML file"),
+        (["predict", RUNGS, "seed=3", "--flops", "1e14"], "settings are for a ladder's YAML file"),
         (["predict", RUNGS, "--params", "7e9"], "--params and --tokens, or --flops alone"),
         (["register", RUNGS, "--size", "7B"], "is no ladder's YAML file"),
         (["register", RUNGS, "--params", "7e9", "--tokens", "1e12"], "with --out FILE"),

@@ -114,8 +114,9 @@ def _find(url: str, key: str) -> list[File]:
         if url.startswith(("http://", "https://")):
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
-    except ValueError as error:
-        raise UserError(f"{key}: cannot open {url}: {error}") from None
+    except Exception as error:
+        # A chained URL is opened as it is parsed, and each file system of fsspec fails in a way of its own.
+        raise UserError(f"{key}: cannot open {url}: {error or type(error).__name__}") from None
     try:
         if any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
