@@ -121,29 +121,36 @@ def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
     return float(done.stdout.split()[-1])
 
 
-def rows(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
-    """The lines of the table."""
-    import jax
-
-    with_peak = jax.devices()[0].memory_stats() is not None
+def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
+    """Each number of devices in a process of its own: more devices than are used are more threads than are used."""
     yield (
         "| devices | step | median ms | spread ms | against fast | temporary MiB | peak MiB | sent MiB | of a ring's |"
     )
     yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|"
     for devices in counts:
-        costs = measure(devices, size)
-        ring = 2 * (devices - 1) / devices * parameter_bytes(size)
-        for kind, cost in costs.items():
-            pairs = [a / b for a, b in zip(cost.seconds, costs["fast"].seconds, strict=True)]
-            low, _, high = statistics.quantiles(cost.seconds, n=4)
-            sent = sum(cost.sent.values())
-            peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
-            yield (
-                f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
-                f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {statistics.median(pairs):.3f} "
-                f"| {cost.temporary / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
-                f"| {f'{sent / ring:.2f}' if ring else '-'} |"
-            )
+        command = [sys.executable, __file__, "--rows-of", str(devices), *size.shape]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        yield from done.stdout.splitlines()
+
+
+def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
+    """The lines of the table for some devices."""
+    import jax
+
+    with_peak = jax.devices()[0].memory_stats() is not None
+    costs = measure(devices, size)
+    ring = 2 * (devices - 1) / devices * parameter_bytes(size)
+    for kind, cost in costs.items():
+        pairs = [a / b for a, b in zip(cost.seconds, costs["fast"].seconds, strict=True)]
+        low, _, high = statistics.quantiles(cost.seconds, n=4)
+        sent = sum(cost.sent.values())
+        peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
+        yield (
+            f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
+            f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {statistics.median(pairs):.3f} "
+            f"| {cost.temporary / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
+            f"| {f'{sent / ring:.2f}' if ring else '-'} |"
+        )
 
 
 def parameter_bytes(size: argparse.Namespace) -> float:
@@ -166,7 +173,7 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.batch} rows of {size.seq_len} tokens;"
     yield f"{size.pairs} steps of each kind in turn."
     yield ""
-    yield from rows(counts, size)
+    yield from table(counts, size)
     yield ""
     yield "Times: medians and quartiles; `against fast` is the median over the turns of a step's time by that of `fast`"
     yield "in the same turn. Temporary memory: XLA's, of the largest program. Sent: by each device in a step, read from"
@@ -193,14 +200,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mp", default="f32", help="as trainer.mp")
     parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--rows-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peak-of", choices=list(KINDS), help=argparse.SUPPRESS)
     size = parser.parse_args()
     names = ("pairs", "batch", "seq_len", "hidden", "layers", "mp")
     size.shape = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
 
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()
+
     import jax
 
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", size.rows_of or 8)
+    if size.rows_of:
+        print(*rows(size.rows_of, size), sep="\n")
+        return
     if size.peak_of:
         run = steps_of(plan(size.peak_of, size.devices[0], size), size)
         for _ in range(4):
