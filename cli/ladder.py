@@ -55,6 +55,12 @@ def plan(
     compat: Annotated[
         str | None, typer.Option("--compat", help="`olmo`: batch and devices as OLMo-core would choose them.")
     ] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Memory from XLA, which compiles each size for a device of this machine; else estimated."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Draw every learning rate into DIR/SIZE.png.")
     ] = None,
@@ -78,7 +84,7 @@ def plan(
 
     hardware = Hardware(device or ladder.device_type, mfu, price)
     plans = [
-        plan_rung(ladder, name, hardware, vocab_size=vocab_size, compat=compat)  # pyright: ignore[reportArgumentType]
+        plan_rung(ladder, name, hardware, vocab_size=vocab_size, compat=compat, compiled=compiled)  # pyright: ignore[reportArgumentType]
         for name in _chosen(ladder, size)
     ]
     for found in plans if out else ():

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.memory import activation_bytes, compiled_bytes, state_bytes
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class RungPlan:
     state_bytes: int
     """Parameters, gradients and optimizer state on a device, exactly."""
     activation_bytes: int
-    """What one microbatch needs beside it: an estimate, see `_activations`."""
+    """What one microbatch needs beside it: an estimate, or what XLA says of the compiled program."""
     hours: float | None
     """None where the device has no datasheet."""
     cost: float | None
@@ -104,6 +103,7 @@ def plan_rung(
     *,
     vocab_size: int | None = None,
     compat: Literal["olmo"] | None = None,
+    compiled: bool = False,
 ) -> RungPlan:
     """What a run of a size would be.
 
@@ -113,6 +113,7 @@ def plan_rung(
         hardware: what to assume of the machine; by default that of the ladder.
         vocab_size: rows of the token embedding, where the tokenizer cannot be reached.
         compat: `olmo`: batch and devices as OLMo-core would choose them.
+        compiled: compile a microbatch for a device of this machine, and take its memory from there.
 
     Raises:
         UserError: for a size or a device that does not exist, or phases that do not fit.
@@ -145,39 +146,9 @@ def plan_rung(
         devices=devices,
         accumulation=batch // microbatch // devices,
         flops=flops,
-        state_bytes=_state_bytes(ladder, size_spec, vocab_size, devices),
-        activation_bytes=_activations(ladder, size_spec, vocab_size, microbatch),
+        state_bytes=state_bytes(ladder, size_spec, vocab_size, devices),
+        activation_bytes=(compiled_bytes if compiled else activation_bytes)(ladder, size_spec, vocab_size, microbatch),
         hours=hours,
         cost=None if hours is None or hardware.price is None else hours * devices * hardware.price,
         checkpoints=tuple((at // batch, name) for at, name in recipe.configure_checkpoint_intervals(num_params, batch)),
     )
-
-
-def _state_bytes(ladder: ModelLadder, size_spec: str, vocab_size: int, devices: int) -> int:
-    """Parameters and optimizer state, cut over the devices, and two whole copies to compute with: of the parameters,
-    and of the gradients that a device adds up.
-    """
-    import jax
-
-    from lm_trainer.optim import Param
-    from lm_trainer.program import trace_model
-
-    config = ladder.run_config(size_spec, vocab_size=vocab_size)
-    model = trace_model(config, vocab_size)
-    tx = config.optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items()})
-    params = sum(x.size * x.dtype.itemsize for x in model.shapes.values())
-    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, dict(model.shapes))))
-    return (params + moments) // devices + 2 * params
-
-
-def _activations(ladder: ModelLadder, size_spec: str, vocab_size: int, microbatch: int) -> int:
-    """The input of every block, the inside of one, and the logits with their gradient."""
-    model = ladder.get_model_config(size_spec)
-    spec = model.spec(vocab_size)
-    width = ladder.trainer.mp.compute_dtype.itemsize
-    attention = spec.blocks[0].attention
-    inside = 8 * spec.hidden_dim + 3 * spec.blocks[0].mlp.hidden_dim + 4 * attention.num_heads * attention.head_dim
-    kept = len(spec.blocks) * spec.hidden_dim if model.remat == "full" else len(spec.blocks) * inside
-    scores = 2 * attention.num_heads * ladder.sequence_length
-    logits = 2 * 4 * min(microbatch, model.cross_entropy_block_size or microbatch) * vocab_size
-    return microbatch * width * (kept + inside + scores) + logits

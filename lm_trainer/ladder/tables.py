@@ -23,7 +23,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
             f"{plan.batch_size:,}",
             f"{plan.learning_rate:.3e}",
             f"{plan.flops:.2e}",
-            f"{(plan.state_bytes + plan.activation_bytes) / 2**30:.2f}",
+            f"{(plan.state_bytes + plan.activation_bytes) / 2**30:.3g}",
             *([] if plan.hours is None else [f"{plan.hours:,.3g}" if plan.hours < 100 else f"{plan.hours:,.0f}"]),
             *([] if plan.cost is None else [f"{plan.cost:,.0f}"]),
         ]

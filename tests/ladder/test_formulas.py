@@ -205,3 +205,11 @@ def test_phases_that_do_not_fit() -> None:
         WSDSChinchillaRunConfigurator(chinchilla_multiple=1).configure_optimizer(1000, 10_000)
     with pytest.raises(UserError, match="no microbatch for size 190M, sequence_length 8192 and device_type 'cpu'"):
         ladder(device_type="cpu").layout("190M", vocab_size=VOCABULARY, compat="olmo")
+
+
+def test_memory_is_estimated_close_to_what_xla_says() -> None:
+    found = load(ROOT / "configs" / "ladder_nano.yaml", [], ModelLadder).config
+    estimate, compiled = (plan_rung(found, "26k", vocab_size=512, compiled=each) for each in (False, True))
+    assert estimate.activation_bytes != compiled.activation_bytes
+    assert estimate.activation_bytes == pytest.approx(compiled.activation_bytes, rel=0.15)
+    assert estimate.state_bytes == compiled.state_bytes
