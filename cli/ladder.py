@@ -16,7 +16,12 @@ app = typer.Typer(no_args_is_help=True, help="Train several sizes with one recip
 
 SizesOption = Annotated[
     list[str] | None,
-    typer.Option("--size", metavar="SIZE", help="Only this size; may be given several times.", show_default=False),
+    typer.Option(
+        "--size",
+        metavar="SIZE",
+        help="Only this size, any that the models have; may be given several times.",
+        show_default=False,
+    ),
 ]
 
 
@@ -28,10 +33,9 @@ def _prepare() -> None:
 
 
 def _chosen(ladder: "ModelLadder", sizes: list[str] | None) -> list[str]:
-    """The sizes in the order of their parameters; all, unless some are named."""
+    """The sizes of the ladder, unless some are named: those may be any that its models have."""
     for size in sizes or ():
-        if size not in ladder.sizes:
-            raise UserError(f"--size {size}: the ladder has {', '.join(ladder.sizes)}")
+        ladder.model_configurator.check(size)
     return list(sizes or ladder.sizes)
 
 
@@ -121,7 +125,7 @@ def run(
     Examples:
         lmt ladder run configs/ladder_nano.yaml
 
-        lmt ladder run configs/ladder_nano.yaml --size 2M --seed 43
+        lmt ladder run configs/ladder_nano.yaml --size 273k
     """
     ladder = load_ladder(ctx, config, overrides)
 

@@ -340,7 +340,10 @@ def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[st
 
 def root_cause(error: BaseException) -> str:
     """The innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
-    while (inner := error.__cause__ or error.__context__) is not None:
+    seen = {error}
+    # A thread that raises the error of another once more can close the chain to a ring.
+    while (inner := error.__cause__ or error.__context__) is not None and inner not in seen:
+        seen.add(inner)
         error = inner
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space left on device"

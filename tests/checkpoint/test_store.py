@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.mesh import MeshShape, build_mesh
 
@@ -303,3 +303,9 @@ def test_a_full_disk_harms_nothing_that_was_saved(small_disk: Path) -> None:
     restored = CheckpointStore(directory, NEVER).restore(like(sharded(8)))
     assert restored is not None
     assert restored.step == 1
+
+
+def test_the_cause_is_found_in_a_ring_of_errors() -> None:
+    cause, wrapper = ValueError("no room"), RuntimeError("the save failed")
+    wrapper.__cause__, cause.__context__ = cause, wrapper
+    assert root_cause(wrapper) == "ValueError: no room"

@@ -74,12 +74,10 @@ def influence(found: Fit) -> Influence:
     laws = design.law(refine(design, loss_RP, weights_RP, start_RK, found.settings.objective)[0])
     ahead = _ahead(found)
     shifts = laws.loss(*ahead) / found.law.loss(*ahead) - 1
-    own = np.log(points.loss / laws.loss(points.num_params, points.tokens))
-    errors = found.errors
+    errors_RP = np.log(points.loss / laws.at(np.s_[:, None]).loss(points.num_params, points.tokens))
     inflated = np.sqrt(1 / (1 - leverage(points, found.law)))
-    squares = (errors**2).sum() - errors**2 * inflated**2
-    others = np.sqrt(np.maximum(squares, 1e-30) / max(count - len(CONSTANTS) - 1, 1))
-    return Influence(shifts, own / np.maximum(others * inflated, 1e-12))
+    others = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
+    return Influence(shifts, np.diagonal(errors_RP) / np.maximum(others * inflated, 1e-12))
 
 
 def notes(found: Fit, effect: Influence | None = None) -> list[str]:
