@@ -167,8 +167,4 @@ def test_the_commands(run_lmt: RunLmt, tmp_path: Path) -> None:
     assert run_lmt("ladder", "status", file).stdout.count("✔") == 4
     rows = json.loads(run_lmt("ladder", "metrics", file, "--format", "json").stdout)
     assert [(row["size"], row["name"][-10:]) for row in rows[1::2]] == [("2k", "post-decay"), ("3k", "post-decay")]
-    assert (
-        run_lmt("ladder", "run", file, "--size", "4k")
-        .stderr.strip()
-        .endswith("there is no size '4k'; did you mean 2k?")
-    )
+    assert "there is no size '4k'; did you mean" in run_lmt("ladder", "run", file, "--size", "4k").stderr
