@@ -104,6 +104,11 @@ class ModelLadder(Config):
         found += [f"checkpointer.{key}" for key in _DECIDED_OF_CHECKPOINTS if key in value.checkpointer.changed_fields]
         if found:
             raise ValueError(f"{found[0]}: the ladder decides it; remove the key")
+        if value.max_eval_batches is not None:
+            raise ValueError(
+                "max_eval_batches: batches grow with the size, so that each size would be measured on other text; "
+                "remove the key, or name less text for validation"
+            )
         return value
 
     @field_validator("data_loader")

@@ -177,6 +177,7 @@ def test_the_batch_is_the_same_on_all_hardware() -> None:
         ),
         ({"trainer": {"num_train_steps": 5}}, "num_train_steps: the ladder decides it"),
         ({"trainer": {"checkpointer": {"base_path": "x"}}}, "checkpointer.base_path: the ladder decides it"),
+        ({"trainer": {"max_eval_batches": 8}}, "max_eval_batches: batches grow with the size"),
         ({"data_loader": {"tokenizer": "bytes"}}, "tokenizer belongs to tokenizer of the ladder"),
         ({"data_loader": {"train_urls": ["a.txt"]}}, "train_urls belongs to instance_sources"),
         (

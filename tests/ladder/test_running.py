@@ -37,7 +37,7 @@ def small(root: Path, multiple: float = 1, **changes: Any) -> dict[str, Any]:
             },
         },
         "run_configurator": {"chinchilla_multiple": multiple, "tokens_per_param": 4},
-        "trainer": {"elastic_shards": 2, "max_eval_batches": 1, "sample_tokens": 0, "tracker": {"type": "noop"}},
+        "trainer": {"elastic_shards": 2, "sample_tokens": 0, "tracker": {"type": "noop"}},
         **changes,
     }
 
