@@ -28,6 +28,8 @@ _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
 FORMAT = 2
 _FORMAT_WITHOUT_CHECKSUM = 1
+_LONGEST = 300
+"""Characters of what went wrong."""
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")
@@ -58,6 +60,8 @@ class CheckpointStore:
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Any = None
+        # Orbax prints the traceback of each of its threads, and then raises what is reported here once.
+        logging.getLogger("absl").addFilter(_is_no_traceback)
         if is_lead():
             make_writable(self.directory, "trainer.checkpointer.base_path")
             for trash in self.directory.glob(f"{_TRASH}*"):
@@ -340,14 +344,23 @@ def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[st
 
 def root_cause(error: BaseException) -> str:
     """The innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
-    seen = {error}
-    # A thread that raises the error of another once more can close the chain to a ring.
-    while (inner := error.__cause__ or error.__context__) is not None and inner not in seen:
+    seen: set[BaseException] = {error}
+    # A thread that raises the error of another once more can close the chain to a ring, and waiting a second time for
+    # a save that failed brings what was said of it the first time.
+    while (inner := error.__cause__ or error.__context__) is not None:
+        if inner in seen or isinstance(inner, MachineError):
+            break
         seen.add(inner)
         error = inner
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space left on device"
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    # Tensorstore names the file first, and what is wrong last.
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+
+
+def _is_no_traceback(record: logging.LogRecord) -> bool:
+    return not record.exc_info
 
 
 def _open(directory: Path, *, cleanup: bool) -> Any:

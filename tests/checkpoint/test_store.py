@@ -309,3 +309,12 @@ def test_the_cause_is_found_in_a_ring_of_errors() -> None:
     cause, wrapper = ValueError("no room"), RuntimeError("the save failed")
     wrapper.__cause__, cause.__context__ = cause, wrapper
     assert root_cause(wrapper) == "ValueError: no room"
+
+
+def test_a_save_that_failed_is_reported_once_however_often_it_is_waited_for() -> None:
+    cause = ValueError("OUT_OF_RANGE: " + "a/very/long/path" * 40 + ": File too large")
+    first = MachineError("a checkpoint could not be written")
+    first.__cause__, cause.__context__ = cause, first
+    found = root_cause(cause)
+    assert found.startswith("ValueError: OUT_OF_RANGE")
+    assert found.endswith(": File too large")
