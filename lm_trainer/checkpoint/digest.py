@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lm_trainer.core.in_turn import in_turn
+
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
 
@@ -20,7 +22,8 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
     Arrays have 1, 2 or 4 bytes an element.
     """
-    return {name: _number(_digest(x)) for name, x in arrays.items()}
+    values = {name: in_turn(_digest(x)) for name, x in arrays.items()}
+    return {name: _number(value) for name, value in values.items()}
 
 
 # One program for each shape compiles faster than one for all arrays, of which most have the shape of others.
@@ -38,7 +41,8 @@ def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Arrays have 1, 2 or 4 bytes an element. Of several processes, all must call it.
     """
-    return {name: "".join(f"{_number(part):08x}" for part in _hash(x)) for name, x in arrays.items()}
+    values = {name: in_turn(_hash(x)) for name, x in arrays.items()}
+    return {name: "".join(f"{_number(part):08x}" for part in parts) for name, parts in values.items()}
 
 
 @jax.jit
@@ -48,11 +52,7 @@ def _hash(x: jax.Array) -> list[jax.Array]:
 
 
 def _number(x: jax.Array) -> int:
-    """The value of a replicated scalar; waits until it is computed.
-
-    On emulated CPU devices two programs with collectives that do not need each other must not run at once: each can
-    hold some of the threads that the other waits for.
-    """
+    """The value of a replicated scalar; waits until it is computed."""
     return int(np.asarray(x.addressable_data(0)))
 
 

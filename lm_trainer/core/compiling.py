@@ -28,7 +28,7 @@ def compile_for_each(
     if rest and places[0][0].platform == "cpu":
         with _without_cache():
             first = compile_for(0)
-        return [first, *(_relocated(first, places[0], places[i]) for i in rest)]
+        return [first, *_relocated(first, places[0], [places[i] for i in rest])]
     first = compile_for(0)
     # Elsewhere the compilation cache serves all devices alike: the others are read from it, and with them the choices
     # of kernels that were made by timing.
@@ -49,11 +49,14 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _relocated(compiled: jax.stages.Compiled, devices: Sequence[Any], to: Sequence[Any]) -> jax.stages.Compiled:
+def _relocated(
+    compiled: jax.stages.Compiled, devices: Sequence[Any], places: Sequence[Sequence[Any]]
+) -> Iterator[jax.stages.Compiled]:
     """The same machine code, loaded for other devices: a small part of the time of compiling it."""
     content, inputs, outputs = serialize_executable.serialize(compiled)
-    executable, info, no_kwargs = _Loader(content, devices, to).load()
-    return jax.stages.Compiled(executable.load(), [], inputs.unflatten(info), outputs, no_kwargs=no_kwargs)
+    for to in places:
+        executable, info, no_kwargs = _Loader(content, devices, to).load()
+        yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(info), outputs, no_kwargs=no_kwargs)
 
 
 class _Loader(serialize_executable._JaxPjrtUnpickler):

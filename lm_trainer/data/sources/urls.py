@@ -116,7 +116,7 @@ def _find(url: str, key: str) -> list[File]:
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
     except Exception as error:
         # A chained URL is opened as it is parsed, and each file system of fsspec fails in a way of its own.
-        raise UserError(f"{key}: cannot open {url}: {error or type(error).__name__}") from None
+        raise UserError(f"{key}: cannot open {url}: {str(error) or type(error).__name__}") from None
     try:
         if any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
