@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -13,10 +15,25 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.memory import InMemory
+from tests.conftest import lmt_environment
 from tests.data.test_sources import rows_of, texts, zstd
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+
+COUNT_THREADS = """
+import os, sys
+import pyarrow.parquet
+from lm_trainer.data.sources import shards_of_urls
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+(shard,) = shards_of_urls("train", [sys.argv[1]], "text")
+pyarrow.array(["x"])
+before = threads()
+print(sum(1 for _ in shard.rows()), before, threads())
+"""
 
 
 def write(path: Path | str, **columns: list) -> None:
@@ -52,6 +69,20 @@ class TestParquet:
         monkeypatch.setattr(parquet.ParquetFile, "iter_batches", spy)
         assert texts(rows_of(tmp_path / "a.parquet", start=7)) == ["a7", "a8"]
         assert asked == [([2], ["text"])]
+
+    def test_no_thread_outlives_the_reading(self, tmp_path: Path) -> None:
+        """A thread of Arrow that still holds the open file when Python ends aborts the process."""
+        write(tmp_path / "a.parquet", text=["x"] * 9)
+        counted = subprocess.run(
+            [sys.executable, "-c", COUNT_THREADS, tmp_path / "a.parquet"],
+            env=lmt_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows, before, after = map(int, counted.stdout.split())
+        assert rows == 9
+        assert before == after
 
     def test_bad_values_are_named(self, tmp_path: Path) -> None:
         broken = pyarrow.Array.from_buffers(

@@ -18,6 +18,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
 from lm_trainer.trackers.wandb import tracked_sources
+from tests.conftest import ROOT
 
 SECRET = "4f3c" * 10
 
@@ -76,14 +77,26 @@ def test_a_run_offline(wandb, tmp_path):
     assert len(read_metrics(tmp_path)) == 2
 
 
+RUN = """
+import contextlib, sys
+from pathlib import Path
+from lm_trainer.trackers import WandbConfig, open_trackers
+
+first = int(sys.argv[2])
+opened = open_trackers(
+    [WandbConfig(save_code=False)], run_dir=Path(sys.argv[1]), run_id="my-run", resume_step=first - 1
+)
+with contextlib.closing(opened) as trackers:
+    for step in range(first, first + 2):
+        trackers.log({"train/loss": 1 / step}, step=step)
+"""
+
+
 def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
-    config = WandbConfig(save_code=False)
     for first in (1, 2):
         (tmp_path / str(first)).mkdir()
-        trackers = open_trackers([config], run_dir=tmp_path / str(first), run_id="my-run", resume_step=first - 1)
-        with contextlib.closing(trackers):
-            for step in range(first, first + 2):
-                trackers.log({"train/loss": 1 / step}, step=step)
+        # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
+        subprocess.run([sys.executable, "-c", RUN, tmp_path / str(first), str(first)], cwd=ROOT, check=True)
     again = history(tmp_path / "2")
     assert [(row["global_step"], row["train/loss"]) for row in again] == [(2, 1 / 2), (3, 1 / 3)]
 

@@ -112,7 +112,8 @@ def _open(file: File, stream: Any, columns: tuple[str, ...]) -> Any:
     except ImportError:
         raise UserError(f"cannot read {file.url}: Parquet needs a package; run: pip install pyarrow") from None
     try:
-        table = pyarrow.parquet.ParquetFile(stream)
+        # Arrow would read ahead in threads of its own; a process that ends while one of them holds `stream` aborts.
+        table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Parquet file: {error}") from None
     names = table.schema_arrow.names
