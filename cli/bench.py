@@ -1,17 +1,26 @@
 """`lmt bench`: how fast a configuration trains on this machine."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
 
 
+_TRACED_STEPS = 3
+
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="How often each is timed, in turn.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object in SI units.")]
+
+
 @app.callback()
-def _bench() -> None:
-    """Makes `mfu` a command of its own while it is the only one."""
+def _prepare() -> None:
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before a command imports jax
 
 
 @app.command(context_settings=OVERRIDES)
@@ -25,12 +34,19 @@ def mfu(
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", min=1, help="Steps before that, compilation included.")
     ] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in SI units.")] = False,
+    with_roofline: Annotated[
+        bool, typer.Option("--roofline", help="Say what the gradient's operations take at least, and what bounds them.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="DIR", help="Write a profile of 3 steps there, for TensorBoard and Perfetto."),
+    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Time training steps and compare with two peaks: the datasheet's and that of a matrix product timed in turn.
 
-    The step is that of `lmt train`, on made-up tokens. Nothing is written. What the figures mean stands in the
-    documentation under Reference, Throughput and MFU.
+    The step is that of `lmt train`, on made-up tokens. Nothing is written, but for --trace. What the figures mean
+    stands in the documentation under Reference, Throughput and MFU.
 
     For example:
 
@@ -38,16 +54,12 @@ def mfu(
 
         lmt bench mfu configs/gpt2_nano.yaml trainer.mp=bfloat16 --steps 50 --json
     """
-    from lm_trainer.core.runtime import prepare_process
-
-    prepare_process()  # before anything imports jax
     run = load_run_config(ctx, config, overrides)
-
-    import json
 
     import jax
 
     from lm_trainer.bench import bench_session
+    from lm_trainer.bench.roofline import roofline
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure, table
 
@@ -55,10 +67,150 @@ def mfu(
         typer.echo("compiling and timing ...", err=True)
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         report = measure(session, probe, samples=steps, warmup=warmup)
+        rows, values = table(report), report.as_dict()
+        if with_roofline:
+            found = roofline(session, report)
+            rows, values = [*rows, *found.rows], {**values, "roofline": found.values}
+        if trace is not None:
+            with jax.profiler.trace(str(trace)):
+                for _ in range(_TRACED_STEPS):
+                    session.run_step()
+            typer.echo(f"wrote a profile to {trace}", err=True)
+    _show(rows, values, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def data(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    batches: Annotated[int, typer.Option("--batches", metavar="N", min=1, help="How many in each turn.")] = 50,
+    repeats: RepeatsOption = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the loading of batches, alone and while a model trains on them, and the share of a step that waits.
+
+    Text that is not tokenised yet is tokenised first, into the cache that `lmt train` uses.
+
+    For example:
+
+        lmt bench data configs/gpt2_nano.yaml
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.data import measure_data
+
+    typer.echo("loading, compiling and timing ...", err=True)
+    found = measure_data(run, batches=batches, repeats=repeats)
+    _show(found.rows, found.values, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def decode(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Prompts that are continued together.")] = 1,
+    prompt: Annotated[int, typer.Option("--prompt", metavar="N", min=1, help="Tokens of each prompt.")] = 32,
+    new: Annotated[int, typer.Option("--new", metavar="N", min=2, help="Tokens written to each.")] = 64,
+    repeats: RepeatsOption = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Time how fast the model reads prompts and writes text, beside the rate at which its weights can be read at all.
+
+    The weights are random, and the likeliest token is taken: neither changes the time.
+
+    For example:
+
+        lmt bench decode configs/gpt2_nano.yaml --rows 8
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.decode import measure_decode
+
+    typer.echo("compiling and timing ...", err=True)
+    found = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
+    _show(found.rows, found.values, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def compile(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    repeats: RepeatsOption = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Time the way from nothing to the first finished step, with an empty compilation cache and with a filled one.
+
+    Every start is a process of its own, and the cache a directory that is removed at the end.
+
+    For example:
+
+        lmt bench compile configs/gpt2_nano.yaml
+    """
+    run = load_settled_config(ctx, config, overrides)
+    from lm_trainer.bench.start import measure_starts
+
+    typer.echo("starting ...", err=True)
+    found = measure_starts(run, repeats=repeats)
+    _show(found.rows, found.values, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def memory(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a training step holds, and time what gradient checkpointing and blocks of the loss would save of it.
+
+    Memory beside the weights is what XLA says of the compiled gradient; `lmt plan` says what other devices would hold.
+
+    For example:
+
+        lmt bench memory configs/gpt2_nano.yaml
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.memory import measure_memory
+
+    typer.echo("compiling and timing ...", err=True)
+    found = measure_memory(run, repeats=repeats)
+    _show(found.rows, found.values, as_json)
+
+
+@app.command(context_settings=OVERRIDES)
+def checkpoint(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Training steps beside each save.")] = 10,
+    repeats: RepeatsOption = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Time saving and restoring the state of the run, what it costs the steps beside it, and a plain write.
+
+    Writes to a directory beside the run's checkpoints (trainer.checkpointer.base_path), and removes it at the end.
+
+    For example:
+
+        lmt bench checkpoint configs/gpt2_nano.yaml
+    """
+    run = load_run_config(ctx, config, overrides)
+    from lm_trainer.bench.checkpoint import measure_checkpoints
+
+    typer.echo("compiling, saving and timing ...", err=True)
+    found = measure_checkpoints(run, repeats=repeats, steps=steps)
+    _show(found.rows, found.values, as_json)
+
+
+def _show(rows: list[tuple[str, str]], values: dict[str, Any], as_json: bool) -> None:
+    """One row a line, or all values as JSON."""
+    import json
+
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
-    else:
-        rows = table(report)
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(json.dumps(values, indent=1))
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        typer.echo(f"{name:<{width}}  {value}")

@@ -56,36 +56,80 @@ def generate(  # noqa: PLR0913 - the settings of sampling are what callers spell
     Raises:
         UserError: for an empty prompt, one that is longer than the context, or a token that the model lacks.
     """
-    context = model.spec.num_positions
-    _check_prompts(prompts, context=context, vocab_size=model.spec.vocab_size)
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
-    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    width = _rounded(int(lengths_B.max()), context)
-    tokens_BT = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in zip(tokens_BT, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    graphdef, state = nnx.split(model, nnx.Param)
-    params = nnx.to_pure_dict(state)
-    room = min(max_new_tokens, context - int(lengths_B.min()))
-    static = _Static(
-        graphdef=graphdef,
-        capacity=_rounded(min(int(lengths_B.max()) + room, context), context),
-        buffer=_rounded(room, context),
-        greedy=temperature == 0,
+    prepared = Prepared.make(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
         top_k=top_k,
-        dtype=jnp.dtype(dtype),
+        top_p=top_p,
+        eos_id=eos_id,
+        seed=seed,
+        dtype=dtype,
     )
-    cache, logits_BV = _prefill(static, params, tokens_BT, lengths_B)
-    settings = _Settings(
-        key=jax.random.key(seed),
-        temperature=jnp.float32(temperature or 1.0),
-        top_p=jnp.float32(top_p),
-        eos_id=jnp.int32(-1 if eos_id is None else eos_id),
-        limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
-    )
-    tokens_BG, counts_B = jax.device_get(_write(static, params, cache, logits_BV, lengths_B, settings))
+    tokens_BG, counts_B = jax.device_get(prepared.write(*prepared.read()))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
+
+
+class Prepared(NamedTuple):
+    """A call of `generate` in its two parts."""
+
+    static: _Static
+    params: Any
+    tokens_BT: np.ndarray
+    lengths_B: np.ndarray
+    settings: _Settings
+
+    @classmethod
+    def make(  # noqa: PLR0913 - as `generate`
+        cls,
+        model: Decoder,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_id: int | None = None,
+        seed: int = 0,
+        dtype: DTypeLike = jnp.float32,
+    ) -> Prepared:
+        """Checks and pads the prompts, of which there is one at least; arguments and errors as for `generate`."""
+        context = model.spec.num_positions
+        _check_prompts(prompts, context=context, vocab_size=model.spec.vocab_size)
+        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+        width = _rounded(int(lengths_B.max()), context)
+        tokens_BT = np.zeros((len(prompts), width), np.int32)
+        for row, prompt in zip(tokens_BT, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        graphdef, state = nnx.split(model, nnx.Param)
+        room = min(max_new_tokens, context - int(lengths_B.min()))
+        static = _Static(
+            graphdef=graphdef,
+            capacity=_rounded(min(int(lengths_B.max()) + room, context), context),
+            buffer=_rounded(room, context),
+            greedy=temperature == 0,
+            top_k=top_k,
+            dtype=jnp.dtype(dtype),
+        )
+        settings = _Settings(
+            key=jax.random.key(seed),
+            temperature=jnp.float32(temperature or 1.0),
+            top_p=jnp.float32(top_p),
+            eos_id=jnp.int32(-1 if eos_id is None else eos_id),
+            limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
+        )
+        return cls(static, nnx.to_pure_dict(state), tokens_BT, lengths_B, settings)
+
+    def read(self) -> tuple[KvCache, jax.Array]:
+        """The cache after the prompts, and the logits [B, V] after each prompt's last token."""
+        return _prefill(self.static, self.params, self.tokens_BT, self.lengths_B)
+
+    def write(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """New tokens [B, G], and how many of them count in each row."""
+        return _write(self.static, self.params, cache, logits_BV, self.lengths_B, self.settings)
 
 
 class _Static(NamedTuple):

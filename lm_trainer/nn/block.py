@@ -52,14 +52,17 @@ class Block(nnx.Module):
         """
         inner, after_attention, after_mlp = (None,) * 3 if key is None else jax.random.split(key, 3)
         adapters = None if key is None else jax.random.fold_in(key, 3)
-        h_BSD = self.attention_pre_norm(x_BSD)
-        a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
-        a_BSD = checkpoint_name(a_BSD, "attention")
-        y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
-        h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
-        if isinstance(self.mlp, Moe):
-            m_BSD, stats = self.mlp(h_BSD, context.counted_BS)
-        else:
-            m_BSD, stats = self.mlp(h_BSD, key=adapters), None
-        m_BSD = checkpoint_name(m_BSD, "mlp")
-        return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache, stats
+        # The names are those that profiles and rooflines show.
+        with jax.named_scope("attention"):
+            h_BSD = self.attention_pre_norm(x_BSD)
+            a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
+            a_BSD = checkpoint_name(a_BSD, "attention")
+            y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
+        with jax.named_scope("mlp"):
+            h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
+            if isinstance(self.mlp, Moe):
+                m_BSD, stats = self.mlp(h_BSD, context.counted_BS)
+            else:
+                m_BSD, stats = self.mlp(h_BSD, key=adapters), None
+            m_BSD = checkpoint_name(m_BSD, "mlp")
+            return y_BSD + dropout(self.mlp_post_norm(m_BSD), self.dropout, after_mlp), cache, stats

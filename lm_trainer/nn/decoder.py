@@ -32,6 +32,7 @@ class Embedding(nnx.Module):
         self.positions = init.normal(learned) if self.spec.learned_positions else None
         self.norm = make_norm(self.spec.norm, {"embed": spec.hidden_dim}, init=init)
 
+    @jax.named_scope("embedding")
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
         x_BSD = self.rows(tokens_BS)

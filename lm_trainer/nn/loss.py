@@ -110,6 +110,7 @@ def _nll(
     return (highest_C1 + jnp.log(sums_C1) - right_C1)[:, 0], e_CV, 1.0 / sums_C1, slopes_CV
 
 
+@jax.named_scope("loss")
 def _forward(
     h_ND: jax.Array,
     w_VD: jax.Array,
@@ -136,6 +137,7 @@ def _forward(
     return total, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), nll.reshape(-1)[:n])
 
 
+@jax.named_scope("loss")
 def _backward(
     block_size: int | None,
     softcap: float | None,

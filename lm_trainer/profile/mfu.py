@@ -5,13 +5,13 @@ A step and a chain of matrix products are timed in turn, so that a machine whose
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lm_trainer.profile.peaks import Peak, datasheet_peak
+from lm_trainer.profile.timing import Spread, si
 
 
 class Workload(Protocol):
@@ -59,25 +59,6 @@ class Probe(Protocol):
     def run(self) -> float:
         """Runs once and returns the seconds it took."""
         ...
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A sample of positive numbers in brief."""
-
-    median: float
-    lower_quartile: float
-    upper_quartile: float
-    minimum: float
-    maximum: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Needs one value at least."""
-        lower, median, upper = (
-            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
-        )
-        return cls(median, lower, upper, min(values), max(values))
 
 
 @dataclass(frozen=True)
@@ -129,7 +110,7 @@ class MfuReport:
             "samples": self.samples,
             "steps_per_sample": self.steps_per_sample,
             "warmup_steps": self.warmup,
-            "step_seconds": _spread(self.step_seconds),
+            "step_seconds": self.step_seconds.as_dict(),
             "tokens_per_second": self.tokens_per_second,
             "achieved_flops_per_second": self.achieved_flops,
             "datasheet": peak
@@ -141,9 +122,9 @@ class MfuReport:
             },
             "matmul": {
                 "size": self.matmul_size,
-                "flops_per_second": _spread(self.matmul_flops),
+                "flops_per_second": self.matmul_flops.as_dict(),
                 "fraction": self.matmul_fraction,
-                "paired_fraction": _spread(self.matmul_fractions),
+                "paired_fraction": self.matmul_fractions.as_dict(),
             },
         }
 
@@ -199,18 +180,17 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
         datasheet = f"n/a: no datasheet figure for {work.dtype} on {work.device_kind!r}"
     else:
         total = report.peak.flops * work.device_count
-        datasheet = f"{report.datasheet_fraction:.1%} of {_si(total)}FLOP/s in {report.peak.format}"
+        datasheet = f"{report.datasheet_fraction:.1%} of {si(total)}FLOP/s in {report.peak.format}"
     return [
         ("device", f"{work.device_count} x {work.device_kind}, computing in {work.dtype}"),
         ("model", f"{work.num_params:,} parameters, {work.flops_per_token:,.0f} FLOPs/token"),
-        ("step", f"{work.tokens_per_step:,.0f} tokens, {_si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
+        ("step", f"{work.tokens_per_step:,.0f} tokens, {si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
         ("timed", f"{report.samples} samples{grouped}, each beside a matrix product; {report.warmup} steps before"),
-        ("step time", f"{1000 * step.median:.1f} ms (quartiles {_ms(step.lower_quartile)}-{_ms(step.upper_quartile)}, "
-                      f"range {_ms(step.minimum)}-{_ms(step.maximum)})"),
-        ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {_si(report.achieved_flops)}FLOP/s"),
+        ("step time", step.milliseconds()),
+        ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {si(report.achieved_flops)}FLOP/s"),
         ("of datasheet peak (MFU)", datasheet),
-        ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {_si(matmul.median)}FLOP/s "
-                                    f"(best {_si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
+        ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {si(matmul.median)}FLOP/s "
+                                    f"(best {si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
         ("same, sample by sample", f"median {paired.median:.1%}, quartiles {paired.lower_quartile:.1%}-"
                                    f"{paired.upper_quartile:.1%}"),
     ]  # fmt: skip
@@ -221,19 +201,3 @@ def _time(run_step: Callable[[], None], steps: int) -> float:
     for _ in range(steps):
         run_step()
     return (time.perf_counter() - started) / steps
-
-
-def _spread(spread: Spread) -> dict[str, float]:
-    return dict(vars(spread))
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f}"
-
-
-def _si(value: float) -> str:
-    """`1.23 T`: three digits and a prefix."""
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "

@@ -1,12 +1,14 @@
-"""`lmt bench mfu` on a configuration that takes a moment."""
+"""`lmt bench` on a configuration that takes a moment."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.cli.conftest import Lmt, refused
 from tests.conftest import RunLmt
 
@@ -49,6 +51,96 @@ def test_the_table_says_what_is_not_known_and_nothing_is_written(run_lmt: RunLmt
     assert "n/a: no datasheet figure for float32 on 'cpu'" in result.stdout
     assert "of measured matmul peak" in result.stdout
     assert list(config.parent.iterdir()) == [config]
+
+
+def measured(run_lmt: RunLmt, what: str, *arguments: str | Path) -> dict[str, Any]:
+    result = run_lmt("bench", what, *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_roofline_counts_the_products_of_the_model(run_lmt: RunLmt, config: Path, tmp_path: Path):
+    wide = [
+        "model.hidden_dim=64",
+        "model.gradient_checkpointing=false",
+        "--steps",
+        "2",
+        "--roofline",
+        "--trace",
+        str(tmp_path / "trace"),
+    ]
+    # A program that was compiled elsewhere would bring the names of its parts from there.
+    fresh = [f"trainer.jax_compilation_cache_dir={tmp_path}/cache"]
+    found = measured(run_lmt, "mfu", config, *wide, *fresh, *options)
+    roofline = found["roofline"]
+    flops = roofline["gradients_per_step"] * sum(part["flops"] for part in roofline["parts"])
+    assert flops == pytest.approx(found["flops_per_token"] * found["tokens_per_step"], rel=0.03)
+    assert {"attention, forward", "attention, backward", "mlp, forward", "mlp, backward", "loss, forward"} <= {
+        part["name"] for part in roofline["parts"]
+    }
+    least = roofline["gradients_per_step"] * sum(part["seconds"] for part in roofline["parts"])
+    assert roofline["least_step_seconds"] == pytest.approx(least)
+    assert list((tmp_path / "trace").glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_data_are_loaded_as_training_loads_them(run_lmt: RunLmt, config: Path):
+    found = measured(run_lmt, "data", config, "--batches", "4", "--repeats", "2")
+    assert found["tokens_per_batch"] == 8 * 32
+    assert found["tokens_per_second"] == pytest.approx(8 * 32 / found["batch_seconds"]["median"])
+    waiting = found["waiting_fraction"]
+    assert 0 <= waiting["minimum"] <= waiting["median"] <= waiting["maximum"] < 1
+    assert found["step_seconds"]["minimum"] > 0
+
+
+def test_writing_reads_all_weights_for_each_token(run_lmt: RunLmt, config: Path):
+    found = measured(run_lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
+    parameters = found["num_params"]
+    assert parameters == 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
+    assert found["bytes_read_per_token"] == 4 * (parameters + 2 * 24 * 2 * 16)
+    assert found["prefill_tokens_per_second"] == pytest.approx(2 * 8 / found["prefill_seconds"]["median"])
+    assert found["copy_bytes_per_second"]["median"] > 0
+
+
+def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
+    deep = ["model.num_layers=6", "model.scan_layers=true", "model.gradient_checkpointing=false"]
+    found = measured(run_lmt, "memory", config, *deep, "--repeats", "1")
+    temporary = {name: entry["temporary_bytes"] for name, entry in found["gradient"].items()}
+    assert temporary["gradient_checkpointing: recompute"] < temporary["as configured"] / 2
+    assert "gradient_checkpointing: save_all" not in temporary, "that is what is configured"
+    held = found["bytes_per_device"]
+    # Adam has two moments for each parameter, and some counts.
+    assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
+
+
+def test_checkpoints_are_measured_and_removed(run_lmt: RunLmt, config: Path):
+    found = measured(run_lmt, "checkpoint", config, "--repeats", "1", "--steps", "2")
+    held = measured(run_lmt, "memory", config, "--repeats", "1")["bytes_per_device"]
+    assert found["bytes"] == held["parameters"] + held["optimizer"]
+    assert found["finished_seconds"]["median"] >= found["blocked_seconds"]["median"] > 0
+    assert list(config.parent.iterdir()) == [config]
+
+
+def test_the_second_start_finds_what_the_first_compiled(run_lmt: RunLmt, config: Path):
+    found = measured(run_lmt, "compile", config, "--repeats", "1")
+    assert found["cache_bytes"] > 0
+    for kind in ("cold", "warm"):
+        phases = {phase: found[kind][phase]["median"] for phase in ("imports", "compile", "initialise", "first_step")}
+        assert 0 < sum(phases.values()) <= found[kind]["total"]["median"] * 1.01
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["decode", "--prompt", "30", "--new", "3"], ["--prompt 30", "33 tokens", "32"]),
+        (["compile", "trainer.train_batch_size=12"], ["12"]),
+        (["data", "data.train_urls=nothing.txt"], ["nothing.txt"]),
+        (["checkpoint", "--steps", "0"], ["--steps"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_what_cannot_be_measured_is_refused(lmt: Lmt, config: Path, command: list[str], words: list[str]):
+    what, *arguments = command
+    refused(lmt("bench", what, config, *arguments), *words)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from lm_trainer.profile.matmul import MatmulProbe
-from lm_trainer.profile.mfu import Spread, measure, table
+from lm_trainer.profile.mfu import measure, table
+from lm_trainer.profile.timing import Spread
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A configuration's training step on made-up tokens: what `lmt bench` times and `--dry-run` describes."""
+"""A configuration's training step on made-up tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import numpy as np
 
 from lm_trainer.adapters import describe_size, training_flops
 from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.runtime import configure_jax
+from lm_trainer.lanes import Executable
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.pretrained import find_start, settled
 from lm_trainer.profile.flops import flops_per_token, parameter_count
@@ -37,6 +39,10 @@ class BenchSession:
     dtype: str
     """Of the matrix products."""
     num_params: int
+    gradient: Executable
+    """The program that computes the gradient of a microbatch, or, where that is one program, of the step."""
+    gradients_per_step: int
+    """How often each device runs it in a step."""
     _program: Program
     _state: TrainState
     _batch: Any
@@ -55,11 +61,11 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
-    program, vocab_size = _plan(config := settled(config, "bench"))
+    program, vocab_size = plan_bench(config := settled(config, "bench"))
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size)
-    program.step.compile(batch)
+    gradient = program.step.compile(batch)
     devices = program.placement.mesh.devices
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
@@ -68,11 +74,19 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         device_count=devices.size,
         dtype=trainer.mp.compute,
         num_params=parameter_count(spec),
+        gradient=gradient,
+        gradients_per_step=_gradients(trainer, program),
         _program=program,
         _state=program.init(),
         _batch=program.step.put(batch),
         _learning_rate=config.learning_rate(),
     )
+
+
+def _gradients(trainer: TrainerConfig, program: Program) -> int:
+    if trainer.determinism == "fast":
+        return 1
+    return program.step.plans.at(0).per_shard(program.placement.mesh)
 
 
 def random_batch(rows: int, seq_len: int, vocab_size: int) -> Batch:
@@ -97,7 +111,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     run = run_id(config, name)
     start = find_start(config, run)
     config = config if start is None else start.config
-    program, vocab_size = _plan(config, None if start is None else start.vocab_size)
+    program, vocab_size = plan_bench(config, None if start is None else start.vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     flops = training_flops(flops_per_token(spec, seq_len), program.model)
@@ -112,7 +126,13 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     ]
 
 
-def _plan(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
+def plan_bench(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
+    """The program of a configuration, and the vocabulary that it was planned with: that of the tokenizer where its
+    section tells, else that of GPT-2, since a tokenizer may be out of reach and is not needed.
+
+    Raises:
+        UserError: when the devices or the sharding rules do not fit.
+    """
     configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
     check_devices(config.trainer)
     usual = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY

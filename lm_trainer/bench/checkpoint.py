@@ -1,0 +1,140 @@
+"""How long checkpoints of a run take, what they cost a step, and what the disk could do."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from lm_trainer.bench.session import plan_bench, random_batch
+from lm_trainer.checkpoint.store import CheckpointStore
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.files import make_writable
+from lm_trainer.pretrained import settled
+from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
+from lm_trainer.resume import save_state, saved_arrays
+
+
+def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:
+    """Saves the state of a run into a directory of its own beside the run's checkpoints, which is removed at the end.
+
+    In turn: `steps` training steps alone; as many with a save before the first; a plain write of as many bytes.
+
+    Raises:
+        UserError: as `plan_bench`, or when the directory cannot be written.
+    """
+    base = Path(config.trainer.checkpointer.base_path)
+    existed = base.exists()
+    make_writable(base, "trainer.checkpointer.base_path")
+    with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
+        store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
+        with closing(store):
+            run = _Run(settled(config, "bench"), store, steps)
+            write = _writer(Path(directory) / "plain", run.num_bytes)
+            for warm in (run.train, run.save_and_train, write):
+                warm()
+            run.blocked.clear()
+            run.finished.clear()
+            found = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
+            restores = [timed(run.restore) for _ in range(repeats)]
+    if not existed:
+        _remove_empty(base)
+    return _report(run, found, restores)
+
+
+class _Run:
+    """A run that trains, saves and restores on command."""
+
+    def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
+        self._program, vocab_size = plan_bench(config)
+        step = self._program.step
+        batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size)
+        step.compile(batch)
+        self._placed, self._state, self._store, self.steps = step.put(batch), self._program.init(), store, steps
+        arrays = saved_arrays(self._state, self._program)
+        self.num_bytes = sum(x.nbytes for x in arrays.values())
+        self._like = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in arrays.items()}
+        self.blocked: list[float] = []
+        """Seconds of each save that training stood still."""
+        self.finished: list[float] = []
+        """Seconds from the start of each save until all of it was on disk."""
+
+    def train(self) -> float:
+        """Seconds of some steps, each of which is waited for."""
+        started = time.perf_counter()
+        for _ in range(self.steps):
+            self._state, metrics = self._program.step(self._state, self._placed, 1e-4)
+            jax.block_until_ready(metrics)
+        return time.perf_counter() - started
+
+    def save_and_train(self) -> float:
+        """Seconds of a save and the steps after it; returns when all is on disk, which is not counted."""
+        started = time.perf_counter()
+        save_state(self._store, self._state, self._program, {})
+        self.blocked.append(time.perf_counter() - started)
+        seconds = self.blocked[-1] + self.train()
+        self._store.wait()
+        self.finished.append(time.perf_counter() - started)
+        return seconds
+
+    def restore(self) -> None:
+        """Reads and verifies the newest checkpoint."""
+        restored = self._store.restore(self._like)
+        assert restored is not None, "it was saved before"
+        jax.block_until_ready(restored.arrays)
+
+
+def _writer(path: Path, count: int) -> Callable[[], float]:
+    content = np.random.default_rng(0).bytes(count)
+
+    def write() -> float:
+        started = time.perf_counter()
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return time.perf_counter() - started
+
+    return write
+
+
+def _remove_empty(directory: Path) -> None:
+    while not any(directory.iterdir()):
+        directory.rmdir()
+        directory = directory.parent
+
+
+def _report(run: _Run, found: dict[str, list[float]], restores: list[float]) -> Measured:
+    count, steps = run.num_bytes, run.steps
+    spreads = {
+        "step": Spread.of([seconds / steps for seconds in found["alone"]]),
+        "blocked": Spread.of(run.blocked),
+        "cost": Spread.of([b - a for a, b in zip(found["alone"], found["saving"], strict=True)]),
+        "finished": Spread.of(run.finished),
+        "restore": Spread.of(restores),
+        "plain_write": Spread.of(found["write"]),
+    }
+    values = {
+        "bytes": count,
+        "steps_beside_a_save": steps,
+        "samples": len(restores),
+        **{f"{name}_seconds": spread.as_dict() for name, spread in spreads.items()},
+    }
+    rate = si(count / spreads["plain_write"].median)
+    table = [
+        ("checkpoint", f"{count / 2**20:,.1f} MiB of arrays"),
+        ("timed", f"{steps} steps alone, {steps} beside a save, and a plain write in turn; {len(restores)} of each"),
+        ("step alone", spreads["step"].milliseconds()),
+        ("save: the run waits", spreads["blocked"].milliseconds()),
+        ("save: costs in all", f"{spreads['cost'].milliseconds()}, copies, threads and disk over {steps} steps"),
+        ("save: on disk after", spreads["finished"].milliseconds()),
+        ("restore, verified", f"{spreads['restore'].milliseconds()}, {si(count / spreads['restore'].median)}B/s"),
+        ("plain write", f"{spreads['plain_write'].milliseconds()}, {rate}B/s, flushed to the disk"),
+    ]
+    return Measured(table, values)

@@ -1,0 +1,108 @@
+"""How fast the data of a run are loaded, and how long its steps wait for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import jax
+
+from lm_trainer.bench.session import plan_bench
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.data import open_data
+from lm_trainer.data.pipeline import Data
+from lm_trainer.pretrained import settled
+from lm_trainer.profile.timing import Measured, Spread, si
+from lm_trainer.program import Program
+
+_AHEAD = 8
+"""Batches before and after those that are timed: at both ends as many lie ready that threads have read ahead."""
+
+
+def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
+    """Loads batches as fast as they come, and then as fast as training steps take them, in turn.
+
+    What is not tokenised yet is tokenised first, into the cache that training uses.
+
+    Raises:
+        UserError: for missing or damaged data, or as `plan_bench`.
+    """
+    config = settled(config, "bench")
+    data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
+    with closing(data):
+        program, _ = plan_bench(config, data.tokenizer.vocab_size)
+        tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
+        wall, cpu, waits, steps = [], [], [], []
+        train = _trainer(program)
+        for turn in range(repeats):
+            # Each turn reads other rows, since those of the turn before are in memory.
+            start = turn * (batches + 2 * _AHEAD)
+            seconds, work = _load(_batches(config, data, program, start, batches), batches)
+            wall.append(seconds / batches)
+            cpu.append(work / batches)
+            for waited, whole in train(_batches(config, data, program, start, batches), batches):
+                waits.append(waited / whole)
+                steps.append(whole)
+    loading, work, share, step = Spread.of(wall), Spread.of(cpu), Spread.of(waits), Spread.of(steps)
+    values = {
+        "tokens_per_batch": tokens,
+        "batches": batches,
+        "samples": repeats,
+        "batch_seconds": loading.as_dict(),
+        "batch_cpu_seconds": work.as_dict(),
+        "tokens_per_second": tokens / loading.median,
+        "tokens_per_cpu_second": tokens / work.median,
+        "step_seconds": step.as_dict(),
+        "waiting_fraction": share.as_dict(),
+    }
+    rate, worth = si(values["tokens_per_second"]), si(values["tokens_per_cpu_second"])
+    table = [
+        ("batch", f"{tokens:,} tokens; {repeats} x {batches} batches loaded, and trained on, in turn"),
+        ("loaded alone in", f"{loading.milliseconds()}, {rate}tokens/s"),
+        ("CPU time for it", f"{work.milliseconds()}, {worth}tokens per CPU-second"),
+        ("a step takes", step.milliseconds()),
+        ("of which it waits", f"{share.median:.2%} (quartiles {share.lower_quartile:.2%}-{share.upper_quartile:.2%})"),
+    ]
+    return Measured(table, values)
+
+
+def _batches(config: RunConfig, data: Data, program: Program, first: int, count: int) -> Iterator[Batch]:
+    plans = {plan.batch_size: plan for plan in program.step.plans.values}
+    return iter(
+        data.train(
+            config.trainer.batch_schedule,
+            rows=lambda batch_size: program.step.devices.local_rows(plans[batch_size]),
+            first_step=first,
+            num_steps=count + 2 * _AHEAD,
+        )
+    )
+
+
+def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
+    """Seconds, and seconds of all threads, for `count` batches."""
+    for _ in range(_AHEAD):
+        next(batches)
+    started, used = time.perf_counter(), time.process_time()
+    for _ in range(count):
+        next(batches)
+    return time.perf_counter() - started, time.process_time() - used
+
+
+def _trainer(program: Program) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
+    """A function that trains on batches, and tells of each the seconds that it waited for it, and took in all."""
+    state = program.init()
+
+    def step(batches: Iterator[Batch]) -> tuple[float, float]:
+        nonlocal state
+        started = time.perf_counter()
+        batch = next(batches)
+        waited = time.perf_counter() - started
+        if not program.step.compiled(0):
+            program.step.compile(batch)
+        state, metrics = program.step(state, program.step.put(batch), 1e-4)
+        jax.block_until_ready(metrics)
+        return waited, time.perf_counter() - started
+
+    return lambda batches, count: [step(batches) for _ in range(_AHEAD + count)][_AHEAD:]

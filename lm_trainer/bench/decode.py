@@ -1,0 +1,80 @@
+"""How fast a model writes text with its key-value cache, beside the rate at which its weights can be read at all."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from lm_trainer.bench.session import plan_bench
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.errors import UserError
+from lm_trainer.generate.engine import Prepared
+from lm_trainer.pretrained import settled
+from lm_trainer.profile.bandwidth import CopyProbe
+from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
+
+
+def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:
+    """Times reading `rows` prompts of `prompt` tokens, and writing `new` tokens to each, with random weights, in turn.
+
+    Raises:
+        UserError: when prompt and new tokens do not fit into the model's context, or as `plan_bench`.
+    """
+    program, vocab_size = plan_bench(config := settled(config, "bench"))
+    context = config.model.spec(vocab_size).num_positions
+    if prompt + new > context:
+        raise UserError(
+            f"--prompt {prompt} and --new {new} are {prompt + new} tokens, but the model's context has {context}; "
+            f"make one of them smaller"
+        )
+    params = jax.jit(program.model.init, device=jax.local_devices()[0])()
+    dtype = config.trainer.mp.compute_dtype
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    model = program.model.merge(params)
+    prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
+
+    call = Prepared.make(model, prompts, max_new_tokens=new, temperature=0, dtype=dtype)
+    after = jax.block_until_ready(call.read())
+    probe = CopyProbe(jax.local_devices()[0])
+    runs = {
+        "read": lambda: timed(lambda: jax.block_until_ready(call.read())),
+        "write": lambda: timed(lambda: jax.block_until_ready(call.write(*after))),
+        "copy": lambda: probe.num_bytes / probe.run(),
+    }
+    for once in runs.values():
+        once()
+    found = interleaved(runs, repeats)
+    first, token = Spread.of(found["read"]), Spread.of([seconds / new for seconds in found["write"]])
+    bandwidth = Spread.of(found["copy"])
+    read = float(sum(x.nbytes for x in jax.tree.leaves(params)) + _cache_bytes(config, vocab_size, rows, prompt + new))
+    fraction = read / token.median / bandwidth.median
+    values = {
+        "num_params": sum(x.size for x in jax.tree.leaves(params)),
+        "rows": rows,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "dtype": config.trainer.mp.compute,
+        "prefill_seconds": first.as_dict(),
+        "prefill_tokens_per_second": rows * prompt / first.median,
+        "seconds_per_token": token.as_dict(),
+        "tokens_per_second": rows / token.median,
+        "bytes_read_per_token": read,
+        "copy_bytes_per_second": bandwidth.as_dict(),
+        "bandwidth_fraction": fraction,
+        "samples": repeats,
+    }
+    table = [
+        ("device", f"1 x {jax.local_devices()[0].device_kind}, computing in {config.trainer.mp.compute}"),
+        ("work", f"{rows} x {prompt} tokens read, {rows} x {new} written, without sampling; {repeats} samples"),
+        ("prompt", f"{first.milliseconds()}, {values['prefill_tokens_per_second']:,.0f} tokens/s"),
+        ("each token", f"{token.milliseconds()}, {values['tokens_per_second']:,.0f} tokens/s in all rows"),
+        ("reads for it", f"{si(read)}B of weights and cache, {si(read / token.median)}B/s"),
+        ("of measured bandwidth", f"{fraction:.1%} of {si(bandwidth.median)}B/s (a plain copy)"),
+    ]
+    return Measured(table, values)
+
+
+def _cache_bytes(config: RunConfig, vocab_size: int, rows: int, length: int) -> int:
+    """Keys and values of all layers when `length` tokens are cached."""
+    width = sum(2 * b.attention.kv_heads * b.attention.head_dim for b in config.model.spec(vocab_size).blocks)
+    return rows * length * width * config.trainer.mp.compute_dtype.itemsize

@@ -1,0 +1,119 @@
+"""What a training step holds on a device, and what gradient checkpointing and blocks of the loss save of it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from lm_trainer.bench.session import plan_bench, random_batch
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.batch import Batch
+from lm_trainer.pretrained import settled
+from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
+from lm_trainer.program import Program
+from lm_trainer.train_state import TrainState
+
+POLICIES = ("save_all", "dots", "dots_no_batch", "recompute")
+BLOCKS = (None, 1024, 512)
+
+
+def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
+    """Compiles the gradient once for each way to save memory, reads XLA's analysis, and times all of them in turn.
+
+    Raises:
+        UserError: as `plan_bench`.
+    """
+    program, vocab_size = plan_bench(config := settled(config, "bench"))
+    rows, seq_len = program.step.local_rows(), config.model.seq_len
+    batch = random_batch(len(rows), seq_len, vocab_size)
+    state = program.init()
+    plan = program.step.plans.at(0)
+    variants = dict(_variants(config, plan.rows * seq_len))
+    programs = {name: plan_bench(variant, vocab_size)[0] for name, variant in variants.items()}
+    temporary = {name: _temporary(other, batch) for name, other in programs.items()}
+    runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
+    for run in runs.values():
+        run()
+    seconds = {name: Spread.of(values) for name, values in interleaved(runs, repeats).items()}
+    held = _held(state)
+    values = {
+        "bytes_per_device": held,
+        "microbatch_rows": plan.rows,
+        "seq_len": seq_len,
+        "gradient": {
+            name: {"temporary_bytes": temporary[name], "seconds": spread.as_dict()} for name, spread in seconds.items()
+        },
+        "peak_bytes": _peak(),
+    }
+    width = max(map(len, seconds))
+    table = [
+        ("parameters", f"{mebibytes(held['parameters'])} on each device"),
+        ("optimizer", f"{mebibytes(held['optimizer'])} on each device"),
+        ("microbatch", f"{plan.rows} rows of {seq_len} tokens"),
+        *(
+            (f"gradient, {name:<{width}}", f"{_or_unknown(temporary[name]):>12} beside it, {spread.milliseconds()}")
+            for name, spread in seconds.items()
+        ),
+        (
+            "peak",
+            f"{mebibytes(_peak())}, {'of a device' if _device_peak() else 'of the process, with all of the above'}",
+        ),
+    ]
+    return Measured(table, values)
+
+
+def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
+    """By what is set: the configuration as it is, and with one setting changed. A microbatch has so many tokens."""
+    model = config.model
+    yield "as configured", config
+    for policy in POLICIES:
+        changed = model.model_copy(update={"gradient_checkpointing": policy})
+        if changed.remat != model.remat:
+            yield f"gradient_checkpointing: {policy}", config.model_copy(update={"model": changed})
+    for block in BLOCKS:
+        if block != model.cross_entropy_block_size and (block or 0) < tokens:
+            changed = model.model_copy(update={"cross_entropy_block_size": block})
+            name = f"cross_entropy_block_size: {'null' if block is None else block}"
+            yield name, config.model_copy(update={"model": changed})
+
+
+def _gradient(program: Program, state: TrainState, batch: Batch) -> Callable[[], float]:
+    """A function that computes the gradient of a whole batch and returns how many seconds it took."""
+    placed = program.step.put(batch)
+    return lambda: timed(lambda: jax.block_until_ready(program.step.gradient(state, placed)))
+
+
+def _temporary(program: Program, batch: Batch) -> int | None:
+    """Bytes that the gradient of a microbatch needs beside what it is given and what it returns."""
+    memory = program.step.compile(batch).memory()
+    return None if memory is None else memory.temp_size_in_bytes
+
+
+def _held(state: TrainState) -> dict[str, int]:
+    """Bytes at rest on the device that holds most."""
+    parts = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
+    return {name: max(_by_device(tree).values(), default=0) for name, tree in parts.items()}
+
+
+def _by_device(tree: Any) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return found
+
+
+def _device_peak() -> int | None:
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max((s["peak_bytes_in_use"] for s in stats if s), default=None)
+
+
+def _peak() -> int:
+    return _device_peak() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _or_unknown(count: int | None) -> str:
+    return "unknown" if count is None else mebibytes(count)

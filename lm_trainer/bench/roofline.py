@@ -1,0 +1,57 @@
+"""The roofline of a training step: which parts of the gradient are bound by products, and which by memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from lm_trainer.bench.session import BenchSession
+from lm_trainer.profile.bandwidth import CopyProbe
+from lm_trainer.profile.mfu import MfuReport
+from lm_trainer.profile.roofline import Bound, bounds, operations
+from lm_trainer.profile.timing import Measured, Spread, si
+
+PARTS = ("embedding", "attention", "mlp", "loss")
+"""The scopes that `lm_trainer.nn` names."""
+_COPIES, _LARGEST = 5, 8
+
+
+def roofline(session: BenchSession, report: MfuReport) -> Measured:
+    """The least time of the gradient's operations, with the limits measured: the product of `report`, and a copy."""
+    probe = CopyProbe(jax.devices()[0])
+    bandwidth = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)]).median
+    flops = report.matmul_flops.median / session.device_count
+    found = operations(session.gradient.hlo(), PARTS)
+
+    def by(what: str) -> list[Bound]:
+        return bounds(found, flops_per_second=flops, bytes_per_second=bandwidth, by=what)
+
+    parts, largest = by("part"), by("name")[:_LARGEST]
+    whole = session.gradients_per_step * sum(part.seconds for part in parts)
+    heading = f"{'FLOPs':>9} {'bytes':>9} {'least ms':>9}  bound by"
+    table = [
+        ("least time of the step", f"{1e3 * whole:.1f} ms, {whole / report.step_seconds.median:.0%} of what it takes"),
+        ("limits", f"{si(flops)}FLOP/s (matrix product) and {si(bandwidth)}B/s (copy) on one device"),
+        (f"part ({session.gradients_per_step} x a step)", heading),
+        *((part.name, _row(part)) for part in parts),
+        ("largest operations", heading),
+        *((op.name, _row(op)) for op in largest),
+    ]
+    values = {
+        "least_step_seconds": whole,
+        "flops_per_second": flops,
+        "bytes_per_second": bandwidth,
+        "gradients_per_step": session.gradients_per_step,
+        "parts": [_values(part) for part in parts],
+        "largest_operations": [_values(op) for op in largest],
+    }
+    return Measured(table, values)
+
+
+def _row(bound: Bound) -> str:
+    return f"{si(bound.flops):>9} {si(bound.num_bytes):>8}B {1e3 * bound.seconds:>9.2f}  {bound.bound_by}"
+
+
+def _values(bound: Bound) -> dict[str, Any]:
+    return {**vars(bound), "seconds": bound.seconds, "bound_by": bound.bound_by}

@@ -1,0 +1,115 @@
+"""How long a run takes from nothing to its first finished step, without and with a filled compilation cache.
+
+Each start is a process of its own: `python -m lm_trainer.bench.start` reads a configuration on its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.errors import UserError
+from lm_trainer.profile.timing import Measured, Spread
+
+PHASES = {
+    "imports": "Python and its packages",
+    "compile": "tracing and compiling the gradient",
+    "initialise": "weights and optimizer state",
+    "first_step": "first step, with what is still to be compiled",
+    "total": "from the start of the process",
+}
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
+    """Starts with an empty cache and starts again with what that left there, in turn.
+
+    Raises:
+        UserError: when the configuration cannot start, with what it said.
+    """
+    found: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as cache:
+            trainer = config.trainer.model_copy(update={"jax_compilation_cache_dir": cache})
+            text = config.model_copy(update={"trainer": trainer}).model_dump_json()
+            for start in found.values():
+                start.append(_start(text))
+            size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
+    spreads = {
+        kind: {phase: Spread.of([start[phase] for start in starts]) for phase in PHASES}
+        for kind, starts in found.items()
+    }
+    programs = {kind: int(starts[-1]["programs"]) for kind, starts in found.items()}
+    values: dict[str, Any] = {
+        "samples": repeats,
+        "cache_bytes": size,
+        "programs_built": programs,
+        **{kind: {phase: spread.as_dict() for phase, spread in phases.items()} for kind, phases in spreads.items()},
+    }
+    names = {"cold": "empty cache", "warm": "second start"}
+    table = [
+        (f"{names[kind]}: {phase.replace('_', ' ')}", f"{spread.median:.2f} s ({PHASES[phase]})")
+        for kind, phases in spreads.items()
+        for phase, spread in phases.items()
+    ]
+    ratio = spreads["warm"]["total"].median / spreads["cold"]["total"].median
+    table += [
+        (
+            "programs",
+            f"{programs['cold']} compiled at the first start, {programs['warm']} read or compiled at the second",
+        ),
+        ("second start", f"takes {ratio:.0%} of the first; the cache holds {size / 2**20:.1f} MiB; {repeats} of each"),
+    ]
+    return Measured(table, values)
+
+
+def _start(config: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "lm_trainer.bench.start", repr(time.time())]
+    done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"the run cannot start: {(done.stderr.strip().splitlines() or ['no reason was given'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Starts once; prints the seconds of each phase as JSON."""
+    started = float(sys.argv[1])
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()
+    import jax
+
+    from lm_trainer.bench.session import plan_bench, random_batch
+
+    marks = {"imports": time.time() - started}
+    compiled: list[float] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, duration_secs, **_: compiled.append(duration_secs) if event == _COMPILED else None
+    )
+
+    def mark(phase: str, since: float) -> float:
+        marks[phase] = time.time() - since
+        return time.time()
+
+    config = RunConfig.model_validate_json(sys.stdin.read())
+    now = time.time()
+    program, vocab_size = plan_bench(config)
+    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size)
+    program.step.compile(batch)
+    now = mark("compile", now)
+    state = jax.block_until_ready(program.init())
+    now = mark("initialise", now)
+    jax.block_until_ready(program.step(state, program.step.put(batch), 1e-3))
+    mark("first_step", now)
+    mark("total", started)
+    sys.stdout.write(json.dumps({**marks, "programs": len(compiled)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

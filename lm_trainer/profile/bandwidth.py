@@ -1,0 +1,38 @@
+"""The bytes per second that a plain copy moves on this machine: what a memory-bound operation can be measured against.
+
+Shape letters: N elements.
+"""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+_CPU_BYTES, _ACCELERATOR_BYTES = 256 << 20, 2 << 30
+
+
+class CopyProbe:
+    """Reads an array and writes another of the same size, on one device.
+
+    Args:
+        device: which.
+        num_bytes: of the array; by default 256 MiB on a CPU, more than its caches hold, and 2 GiB on an accelerator.
+    """
+
+    def __init__(self, device: jax.Device, *, num_bytes: int | None = None):  # pyright: ignore[reportInvalidTypeForm]
+        size = num_bytes or (_CPU_BYTES if device.platform == "cpu" else _ACCELERATOR_BYTES)
+        self._x_N = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
+        # The result takes the place of the one before it: fresh pages would be measured otherwise.
+        self._copy = jax.jit(lambda x_N, old_N: x_N + old_N[0], donate_argnums=1)
+        self._y_N = self._copy(self._x_N, jnp.copy(self._x_N))
+        self.num_bytes = 2.0 * self._x_N.nbytes
+        """Read and written by one `run`."""
+        self.run()
+
+    def run(self) -> float:
+        """Seconds of one copy."""
+        started = time.perf_counter()
+        self._y_N = jax.block_until_ready(self._copy(self._x_N, self._y_N))
+        return time.perf_counter() - started

@@ -1,0 +1,225 @@
+"""Where the time of a compiled program must go at least: its operations against two limits of the device.
+
+The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
+An operation takes at least its FLOPs by the FLOP/s of a matrix product, and at least its bytes by the bytes per second
+of a copy. Which of the two is longer says what bounds it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_THROUGH = {"bitcast", "reshape", "copy", "convert", "transpose"}
+_OTHER = "other"
+
+
+class Operation(NamedTuple):
+    """One instruction of a program, over all of its runs."""
+
+    name: str
+    """As XLA calls it, with the shape of its result."""
+    part: str
+    """Of the model, and the pass: `attention, forward`."""
+    flops: float
+    """Of matrix products; a multiply-add counts as two. Elementwise work is not counted."""
+    num_bytes: float
+    """Read and written."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The least time of some operations."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    compute_seconds: float
+    """Of the operations that are bound by FLOPs."""
+    memory_seconds: float
+    """Of the operations that are bound by bytes."""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.memory_seconds
+
+    @property
+    def bound_by(self) -> str:
+        """What most of the time is bound by."""
+        return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
+
+
+def bounds(
+    operations: Iterable[Operation], *, flops_per_second: float, bytes_per_second: float, by: str
+) -> list[Bound]:
+    """The least times, longest first, added up over operations that agree in `by`: `name` or `part`."""
+    found: dict[str, list[float]] = {}
+    for op in operations:
+        sums = found.setdefault(getattr(op, by), [0.0] * 4)
+        compute, memory = op.flops / flops_per_second, op.num_bytes / bytes_per_second
+        sums[0] += op.flops
+        sums[1] += op.num_bytes
+        sums[2 if compute >= memory else 3] += max(compute, memory)
+    return sorted((Bound(name, *sums) for name, sums in found.items()), key=lambda bound: -bound.seconds)
+
+
+def operations(hlo: str, parts: Collection[str]) -> list[Operation]:
+    """What an optimised program does, instruction by instruction; the body of a loop counts for each of its turns.
+
+    Args:
+        hlo: the text of the program.
+        parts: names of `jax.named_scope` to tell apart; what stands in none of them is `other`.
+    """
+    program = _parse(hlo)
+    return list(_visit(program.entry, 1.0, program.computations, parts))
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    opcode: str
+    operands: list[str]
+    rest: str
+
+    @property
+    def size(self) -> float:
+        """Bytes of the result."""
+        return sum(_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(self.shape))
+
+    def called(self, *keys: str) -> list[str]:
+        """The computations that it names under `keys`."""
+        return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.rest)
+
+
+_Computation = dict[str, _Instruction]
+
+
+class _Program(NamedTuple):
+    entry: _Computation
+    computations: Mapping[str, _Computation]
+
+
+def _parse(hlo: str) -> _Program:
+    computations: dict[str, _Computation] = {}
+    current, entry = {}, {}
+    for line in hlo.splitlines():
+        if found := _COMPUTATION.match(line):
+            current = computations.setdefault(found[1], {})
+            entry = current if line.startswith("ENTRY") else entry
+        elif found := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = found.groups()
+            inside, after = _closing(rest)
+            operands = [part.split()[-1].lstrip("%") for part in _split(inside) if part.strip()]
+            current[name] = _Instruction(name, shape, opcode, operands, after)
+    return _Program(entry, computations)
+
+
+def _closing(text: str) -> tuple[str, str]:
+    """What stands before the parenthesis that closes an open one, and after it."""
+    depth = 1
+    for at, character in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth == 0:
+            return text[:at], text[at + 1 :]
+    return text, ""
+
+
+def _split(text: str) -> list[str]:
+    """At the commas that stand in no bracket."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _visit(
+    computation: _Computation, times: float, computations: Mapping[str, _Computation], parts: Collection[str]
+) -> Iterator[Operation]:
+    for op in computation.values():
+        if op.opcode == "while":
+            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', op.rest)
+            for body in op.called("body"):
+                yield from _visit(computations[body], times * (int(turns[1]) if turns else 1), computations, parts)
+        elif op.opcode in ("call", "conditional"):
+            for called in op.called("to_apply", "branch_computations", "true_computation", "false_computation"):
+                yield from _visit(computations[called], times, computations, parts)
+        elif op.opcode not in _FREE:
+            inner = [computations[called] for called in op.called("calls")]
+            flops = _flops(op, computation) + sum(_flops(i, c) for c in inner for i in c.values())
+            moved = _fused_bytes(op, inner[0]) if inner else _bytes_of(op, computation)
+            shape = re.sub(r"\{[^}]*\}", "", op.shape)
+            yield Operation(f"{_kind(op.name)} {shape}", _part(op.rest, parts), times * flops, times * moved)
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"(\.\d+)+$", "", name)
+
+
+def _part(rest: str, parts: Collection[str]) -> str:
+    found = re.search(r'op_name="([^"]*)"', rest)
+    path = found[1] if found else ""
+    part = next((name for name in re.findall(r"\w+", path) if name in parts), _OTHER)
+    return f"{part}, {'backward' if 'transpose(' in path else 'forward'}" if path else _OTHER
+
+
+def _flops(op: _Instruction, computation: _Computation) -> float:
+    """Of a matrix product: 2 x the elements of the result x what is summed over; 0 for anything else."""
+    summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
+    if summed is None or op.operands[0] not in computation:
+        return 0.0
+    left = _dims(computation[op.operands[0]].shape)
+    axes = [int(axis) for axis in summed[1].replace('"', "").split(",") if axis]
+    return 2.0 * math.prod(_dims(op.shape)) * math.prod(left[axis] for axis in axes)
+
+
+def _dims(shape: str) -> list[int]:
+    """Of the first array that a shape names."""
+    found = _ARRAY.search(shape)
+    return [int(d) for d in found[2].split(",") if d] if found else []
+
+
+def _bytes_of(op: _Instruction, computation: _Computation) -> float:
+    if op.opcode in _SLICES:
+        return 2 * op.size
+    if op.opcode == "dynamic-update-slice":
+        return 2 * computation[op.operands[1]].size
+    return op.size + sum(computation[name].size for name in op.operands if name in computation)
+
+
+def _fused_bytes(op: _Instruction, inside: _Computation) -> float:
+    """What a fusion reads and writes: of arrays that it only cuts slices from, or writes slices into, those alone."""
+    updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
+    into = {_origin(i.operands[0], inside) for i in updates}
+    written = sum(inside[i.operands[1]].size for i in updates) if updates else op.size
+    read = 0.0
+    for parameter in (i for i in inside.values() if i.opcode == "parameter"):
+        users = [i for i in inside.values() if parameter.name in i.operands]
+        if parameter.name in into:
+            continue
+        cut = bool(users) and all(i.opcode in _SLICES and i.operands[0] == parameter.name for i in users)
+        read += sum(i.size for i in users) if cut else parameter.size
+    return written + read
+
+
+def _origin(name: str, inside: _Computation) -> str:
+    """What an instruction passes on unchanged."""
+    while name in inside and inside[name].opcode in _THROUGH:
+        name = inside[name].operands[0]
+    return name
+
+
+def _bytes(dtype: str, dims: str) -> float:
+    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
+    return math.prod(int(d) for d in dims.split(",") if d) * bits / 8

@@ -1,0 +1,84 @@
+"""Times of things that are measured in turn, so that a machine whose speed drifts slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sample of positive numbers in brief."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Needs one value at least."""
+        lower, median, upper = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
+        )
+        return cls(median, lower, upper, min(values), max(values))
+
+    def as_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def milliseconds(self) -> str:
+        """Of seconds: `12.3 ms (quartiles 11.9-13.0, range 11.2-15.1)`."""
+        median, low, high, least, most = (f"{1e3 * value:.{1 if value < 10 else 0}f}" for value in vars(self).values())
+        return f"{median} ms (quartiles {low}-{high}, range {least}-{most})"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a bench command found."""
+
+    rows: list[tuple[str, str]]
+    """For people: what, and how much."""
+    values: dict[str, Any]
+    """For `--json`: plain values in SI units; names are stable."""
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], float]], repeats: int, *, on_turn: Callable[[int], object] = lambda _: None
+) -> dict[str, list[float]]:
+    """What each of `runs` returns, `repeats` times, in turns; every other turn goes backwards.
+
+    Args:
+        runs: name -> a function that measures once.
+        repeats: how often, at least once.
+        on_turn: called before each turn with its number, from 0.
+    """
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats):
+        on_turn(turn)
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            found[name].append(runs[name]())
+    return found
+
+
+def si(value: float) -> str:
+    """`1.23 T`: three digits and a prefix."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def mebibytes(count: float) -> str:
+    """`12.3 MiB`."""
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,71 @@
+"""What a program does at least, against a count by hand and XLA's own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lm_trainer.profile.roofline import Operation, bounds, operations
+
+N, M, TURNS = 256, 64, 20
+
+
+@jax.jit
+def program(x, stack):
+    with jax.named_scope("wide"):
+        x = jnp.tanh(x @ stack[0].T)
+
+    def body(carry, w):
+        with jax.named_scope("loop"):
+            return carry @ w, None
+
+    return jax.lax.scan(body, x, stack)[0]
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Operation]:
+    x, stack = jnp.ones((M, N)), jnp.ones((TURNS, N, N))
+    return operations(program.lower(x, stack).compile().as_text(), {"wide", "loop"})
+
+
+def test_products_are_counted_for_each_turn_of_a_loop(found):
+    one = 2 * M * N * N
+    by_part = {bound.name: bound for bound in bounds(found, flops_per_second=1, bytes_per_second=1e30, by="part")}
+    assert by_part["wide, forward"].flops == one
+    assert by_part["loop, forward"].flops == TURNS * one
+
+
+def test_a_loop_reads_each_slice_of_a_stack_and_not_the_whole_stack_each_time(found):
+    moved = sum(op.num_bytes for op in found)
+    weights, rows = N * N * 4, M * N * 4
+    least = (1 + TURNS) * (weights + 2 * rows)
+    assert least <= moved <= 3 * least < TURNS * TURNS * weights
+
+
+def test_the_backward_pass_is_told_apart():
+    def loss(w):
+        with jax.named_scope("wide"):
+            return jnp.sum(jnp.tanh(jnp.ones((M, N)) @ w) ** 2)
+
+    hlo = jax.jit(jax.grad(loss)).lower(jnp.ones((N, N))).compile().as_text() or ""
+    parts = {
+        bound.name for bound in bounds(operations(hlo, {"wide"}), flops_per_second=1, bytes_per_second=1, by="part")
+    }
+    assert {"wide, forward", "wide, backward"} <= parts
+
+
+def test_each_operation_is_bound_by_what_takes_it_longer():
+    ops = [
+        Operation("dot", "a", flops=100.0, num_bytes=10.0),
+        Operation("add", "a", flops=0.0, num_bytes=30.0),
+        Operation("add", "b", flops=0.0, num_bytes=2.0),
+    ]
+    a, b = bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="part")
+    assert (a.name, a.compute_seconds, a.memory_seconds, a.seconds, a.bound_by) == ("a", 50.0, 30.0, 80.0, "compute")
+    assert (b.name, b.seconds, b.bound_by) == ("b", 2.0, "memory")
+    by_name = bounds(ops, flops_per_second=2.0, bytes_per_second=1.0, by="name")
+    assert [(bound.name, bound.num_bytes, bound.bound_by) for bound in by_name] == [
+        ("dot", 10.0, "compute"),
+        ("add", 32.0, "memory"),
+    ]
