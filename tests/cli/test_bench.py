@@ -60,18 +60,11 @@ def measured(run_lmt: RunLmt, what: str, *arguments: str | Path) -> dict[str, An
 
 
 def test_the_roofline_counts_the_products_of_the_model(run_lmt: RunLmt, config: Path, tmp_path: Path):
-    wide = [
-        "model.hidden_dim=64",
-        "model.gradient_checkpointing=false",
-        "--steps",
-        "2",
-        "--roofline",
-        "--trace",
-        str(tmp_path / "trace"),
-    ]
+    settings = ["model.hidden_dim=64", "model.gradient_checkpointing=false"]
+    options = ["--steps", "2", "--roofline", "--trace", str(tmp_path / "trace")]
     # A program that was compiled elsewhere would bring the names of its parts from there.
     fresh = [f"trainer.jax_compilation_cache_dir={tmp_path}/cache"]
-    found = measured(run_lmt, "mfu", config, *wide, *fresh, *options)
+    found = measured(run_lmt, "mfu", config, *settings, *fresh, *options)
     roofline = found["roofline"]
     flops = roofline["gradients_per_step"] * sum(part["flops"] for part in roofline["parts"])
     assert flops == pytest.approx(found["flops_per_token"] * found["tokens_per_step"], rel=0.03)
