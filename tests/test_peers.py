@@ -61,10 +61,12 @@ def test_all_kinds_train_the_same(shape: str, tmp_path: Path) -> None:
     found = json.loads(measured.read_text())
     assert list(found["turns"]) == list(found["first_steps"]) == kinds
     assert found["missing"] == {}
-    expected = found["first_steps"]["lmt"]["losses"]
-    assert len(expected) == STEPS
+    expected = found["first_steps"]["lmt"]
+    assert len(expected["losses"]) == STEPS
     for kind in kinds:
-        assert found["first_steps"][kind]["losses"] == pytest.approx(expected, abs=2e-5), kind
+        # Another epsilon, activation or rule of weight decay moves them by 2e-5 and more.
+        assert found["first_steps"][kind]["losses"] == pytest.approx(expected["losses"], abs=3e-6), kind
+        assert found["first_steps"][kind]["norm"] == pytest.approx(expected["norm"], rel=2e-7), kind
         assert f"| {kind} |" in done.stdout
 
 

@@ -152,7 +152,7 @@ def make(shape: Shape, weights: Path) -> TwinTrainer:
     prefix = "transformer." if shape.family == "gpt2" else "model."
     params = {}
     for name, x in read_weights(weights).items():
-        # A Llama's matrices are kept as outputs by inputs; tables of embeddings are not matrices.
-        turned = shape.family == "llama" and decays(name, x.shape)
+        # A Llama's matrices are kept as outputs by inputs.
+        turned = name.endswith(("_proj.weight", "lm_head.weight")) and shape.family == "llama"
         params[name.removeprefix(prefix)] = jnp.array(x.T if turned else x)
     return TwinTrainer(shape, params)
