@@ -67,23 +67,7 @@ def measure(options: argparse.Namespace) -> Results:
         weights = Path(directory) / "weights.npz"
         write_weights(options.shape, weights)
         probe = stack.enter_context(Worker(MATMUL, options.shape, weights))
-        workers: dict[str, Worker] = {}
-        missing: dict[str, str] = {}
-        traces: dict[str, Trace] = {}
-        for kind in [REFERENCE, *(kind for kind in KINDS if kind in options.kinds and kind != REFERENCE)]:
-            if probe.device != "cpu" and kind.endswith("+alloc"):
-                missing[kind] = "lmt leaves the allocator alone where there is an accelerator"
-                continue
-            _tell(f"{kind}: starting, and {STEPS} steps to compare")
-            try:
-                worker = stack.enter_context(Worker(kind, options.shape, weights))
-            except Missing as package:
-                missing[kind] = f"{package} is not installed"
-                continue
-            if worker.device != probe.device:
-                raise UserError(f"{kind} runs on a {worker.device}, jax on a {probe.device}; leave it out by --kinds")
-            traces[kind] = Trace(worker.run(STEPS).loss, worker.settle())
-            workers[kind] = worker
+        workers, traces, missing = start_workers(options.shape, options.kinds, probe, weights, stack)
         if problems := disagreements(traces, REFERENCE, FLOAT32 if probe.device == "cpu" else BFLOAT16):
             raise UserError("not all kinds train the same, so no times are shown:\n" + "\n".join(problems))
         turns, products, others = take_turns(workers, probe, options.turns, options.steps)
@@ -101,6 +85,34 @@ def measure(options: argparse.Namespace) -> Results:
             others=others,
             load=before,
         )
+
+
+def start_workers(
+    shape: str, kinds: Sequence[str], probe: Worker, weights: Path, stack: contextlib.ExitStack
+) -> tuple[dict[str, Worker], dict[str, Trace], dict[str, str]]:
+    """One worker after the other, its first steps done; what these gave; and the kinds that are left out, and why.
+
+    Raises:
+        UserError: when a worker fails, or runs on another kind of device than `probe`.
+    """
+    workers: dict[str, Worker] = {}
+    traces: dict[str, Trace] = {}
+    missing: dict[str, str] = {}
+    for kind in [REFERENCE, *(kind for kind in KINDS if kind in kinds and kind != REFERENCE)]:
+        if probe.device != "cpu" and kind.endswith("+alloc"):
+            missing[kind] = "lmt leaves the allocator alone where there is an accelerator"
+            continue
+        _tell(f"{kind}: starting, and {STEPS} steps to compare")
+        try:
+            worker = stack.enter_context(Worker(kind, shape, weights))
+        except Missing as package:
+            missing[kind] = f"{package} is not installed"
+            continue
+        if worker.device != probe.device:
+            raise UserError(f"{kind} runs on a {worker.device}, jax on a {probe.device}; leave it out by --kinds")
+        traces[kind] = Trace(worker.run(STEPS).loss, worker.settle())
+        workers[kind] = worker
+    return workers, traces, missing
 
 
 def write_weights(shape: str, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.agreement import STEPS, Trace, furthest
 from benchmarks.peers.kinds import KINDS
-from benchmarks.peers.process import Steps
+from benchmarks.peers.process import Steps, environment
 from benchmarks.peers.shapes import Shape
 from benchmarks.setting import setting, table
 
@@ -100,10 +100,10 @@ def _caption(results: Results) -> Iterator[str]:
     turns = len(next(iter(results.turns.values())))
     each = len(next(iter(results.turns.values()))[0].wall)
     yield (
-        f"{turns} turns of {each} step{'s' if each > 1 else ''} of each kind, each in a process of its own, one after "
-        f"the other, in reversed order every other turn. All start from the same weights and read the same batches; "
-        f"in the first {STEPS} steps no loss is further than {furthest(results.traces, REFERENCE):.1e} from that of "
-        f"`{REFERENCE}`."
+        f"{_count(turns, 'turn')} of {_count(each, 'step')} of each kind, each in a process of its own, one after the "
+        f"other, in reversed order every other turn. All start from the same weights and read the same batches; in "
+        f"the first {STEPS} steps no loss is further than {furthest(results.traces, REFERENCE):.1e} from that of "
+        f"`{REFERENCE}`. OMP_WAIT_POLICY is {environment()['OMP_WAIT_POLICY'].lower()}."
     )
     rate = statistics.median(results.products)
     yield (
@@ -148,6 +148,10 @@ def _ratio_table(results: Results, bases: Sequence[str], times: Mapping[str, Seq
 
 def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ones, others, strict=True))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
