@@ -15,8 +15,19 @@ def setting(*packages: str) -> str:
     return f"{_processor()}, {cores} cores; Python {platform.python_version()}, {versions}; commit {_commit()}."
 
 
-def load() -> str:
-    return f"Other work on the machine: a load of {os.getloadavg()[0]:.1f} at the end."
+def load(when: str = "at the end") -> str:
+    return f"Other work on the machine: a load of {os.getloadavg()[0]:.1f} {when}."
+
+
+def busy_seconds() -> float | None:
+    """CPU seconds of all processes and of the system since it started; None where the system does not tell."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+    except OSError:
+        return None
+    # user, nice, system, idle, iowait, irq, softirq, steal
+    user, nice, system, _, _, irq, softirq, steal = map(int, first.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

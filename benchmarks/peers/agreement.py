@@ -1,0 +1,55 @@
+"""Whether all kinds train the same: equal losses and equal weights after the first steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+STEPS = 4
+"""The steps that are compared, each on another batch."""
+
+
+class Trace(NamedTuple):
+    """The first steps of one kind."""
+
+    losses: Sequence[float]
+    norm: float
+    """Of all weights after them."""
+
+
+class Tolerance(NamedTuple):
+    loss: float
+    """Nats."""
+    norm: float
+    """Relative. Losses hardly feel a missing weight decay in a few steps; the norm of the weights does."""
+
+
+# Rounding alone parts the losses of a large vocabulary by 2e-5. Tests compare small shapes more closely.
+FLOAT32, BFLOAT16 = Tolerance(2e-4, 2e-6), Tolerance(3e-2, 1e-4)
+
+
+def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
+    """What differs from `reference` by more than `tolerance`, in words; nothing where all kinds train the same."""
+    expected, found = traces[reference], []
+    for name, trace in traces.items():
+        if len(trace.losses) != len(expected.losses):
+            found.append(f"{name} did {len(trace.losses)} steps, {reference} {len(expected.losses)}")
+            continue
+        for step, (loss, other) in enumerate(zip(trace.losses, expected.losses, strict=True), start=1):
+            # A NaN is further away than any tolerance.
+            if not abs(loss - other) <= tolerance.loss:
+                found.append(f"{name}: the loss of step {step} is {loss:.6f}, that of {reference} {other:.6f}")
+                break
+        if not math.isclose(trace.norm, expected.norm, rel_tol=tolerance.norm):
+            found.append(
+                f"{name}: the norm of the weights after {len(trace.losses)} steps is {trace.norm:.6f}, that of "
+                f"{reference} {expected.norm:.6f}"
+            )
+    return found
+
+
+def furthest(traces: Mapping[str, Trace], reference: str) -> float:
+    """The largest difference of a loss from that of `reference`, in nats."""
+    expected = traces[reference].losses
+    return max(abs(a - b) for trace in traces.values() for a, b in zip(trace.losses, expected, strict=True))

@@ -1,0 +1,82 @@
+"""Who trains: every kind by name, and what each offers to the process that it runs in."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.peers.shapes import Shape
+from lm_trainer.core.runtime import prepare_process
+
+MATMUL = "matmul"
+"""Not a kind that trains: the matrix product whose rate the others are measured against."""
+
+
+class Trainer(Protocol):
+    """A model, its optimizer and the batches, all on the device."""
+
+    facts: Mapping[str, float]
+    """What the driver wants to know of it, by name."""
+    device: str
+    """`cpu` or `gpu`."""
+
+    def step(self, index: int) -> float:
+        """Trains on a batch; returns its loss before the update once the update is there."""
+        ...
+
+    def norm(self) -> float:
+        """The Euclidean norm of all weights together."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to make a trainer."""
+
+    module: str
+    """Of this package; its `make(shape, weights, **options)` makes one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepares: bool = False
+    """Whether the allocator gets the settings that `lmt` gives it on a CPU."""
+    torch: bool = False
+
+
+KINDS = {
+    "lmt": Kind("lmt_step", {"determinism": "elastic"}, prepares=True),
+    "lmt fast": Kind("lmt_step", {"determinism": "fast"}, prepares=True),
+    "jax twin": Kind("jax_twin", prepares=True),
+    "torch eager": Kind("torch_step", torch=True),
+    "torch compile": Kind("torch_step", {"compiled": True}, torch=True),
+    "torch eager+alloc": Kind("torch_step", prepares=True, torch=True),
+    "torch compile+alloc": Kind("torch_step", {"compiled": True}, prepares=True, torch=True),
+    "transformers": Kind("torch_step", {"transformers": True}, torch=True),
+}
+
+
+def make(name: str, shape: Shape, weights: Path) -> Trainer:
+    """The trainer of a kind, or the matrix product, in this process; call it before jax and torch are imported.
+
+    Args:
+        name: of the kind.
+        shape: what is trained.
+        weights: the file of initial weights, by their names in transformers.
+
+    Raises:
+        ModuleNotFoundError: when a package is not installed.
+    """
+    kind = Kind("matmul_step", prepares=True) if name == MATMUL else KINDS[name]
+    if kind.prepares:
+        prepare_process()
+    module = importlib.import_module(f"benchmarks.peers.{kind.module}")
+    return module.make(shape, weights, **kind.options)
+
+
+def read_weights(path: Path) -> dict[str, np.ndarray]:
+    """float32 arrays by their names in transformers."""
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}

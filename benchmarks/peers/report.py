@@ -1,0 +1,161 @@
+"""The results of a run as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.peers.agreement import STEPS, Trace, furthest
+from benchmarks.peers.kinds import KINDS
+from benchmarks.peers.process import Steps, environment
+from benchmarks.peers.shapes import Shape
+from benchmarks.setting import setting, table
+
+REFERENCE = "lmt"
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one run measured."""
+
+    shape: Shape
+    device: str
+    command: str
+    turns: Mapping[str, Sequence[Steps]]
+    """By kind, one entry for each turn."""
+    products: Sequence[float]
+    """Operations a second of the matrix product, in each turn."""
+    traces: Mapping[str, Trace]
+    flops_per_token: float
+    parameters: int
+    missing: Mapping[str, str]
+    """Kinds that were left out, and why."""
+    others: float | None
+    """CPU seconds a second that other processes used during the turns; None where the system does not tell."""
+    load: str
+    """What the machine did before the run."""
+
+    def wall(self, kind: str) -> list[float]:
+        """Seconds of a step, in each turn."""
+        return [statistics.mean(steps.wall) for steps in self.turns[kind]]
+
+    def cpu(self, kind: str) -> list[float]:
+        """CPU seconds of a step, in each turn."""
+        return [statistics.mean(steps.cpu) for steps in self.turns[kind]]
+
+    def idle_share(self) -> float:
+        """CPU seconds of the waiting processes for each one of those that worked."""
+        turns = [steps for found in self.turns.values() for steps in found]
+        return sum(steps.idle for steps in turns) / sum(sum(steps.cpu) for steps in turns)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, raw."""
+        return {
+            "command": self.command,
+            "setting": setting(*PACKAGES),
+            "load": self.load,
+            "shape": vars(self.shape),
+            "device": self.device,
+            "parameters": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "turns": {kind: [steps._asdict() for steps in found] for kind, found in self.turns.items()},
+            "matmul_flops_per_second": list(self.products),
+            "first_steps": {kind: trace._asdict() for kind, trace in self.traces.items()},
+            "missing": dict(self.missing),
+            "cpu_seconds_a_second_of_others": self.others,
+        }
+
+
+def report(results: Results) -> Iterator[str]:
+    """The lines of the report."""
+    yield "# One training step of lmt and its peers"
+    yield ""
+    yield from _caption(results)
+    yield ""
+    yield _steps_table(results)
+    bases = [kind for kind in results.turns if KINDS[kind].torch]
+    if bases:
+        yield ""
+        yield "A step's time by that of a step of the kind in the column, median over the turns:"
+        yield ""
+        yield _ratio_table(results, bases, {kind: results.wall(kind) for kind in results.turns})
+        if results.device == "cpu":
+            yield ""
+            yield "The same by CPU seconds, of all threads together:"
+            yield ""
+            yield _ratio_table(results, bases, {kind: results.cpu(kind) for kind in results.turns})
+
+
+def _caption(results: Results) -> Iterator[str]:
+    shape = results.shape
+    precision = "float32" if results.device == "cpu" else "bfloat16 products, float32 weights"
+    yield f"`{results.command}`: {setting(*PACKAGES)}"
+    yield (
+        f"{shape.describe()}; {results.parameters / 1e6:.1f} M parameters, {precision}, AdamW, no dropout, nothing "
+        f"recomputed. `lmt` cuts the rows into {shape.elastic_shards} microbatches, `lmt fast` does not."
+    )
+    turns = len(next(iter(results.turns.values())))
+    each = len(next(iter(results.turns.values()))[0].wall)
+    yield (
+        f"{_count(turns, 'turn')} of {_count(each, 'step')} of each kind, each in a process of its own, one after the "
+        f"other, in reversed order every other turn. All start from the same weights and read the same batches; in "
+        f"the first {STEPS} steps no loss is further than {furthest(results.traces, REFERENCE):.1e} from that of "
+        f"`{REFERENCE}`. OMP_WAIT_POLICY is {environment()['OMP_WAIT_POLICY'].lower()}."
+    )
+    rate = statistics.median(results.products)
+    yield (
+        f"A product of large matrices in XLA reached {rate / 1e9:,.1f} GFLOP/s in the same turns; the column of its "
+        f"share counts {results.flops_per_token / 1e6:,.1f} MFLOP for a token, forward and backward."
+    )
+    others = "" if results.others is None else f" Other processes used {results.others:.2f} cores during the turns,"
+    waiting = f"{100 * results.idle_share():.2f} % of what the working one used."
+    yield f"{results.load}{others or ' During the turns'} {'and ' if others else ''}the waiting workers {waiting}"
+    for kind, why in results.missing.items():
+        yield f"`{kind}` was left out: {why}."
+
+
+def _steps_table(results: Results) -> str:
+    shape, rate = results.shape, statistics.median(results.products)
+    work = results.flops_per_token * shape.tokens
+    rows = []
+    for kind, turns in results.turns.items():
+        wall, cpu = results.wall(kind), results.cpu(kind)
+        median, cpu_median = statistics.median(wall), statistics.median(cpu)
+        low, high = _quartiles(wall)
+        rows.append(
+            [
+                kind,
+                f"{1e3 * median:,.1f}",
+                f"{1e3 * low:,.1f} to {1e3 * high:,.1f}",
+                f"{shape.tokens / median:,.0f}",
+                f"{cpu_median:.3f}",
+                f"{shape.tokens / cpu_median:,.0f}",
+                f"{100 * work / median / rate:.0f} %",
+                f"{max(steps.peak for steps in turns) / 2**20:,.0f}",
+            ]
+        )
+    heads = ["kind", "ms a step", "quartiles", "tokens/s", "CPU s a step", "tokens per CPU s", "of the product's rate"]
+    return table([*heads, "peak MiB"], rows)
+
+
+def _ratio_table(results: Results, bases: Sequence[str], times: Mapping[str, Sequence[float]]) -> str:
+    rows = [[kind, *(f"{_ratio(times[kind], times[base]):.2f}" for base in bases)] for kind in results.turns]
+    return table(["kind", *(f"/ {base}" for base in bases)], rows)
+
+
+def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ones, others, strict=True))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high

@@ -1,0 +1,92 @@
+"""What is trained: the workloads by name, their batches, and the optimizer that all kinds use.
+
+Shape letters: B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+NORM_EPSILON = 1e-5
+ROPE_THETA = 10_000.0
+BATCHES = 4
+"""How many batches there are; step i takes batch i modulo this."""
+
+_EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight")
+_SHARDS = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One workload."""
+
+    family: Literal["gpt2", "llama"]
+    layers: int
+    width: int
+    heads: int
+    seq_len: int
+    rows: int
+    vocab: int
+    kv_heads: int = 0
+    """Of a Llama."""
+    mlp_width: int = 0
+    """Of a Llama; a GPT-2's is four times its width."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.seq_len
+
+    @property
+    def elastic_shards(self) -> int:
+        """The microbatches of `lmt`: as many as by default, or where there are fewer rows, one for each."""
+        return min(_SHARDS, self.rows)
+
+    @property
+    def init_std(self) -> float:
+        """Of the initial weights: so large that every part of the model moves the loss from the first step on."""
+        return self.width**-0.5
+
+    def describe(self) -> str:
+        family = {"gpt2": "GPT-2", "llama": "Llama"}[self.family]
+        groups = f", {self.kv_heads} of keys and values, an MLP of {self.mlp_width}" if self.family == "llama" else ""
+        return (
+            f"{family} of {self.layers} layers, width {self.width}, {self.heads} heads{groups}, a vocabulary of "
+            f"{self.vocab:,}; {self.rows} rows of {self.seq_len} tokens"
+        )
+
+
+SHAPES = {
+    "tiny": Shape("gpt2", 2, 64, 2, seq_len=32, rows=8, vocab=256),
+    "llama-tiny": Shape("llama", 2, 64, 4, seq_len=32, rows=8, vocab=256, kv_heads=2, mlp_width=128),
+    "nano": Shape("gpt2", 4, 128, 4, seq_len=128, rows=32, vocab=256),
+    "30m": Shape("gpt2", 6, 384, 6, seq_len=256, rows=4, vocab=50_304),
+    "llama-30m": Shape("llama", 6, 384, 6, seq_len=256, rows=4, vocab=50_304, kv_heads=2, mlp_width=1024),
+    "124m": Shape("gpt2", 12, 768, 12, seq_len=512, rows=2, vocab=50_304),
+    "124m-gpu": Shape("gpt2", 12, 768, 12, seq_len=1024, rows=16, vocab=50_304),
+    "llama-1b": Shape("llama", 16, 2048, 32, seq_len=2048, rows=8, vocab=50_304, kv_heads=8, mlp_width=8192),
+}
+
+
+def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and targets of all batches, int32 [B, S]; small numbers are drawn more often, so there is something to
+    learn.
+    """
+    generator = np.random.default_rng(0)
+    drawn = generator.random((BATCHES, shape.rows, shape.seq_len + 1))
+    tokens = (shape.vocab * drawn**3).astype(np.int32)
+    return [(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])) for rows in tokens]
+
+
+def decays(name: str, dims: Sequence[int]) -> bool:
+    """Whether a weight decays, by its name in transformers: matrices do, but no tables of embeddings."""
+    return len(dims) == 2 and not name.endswith(_EMBEDDINGS)

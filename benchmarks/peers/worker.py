@@ -1,0 +1,76 @@
+"""One kind in a process of its own: `python -m benchmarks.peers.worker KIND SHAPE WEIGHTS`.
+
+It says in one line of JSON that it is ready, then answers each line of its standard input by one: `run N` trains N
+steps, `settle` tells the norm of the weights and forgets how much memory compilation took. It ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.kinds import make
+from benchmarks.peers.shapes import SHAPES
+
+
+def main() -> None:
+    name, shape, weights = sys.argv[1:]
+    # Libraries print to the standard output, too; answers go where it was, and the rest to the errors.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**answer: Any) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        trainer = make(name, SHAPES[shape], Path(weights))
+    except ModuleNotFoundError as error:
+        say(missing=error.name)
+        return
+    say(device=trainer.device, facts=dict(trainer.facts))
+    done, rested = 0, time.process_time()
+    for line in sys.stdin:
+        woken = time.process_time()
+        command, *rest = line.split()
+        if command == "settle":
+            say(norm=trainer.norm())
+            forget_peak()
+        else:
+            count = int(rest[0])
+            steps = [timed(trainer, done + i) for i in range(count)]
+            done += count
+            wall, cpu, loss = (list(x) for x in zip(*steps, strict=True))
+            say(wall=wall, cpu=cpu, loss=loss, idle=woken - rested, peak=peak_bytes())
+        rested = time.process_time()
+
+
+def timed(trainer: Any, index: int) -> tuple[float, float, float]:
+    """Seconds by the clock, seconds of all threads of this process, and the loss."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    loss = trainer.step(index)
+    return time.perf_counter() - wall, time.process_time() - cpu, loss
+
+
+def forget_peak() -> None:
+    """Starts the count of the largest memory anew, where the system can; elsewhere it counts from the start."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main()
