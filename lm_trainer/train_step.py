@@ -24,7 +24,7 @@ from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.averaging import AveragingConfig
-from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
+from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, abstract_state
 from lm_trainer.update import Metrics, compile_update
 
 LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -93,6 +93,14 @@ class Step(Protocol):
         """The programs of a step by name, to be looked at; arguments as for `compile`."""
         ...
 
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """Those of a step whose memory grows with the rows that are computed at once; arguments as for `compile`."""
+        ...
+
+    def state_programs(self) -> dict[str, Executable]:
+        """Those of a step whose memory does not depend on the rows, in the order in which they run."""
+        ...
+
     def gradient(self, state: TrainState, batch: Any) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
         ...
@@ -152,12 +160,42 @@ class TrainStep:
 
     def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
         """What runs before the update: `gather` where parameters are cut at rest, `lane`, and `reduction`."""
-        gather = self.devices.gathering(self._shapes)
-        return {
-            **({} if gather is None else {"gather": gather}),
-            "lane": self.compile(batch, step),
-            "reduction": self._gradient.reduction(self._shapes, ("loss", "weight")),
+        return {**self._gathering(), "lane": self.compile(batch, step), "reduction": self._reduction()}
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """`lane`, and `curvature` where the optimizer takes an estimate: the same for any number of batch shards."""
+        found = {"lane": self.compile(batch, step)}
+        if self._curvature is not None:
+            found["curvature"] = self._curvature.compile(self._shapes, batch, self.plans.at(step)).program
+        return found
+
+    def state_programs(self) -> dict[str, Executable]:
+        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, and `average` where
+        weights are averaged."""
+        averaged = self._rule.averaging is not None
+        state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
+        everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
+        scalars = dict.fromkeys(("loss", "weight", "squares", "learning_rate"), scalar)
+        # Gradients and estimates have the shapes of the parameters, and lie as they do.
+        grads, curvature = state.params, None if self._curvature is None else state.params
+        found = {
+            **self._gathering(),
+            "reduction": self._reduction(),
+            "norm": Executable.make(self._norm, grads),
+            **self._update.programs(state.params, state.opt_state, grads, curvature, scalars),
         }
+        if averaged:
+            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
+            found["average"] = Executable.make(self._average, *moved)
+        return found
+
+    def _gathering(self) -> dict[str, Executable]:
+        gather = self.devices.gathering(self._shapes)
+        return {} if gather is None else {"gather": gather}
+
+    def _reduction(self) -> Executable:
+        return self._gradient.reduction(self._shapes, ("loss", "weight"))
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
