@@ -170,8 +170,7 @@ class TrainStep:
         return found
 
     def state_programs(self) -> dict[str, Executable]:
-        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, and `average` where
-        weights are averaged."""
+        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, `average` if any."""
         averaged = self._rule.averaging is not None
         state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
         everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())

@@ -106,8 +106,8 @@ def state_bytes(program: Program) -> dict[str, int]:
 class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
-    The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are compiled
-    for one batch shard (`determinism: elastic`, where the lane is the same on every mesh), or for all (`fast`).
+    The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are
+    compiled for one batch shard (`determinism: elastic`, where the lane is the same on every mesh), or for all (`fast`).
 
     Args:
         config: of the run, with a whole model section.
@@ -119,7 +119,7 @@ class StepMemory:
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any]):
-        self._config, self._vocab_size, self._devices = config, vocab_size, devices
+        self.config, self._vocab_size, self._devices = config, vocab_size, devices
         self.program = build_program(config, vocab_size, devices)
         self.state = state_bytes(self.program)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
@@ -139,18 +139,22 @@ class StepMemory:
             mesh = self.program.placement.mesh
             devices = devices[: mesh.devices.size // batch_shards(mesh)]
             trainer |= {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1}
-        config = self._config.model_copy(update={"trainer": self._config.trainer.model_copy(update=trainer)})
+        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         step = build_program(config, self._vocab_size, devices).step
         largest = max(range(len(step.plans.values)), key=lambda i: _weight(step.plans.values[i]))
         compiled = step.batch_programs(self._batch, step.plans.starts[largest])
         return {name: ProgramBytes.of(program) for name, program in compiled.items()}
 
-    def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
-        """The memory of a step with these programs, which `compile(rows)` gave."""
-        trainer = self._config.trainer
+    def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
+        """The batch that takes most memory, of those that the run has over its steps; `rows` as for `compile`."""
+        trainer = self.config.trainer
         if rows is not None:
             trainer = trainer.model_copy(update={"per_device_parallelism": rows})
-        plan = max(trainer.microbatches().values, key=_weight)
+        return max(trainer.microbatches().values, key=_weight)
+
+    def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
+        """The memory of a step with these programs, which `compile(rows)` gave."""
+        plan = self.largest_step(rows)
         per_shard = plan.per_shard(self.program.placement.mesh)
         batch = per_shard * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
@@ -187,9 +191,7 @@ class StepMemory:
             phases.append(Phase("update: scatter", {**inside, **added}))
             after = scatter.outputs
         if (average := fixed.get("average")) is not None:
-            phases.append(
-                Phase("average", {**held, "new state": after + average.new, "temporary": average.temporary})
-            )
+            phases.append(Phase("average", {**held, "new state": after + average.new, "temporary": average.temporary}))
         return phases
 
     def _fast_phases(
