@@ -29,8 +29,9 @@ from benchmarks.setting import setting, table
 
 _ADAM = {"type": "adam", "learning_rate": 1e-3}
 _GPT2 = {"type": "gpt2", "seq_len": 128, "hidden_dim": 128, "num_layers": 4, "num_heads": 4}
-_DEEP = {"type": "gpt2", "seq_len": 256, "hidden_dim": 256, "num_layers": 12, "num_heads": 4, "scan_layers": True}
-_LLAMA = {"type": "llama", "seq_len": 128, "hidden_dim": 256, "intermediate_dim": 704, "num_layers": 4, "num_heads": 4}
+_DEEP = {"type": "gpt2", "seq_len": 128, "hidden_dim": 256, "num_layers": 12, "num_heads": 4, "scan_layers": True}
+_HEADS = {"num_heads": 4, "num_kv_heads": 2}
+_LLAMA = {"type": "llama", "seq_len": 128, "hidden_dim": 256, "intermediate_dim": 704, "num_layers": 4, **_HEADS}
 SHAPES: dict[str, dict[str, Any]] = {
     "GPT-2 nano": {"model": {**_GPT2, "gradient_checkpointing": False}, "trainer": {"train_batch_size": 32}},
     "GPT-2, 12 layers, scan and remat": {
@@ -88,6 +89,9 @@ class _AheadOfTime:
 
     def __init__(self, jitted: Any):
         self._jitted, self._compiled = jitted, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
 
     def __call__(self, *args: Any) -> Any:
         import jax

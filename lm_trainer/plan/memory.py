@@ -107,7 +107,7 @@ class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
     The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are
-    compiled for one batch shard (`determinism: elastic`, where the lane is the same on every mesh), or for all (`fast`).
+    compiled for one batch shard with `determinism: elastic`, where the lane is the same on every mesh, else for all.
 
     Args:
         config: of the run, with a whole model section.

@@ -10,6 +10,7 @@ from lm_trainer.adapters import training_flops
 from lm_trainer.bench import usual_vocabulary
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.mesh import batch_shards
 from lm_trainer.nn.attend import choose_backend
 from lm_trainer.nn.kernel import Site
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
@@ -130,6 +131,10 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         )
     limit = budget(group.kind, assumptions.memory)
     vocab_size = assumptions.vocab_size or usual_vocabulary(config)
+    kernel = _kernel(config, vocab_size, device_platform(group.kind))
+    if kernel is not None:
+        # The devices in whose place XLA plans may not have it.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"attn_backend": "auto"})})
     memory = StepMemory(config, vocab_size, devices)
     plan, mesh, spec = memory.largest_step(), memory.program.placement.mesh, config.model.spec(vocab_size)
     compiled = memory.compile()
@@ -141,6 +146,9 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         steps=steps,
         tokens=schedule.rows_before(steps) * config.model.seq_len,
     )
+    rows, microbatches = plan.rows, plan.count
+    if trainer.determinism == "fast" and trainer.per_device_parallelism == -1:
+        rows, microbatches = rows * plan.per_shard(mesh), batch_shards(mesh)
     return RunPlan(
         devices=group,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
@@ -148,14 +156,14 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         num_params=parameter_count(spec),
         vocab_size=vocab_size,
         dtype=trainer.mp.compute,
-        rows=plan.rows,
-        microbatches=plan.count,
+        rows=rows,
+        microbatches=microbatches,
         memory=memory.plan(compiled),
         budget=limit,
-        fit=None if limit is None else find_largest(memory, limit.bytes, {plan.rows: compiled}),
+        fit=None if limit is None else find_largest(memory, limit.bytes, {rows: compiled}),
         work=work,
         time=_time(work, group, trainer.mp.compute, assumptions),
-        kernel=_kernel(config, vocab_size, device_platform(group.kind)),
+        kernel=kernel,
     )
 
 
