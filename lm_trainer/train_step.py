@@ -175,7 +175,7 @@ class TrainStep:
         state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
         everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
-        scalars = dict.fromkeys(("loss", "weight", "squares", "learning_rate"), scalar)
+        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
         # Gradients and estimates have the shapes of the parameters, and lie as they do.
         grads, curvature = state.params, None if self._curvature is None else state.params
         found = {

@@ -25,6 +25,7 @@ from tests.conftest import RunLmt
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1}
 LLAMA = {"type": "llama", "seq_len": 32, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 1, **HEADS}
+FAST = {"train_batch_size": 8, "determinism": "fast", "per_device_parallelism": 2}
 CONFIG = """
 model: {type: gpt2, seq_len: 32, hidden_dim: 64, num_layers: 1, num_heads: 2}
 data: {tokenizer: bytes}
@@ -56,7 +57,7 @@ def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
 @pytest.fixture(scope="module")
 def memory() -> StepMemory:
     """Of a step on two devices that share the state."""
-    return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 16}}), VOCAB, jax.devices()[:2])
+    return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2])
 
 
 def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
@@ -65,8 +66,7 @@ def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
 
 
 def test_the_peak_of_one_program_for_all_is_too():
-    trainer = {"train_batch_size": 8, "determinism": "fast", "per_device_parallelism": 2}
-    config, places = config_of({"model": LLAMA, "trainer": trainer}), jax.devices()[:2]
+    config, places = config_of({"model": LLAMA, "trainer": FAST}), jax.devices()[:2]
     memory = StepMemory(config, VOCAB, places)
     predicted = memory.plan(memory.compile()).peak.bytes
     assert predicted == pytest.approx(measure_live(config, places), rel=0.1)
@@ -76,10 +76,10 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(memory: StepMemory, 
     compiled = functools.cache(memory.compile)
     monkeypatch.setattr(memory, "compile", compiled)
     sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
-    assert sizes == [1, 2, 4, 8]
+    assert sizes == [1, 2, 4]
     peaks = {rows: memory.plan(compiled(rows), rows).peak.bytes for rows in sizes}
     assert len(set(peaks.values())) == len(sizes)
-    for limit in (max(peaks.values()), (peaks[4] + peaks[8]) // 2, peaks[4], min(peaks.values()) - 1):
+    for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
         found = find_largest(memory, limit)
         assert found.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
         if found.rows is not None:
@@ -87,8 +87,9 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(memory: StepMemory, 
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
 
-def test_the_table_says_what_is_not_known(memory: StepMemory):
-    text = "\n".join(lines(plan_run(memory.config, DeviceGroup(2, "cpu"), jax.devices()[:2], Assumptions())))
+def test_the_table_says_what_is_not_known():
+    config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
+    text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
     assert "n/a: how much memory 'cpu' has is not known; give --memory" in text
     assert "n/a: no datasheet figure for float32 on 'cpu'" in text
     assert "XLA's plan for a CPU" in text
@@ -148,7 +149,6 @@ def test_other_amounts_of_memory_are_refused(text: str):
     [
         (["--devices", "8xH10"], ["unknown device 'H10'", "did you mean 'H100'"]),
         (["--devices", "16xH100"], ["16 devices along the data axes cannot share 8 microbatches"]),
-        (["--devices", "4xH100", "trainer.max_devices=2"], ["trainer.max_devices", "idle"]),
     ],
 )
 def test_what_does_not_fit_is_refused(run_lmt: RunLmt, config: Path, arguments: list[str], words: list[str]):
@@ -158,9 +158,16 @@ def test_what_does_not_fit_is_refused(run_lmt: RunLmt, config: Path, arguments: 
     assert "Traceback" not in done.stderr
 
 
+def test_devices_that_the_run_would_leave_idle_are_refused():
+    config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, "max_devices": 2}})
+    with pytest.raises(UserError, match="idle"):
+        plan_run(config, DeviceGroup(4, "cpu"), jax.devices()[:4], Assumptions())
+
+
 def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: Path):
     options = ("--devices", "2xH100", "--mfu", "0.5", "--price", "3", "--vocab-size", "300", "--json")
-    done = run_lmt("plan", config, *options, "trainer.mp=bfloat16", "model.attn_backend=cudnn")
+    settings = ("trainer.mp=bfloat16", "trainer.determinism=fast", "model.attn_backend=cudnn")
+    done = run_lmt("plan", config, *options, *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     memory, work, time = found["memory"], found["work"], found["time"]
