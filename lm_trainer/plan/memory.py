@@ -158,28 +158,33 @@ class StepMemory:
         per_shard = plan.per_shard(self.program.placement.mesh)
         batch = per_shard * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
-        phases = self._elastic_phases if self._elastic else self._fast_phases
-        return MemoryPlan(self.state, tuple(phases(held, programs, per_shard)))
+        if self._elastic:
+            return MemoryPlan(self.state, tuple(self._elastic_phases(held, programs, most_held(per_shard))))
+        return MemoryPlan(self.state, tuple(self._fast_phases(held, programs)))
 
     def _elastic_phases(
-        self, held: dict[str, int], programs: Mapping[str, ProgramBytes], per_shard: int
+        self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes], trees: int
     ) -> Sequence[Phase]:
-        """Follows `TrainStep.__call__`: what each program finds, and what it adds."""
+        """Follows `TrainStep.__call__`: what each program finds, and what it adds.
+
+        `trees` is how many results of microbatches exist at once.
+        """
         fixed, phases = self._state_programs, []
         if (gather := fixed.get("gather")) is not None:
             held = {**held, "gathered parameters": gather.outputs}
             phases.append(Phase("gather", {**held, "temporary": gather.temporary}))
-        trees, reduction = most_held(per_shard), fixed["reduction"]
+        reduction = fixed["reduction"]
         for name, lane in programs.items():
-            sums = {"gradients" if name == "lane" else "estimates": trees * lane.outputs}
-            phases.append(Phase(_CALLED[name], _added(held, {**sums, "temporary": lane.temporary})))
-            sums = {next(iter(sums)): reduction.arguments + reduction.new}
-            phases.append(Phase("reduction", _added(held, {**sums, "temporary": reduction.temporary})))
-            held = _added(held, {next(iter(sums)): reduction.outputs})
+            phase, sums = _SUMMED[name]
+            phases.append(Phase(phase, {**held, sums: trees * lane.outputs, "temporary": lane.temporary}))
+            both = reduction.arguments + reduction.new
+            phases.append(Phase("reduction", {**held, sums: both, "temporary": reduction.temporary}))
+            held = {**held, sums: reduction.outputs}
         phases.append(Phase("norm", {**held, "temporary": fixed["norm"].temporary}))
         return [*phases, *self._update_phases(held)]
 
-    def _update_phases(self, held: dict[str, int]) -> Sequence[Phase]:
+    def _update_phases(self, held: Mapping[str, int]) -> Sequence[Phase]:
+        """Where the update is not cut, its arguments live twice until its results are cut again."""
         fixed, phases = self._state_programs, []
         whole, update, after = fixed.get("update_gather"), fixed["update"], 0
         if whole is not None:
@@ -194,11 +199,8 @@ class StepMemory:
             phases.append(Phase("average", {**held, "new state": after + average.new, "temporary": average.temporary}))
         return phases
 
-    def _fast_phases(
-        self, held: dict[str, int], programs: Mapping[str, ProgramBytes], per_shard: int
-    ) -> Sequence[Phase]:
+    def _fast_phases(self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes]) -> Sequence[Phase]:
         """Follows `GlobalStep.__call__`; its programs hold whatever they gather and add up."""
-        del per_shard
         phases = []
         if (estimate := programs.get("curvature")) is not None:
             phases.append(Phase("curvature", {**held, "estimates": estimate.outputs, "temporary": estimate.temporary}))
@@ -210,11 +212,8 @@ class StepMemory:
         return phases
 
 
-_CALLED = {"lane": "microbatch", "curvature": "curvature"}
-
-
-def _added(held: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    return {name: held.get(name, 0) + more.get(name, 0) for name in (*held, *(n for n in more if n not in held))}
+_SUMMED = {"lane": ("microbatch", "gradients"), "curvature": ("curvature", "estimates")}
+"""For each program that runs once for a microbatch: its phase, and what is summed."""
 
 
 def _weight(plan: MicrobatchPlan) -> tuple[int, int]:

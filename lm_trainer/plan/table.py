@@ -18,6 +18,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
     width = max(len(name) for name, _ in rows)
     yield from (f"{name:<{width}}  {value}" for name, value in rows)
     yield f"note: {_CAVEAT}"
+    if plan.dtype != "float32":
+        yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
         yield (
             f"note: on {plan.devices.kind} attention is computed by {plan.kernel}, which keeps no scores. The plan "
