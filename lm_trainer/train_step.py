@@ -207,11 +207,7 @@ class TrainStep:
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
         """One step on a batch placed by `put`."""
-        on_groups = self._on_groups(state)
-        scalars, grads = self._gradient(on_groups, batch, state.step)
-        curvature = None
-        if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
-            curvature = self._curvature(on_groups, batch, state.step).tree
+        (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         before = None if observer is None else observer.before(state)
         scalars = {**scalars, "squares": in_turn(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
@@ -219,6 +215,14 @@ class TrainStep:
         if observer is not None:
             observer.after(before, grads, scalars["weight"], done)
         return done, metrics
+
+    def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
+        # Whole parameters live as long as this function: the update finds their memory free.
+        on_groups = self._on_groups(state)
+        sums = self._gradient(on_groups, batch, state.step)
+        if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
+            return sums, None
+        return sums, self._curvature(on_groups, batch, state.step).tree
 
     def _averaged(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:

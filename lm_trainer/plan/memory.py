@@ -169,9 +169,9 @@ class StepMemory:
 
         `trees` is how many results of microbatches exist at once.
         """
-        fixed, phases = self._state_programs, []
+        fixed, phases, gathered = self._state_programs, [], "gathered parameters"
         if (gather := fixed.get("gather")) is not None:
-            held = {**held, "gathered parameters": gather.outputs}
+            held = {**held, gathered: gather.outputs}
             phases.append(Phase("gather", {**held, "temporary": gather.temporary}))
         reduction = fixed["reduction"]
         for name, lane in programs.items():
@@ -180,6 +180,7 @@ class StepMemory:
             both = reduction.arguments + reduction.new
             phases.append(Phase("reduction", {**held, sums: both, "temporary": reduction.temporary}))
             held = {**held, sums: reduction.outputs}
+        held = {name: size for name, size in held.items() if name != gathered}
         phases.append(Phase("norm", {**held, "temporary": fixed["norm"].temporary}))
         return [*phases, *self._update_phases(held)]
 
