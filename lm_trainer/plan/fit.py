@@ -16,6 +16,9 @@ from lm_trainer.plan.memory import ProgramBytes, StepMemory
 
 Programs = Mapping[str, ProgramBytes]
 
+_TOO_HIGH = 1.1
+"""An estimate from other sizes is at most this many times the truth."""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -71,8 +74,11 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
         known |= {rows: memory.compile(rows) for rows in ask}
         peaks = {rows: memory.plan(_estimate(known, rows), rows).peak.bytes for rows in sizes}
         best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
-        above = next((rows for rows in sizes if best is None or rows > best), None)
-        ask = [rows for rows in (best, above) if rows is not None and rows not in known]
+        larger = [rows for rows in sizes if best is None or rows > best]
+        above = larger[0] if larger else None
+        # Fewer rows are not always less: they are more microbatches, and more sums of gradients.
+        near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
+        ask = [rows for rows in dict.fromkeys((best, above, *near)) if rows is not None and rows not in known]
         if not ask:
             break
 
