@@ -268,10 +268,10 @@ def main() -> None:
 
 Bytes of one device at its highest over {STEPS} training steps, with a vocabulary of {VOCAB} and AdamW unless the shape
 says otherwise. `plan` is what `lmt plan` predicts, and `peak is in` the phase where. `live` adds up, whenever a program
-is called, the arrays that exist on the device and what XLA says that this program adds; it shares XLA's figure with the
-plan, and so checks what lives at the same time. `kernel` is the resident memory of the process at its highest, less what
-is left once the state is gone, and shares nothing; with several emulated devices in one process there is no such figure.
-An error is that of the plan against the measurement.
+is called, the arrays that exist on the device and what XLA says that this program adds; it shares XLA's figure with
+the plan, and so checks what lives at the same time. `kernel` is the resident memory of the process at its highest, less
+what is left once the state is gone, and shares nothing; with several emulated devices in one process there is no such
+figure. An error is that of the plan against the measurement.
 
 This is the error on the platform that XLA plans for here, a CPU. It says nothing of the difference between XLA's plan
 for a CPU and its plan for an accelerator.
