@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, config, data, diff, generate, hf, ladder, launch, replay, train, verify
+from cli import bench, config, data, diff, generate, hf, ladder, launch, plan, replay, train, verify
 from cli.common import OVERRIDES, report
 from lm_trainer.core.errors import UserError, disk_error
 
@@ -47,6 +47,7 @@ app = typer.Typer(
 )
 app.command(context_settings=OVERRIDES)(train.train)
 app.add_typer(config.app, name="config")
+app.command(context_settings=OVERRIDES)(plan.plan)
 app.command(context_settings=OVERRIDES)(verify.verify)
 app.command(context_settings=OVERRIDES)(replay.replay)
 app.command()(diff.diff)

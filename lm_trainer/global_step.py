@@ -20,7 +20,7 @@ from lm_trainer.core.steps import Steps
 from lm_trainer.cut import cut_over_group
 from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
-from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
+from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, abstract_state
 from lm_trainer.train_step import LossFn, Observer, UpdateRule, curvature_sums, loss_and_gradient, move
 from lm_trainer.update import Metrics, make_update
 
@@ -79,21 +79,18 @@ class GlobalStep:
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
         """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`."""
-        plan = self.plans.at(step)
+        plan, state = self.plans.at(step), self._abstract_state()
+        return self._program((state.params, state.opt_state, state.frozen), self._whole(batch, plan), plan, None)
+
+    def _abstract_state(self) -> TrainState:
+        averaged = self._rule.averaging is not None
+        return abstract_state(self._model.shapes, self._rule.tx, self._placement, averaged=averaged)
+
+    def _whole(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
+        """The shapes of a global batch of `plan` with rows like those of `batch`."""
         rows = NamedSharding(self._placement.mesh, PartitionSpec(BATCH_AXES))
         shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
-        return self._program(self._abstract_state(), Batch(*map(shape, batch)), plan, None)
-
-    def _abstract_state(self) -> tuple[Params, Any, Params]:
-        placement, shapes = self._placement, self._model.shapes
-
-        def placed(x: Any, sharding: NamedSharding) -> Any:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        params: Any = {name: placed(x, placement.rest[name]) for name, x in shapes.items()}
-        trained = {name: params.pop(name) for name in placement.shardings.params}
-        opt_state = jax.eval_shape(self._rule.tx.init, trained)
-        return trained, jax.tree.map(placed, opt_state, placement.shardings.opt_state), params
+        return Batch(*map(shape, batch))
 
     def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Executable:
         kind = plan.batch_size, curvature is not None
@@ -122,6 +119,22 @@ class GlobalStep:
     def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
         """The one program of a step, as `step`."""
         return {"step": self.compile(batch, step)}
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """`step`, and before it `curvature` where the optimizer takes an estimate."""
+        if self._curvature is None:
+            return self.programs(batch, step)
+        plan, state = self.plans.at(step), self._abstract_state()
+        arrays, rows = (state.params, state.opt_state, state.frozen), self._whole(batch, plan)
+        estimate = Executable.make(self._curvature, {**state.frozen, **state.params}, rows, np.int32(0))
+        return {"curvature": estimate, "step": self._program(arrays, rows, plan, state.params)}
+
+    def state_programs(self) -> dict[str, Executable]:
+        """`average` where weights are averaged."""
+        state = self._abstract_state()
+        if state.averaged is None:
+            return {}
+        return {"average": Executable.make(self._average, state.averaged, state.params, np.float32(0))}
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""

@@ -157,6 +157,24 @@ def place_state(
     return Placement(mesh, layouts, StateShardings(params, opt_state), rest)
 
 
+def abstract_state(
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    tx: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    averaged: bool = False,
+) -> TrainState:
+    """A state of shapes with their shardings, without memory; `shapes` are of all parameters."""
+
+    def placed(x: Any, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params: Any = {name: placed(x, placement.rest[name]) for name, x in shapes.items()}
+    trained = {name: params.pop(name) for name in placement.shardings.params}
+    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), placement.shardings.opt_state)
+    return TrainState(0, trained, opt_state, dict(trained) if averaged else None, params)
+
+
 def fresh_state(
     init: Callable[[], Params], tx: optax.GradientTransformation, placement: Placement, *, averaged: bool = False
 ) -> TrainState:

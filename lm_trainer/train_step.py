@@ -24,7 +24,7 @@ from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.averaging import AveragingConfig
-from lm_trainer.train_state import ModelDef, Params, Placement, TrainState
+from lm_trainer.train_state import ModelDef, Params, Placement, TrainState, abstract_state
 from lm_trainer.update import Metrics, compile_update
 
 LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -93,6 +93,14 @@ class Step(Protocol):
         """The programs of a step by name, to be looked at; arguments as for `compile`."""
         ...
 
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """Those of a step whose memory grows with the rows that are computed at once; arguments as for `compile`."""
+        ...
+
+    def state_programs(self) -> dict[str, Executable]:
+        """Those of a step whose memory does not depend on the rows, in the order in which they run."""
+        ...
+
     def gradient(self, state: TrainState, batch: Any) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
         ...
@@ -152,12 +160,41 @@ class TrainStep:
 
     def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
         """What runs before the update: `gather` where parameters are cut at rest, `lane`, and `reduction`."""
-        gather = self.devices.gathering(self._shapes)
-        return {
-            **({} if gather is None else {"gather": gather}),
-            "lane": self.compile(batch, step),
-            "reduction": self._gradient.reduction(self._shapes, ("loss", "weight")),
+        return {**self._gathering(), "lane": self.compile(batch, step), "reduction": self._reduction()}
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """`lane`, and `curvature` where the optimizer takes an estimate: the same for any number of batch shards."""
+        found = {"lane": self.compile(batch, step)}
+        if self._curvature is not None:
+            found["curvature"] = self._curvature.compile(self._shapes, batch, self.plans.at(step)).program
+        return found
+
+    def state_programs(self) -> dict[str, Executable]:
+        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, `average` if any."""
+        averaged = self._rule.averaging is not None
+        state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
+        everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
+        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
+        # Gradients and estimates have the shapes of the parameters, and lie as they do.
+        grads, curvature = state.params, None if self._curvature is None else state.params
+        found = {
+            **self._gathering(),
+            "reduction": self._reduction(),
+            "norm": Executable.make(self._norm, grads),
+            **self._update.programs(state.params, state.opt_state, grads, curvature, scalars),
         }
+        if averaged:
+            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
+            found["average"] = Executable.make(self._average, *moved)
+        return found
+
+    def _gathering(self) -> dict[str, Executable]:
+        gather = self.devices.gathering(self._shapes)
+        return {} if gather is None else {"gather": gather}
+
+    def _reduction(self) -> Executable:
+        return self._gradient.reduction(self._shapes, ("loss", "weight"))
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
@@ -170,11 +207,7 @@ class TrainStep:
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
         """One step on a batch placed by `put`."""
-        on_groups = self._on_groups(state)
-        scalars, grads = self._gradient(on_groups, batch, state.step)
-        curvature = None
-        if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
-            curvature = self._curvature(on_groups, batch, state.step).tree
+        (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         before = None if observer is None else observer.before(state)
         scalars = {**scalars, "squares": in_turn(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
@@ -182,6 +215,14 @@ class TrainStep:
         if observer is not None:
             observer.after(before, grads, scalars["weight"], done)
         return done, metrics
+
+    def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
+        # Whole parameters live as long as this function: the update finds their memory free.
+        on_groups = self._on_groups(state)
+        sums = self._gradient(on_groups, batch, state.step)
+        if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
+            return sums, None
+        return sums, self._curvature(on_groups, batch, state.step).tree
 
     def _averaged(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:

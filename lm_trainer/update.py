@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from lm_trainer.core.compiling import compile_for_each
 from lm_trainer.core.in_turn import in_turn
 from lm_trainer.core.rounding import with_rounded_products
-from lm_trainer.lanes import program_hash
+from lm_trainer.lanes import Executable, program_hash
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.train_state import Params, StateShardings
 
@@ -68,6 +68,10 @@ class ElementwiseUpdate:
         """Consumes parameters and optimizer state."""
         return in_turn(self._update(np.uint32(0), *args))
 
+    def programs(self, *args: Any) -> dict[str, Executable]:
+        """The programs of an update with arguments of these shapes, in the order in which they run: `update` alone."""
+        return {"update": Executable.make(self._update, np.uint32(0), *args)}
+
 
 class WholeUpdate:
     """Every device computes the whole update, in a program of its own that knows nothing of the mesh.
@@ -96,6 +100,18 @@ class WholeUpdate:
         results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
         return (*in_turn(self._scatter((params, opt_state))), metrics)
+
+    def programs(self, *args: Any) -> dict[str, Executable]:
+        """As `ElementwiseUpdate.programs`: `update_gather`, `update` on one of the devices, `update_scatter`."""
+        gathered = Executable.make(self._gather, args)
+        alone = SingleDeviceSharding(self._devices[0])
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), args)
+        everywhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), args[:2])
+        return {
+            "update_gather": gathered,
+            "update": Executable.make(self._jitted, *whole),
+            "update_scatter": Executable.make(self._scatter, everywhere),
+        }
 
     def _join(self, *parts: jax.Array) -> jax.Array:
         return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))

@@ -135,6 +135,10 @@ def plan_bench(config: RunConfig, vocab_size: int | None = None) -> tuple[Progra
     """
     configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
     check_devices(config.trainer)
-    usual = getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY
-    rows = usual if vocab_size is None else vocab_size
+    rows = usual_vocabulary(config) if vocab_size is None else vocab_size
     return build_program(config, rows), rows
+
+
+def usual_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding as far as the configuration tells, which reads no tokenizer; else those of GPT-2."""
+    return getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY

@@ -55,6 +55,12 @@ class TreeSum(Generic[Item]):
         return self._levels[0][1]
 
 
+def most_held(count: int) -> int:
+    """How many items exist at once, at most, while a `TreeSum` adds `count` of them: partial sums and the new item."""
+    subtrees = count & -count
+    return subtrees.bit_length() + (count > subtrees)
+
+
 def tree_sum(x: jax.Array) -> jax.Array:
     """The sum over axis 0 in the order of `TreeSum`. The axis has any length of at least 1."""
     count = x.shape[0]

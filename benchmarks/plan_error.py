@@ -1,0 +1,285 @@
+"""How far `lmt plan` is from the memory that training takes.
+
+    python benchmarks/plan_error.py [--results FILE] [SHAPE ...]
+
+Every shape is trained for some steps in a process of its own, and its peak is measured in two ways that know nothing of
+the phases that the plan adds up:
+
+- live: whenever a program is called, the bytes of all arrays that exist on the first device, each buffer once, and what
+  XLA says that this program adds. It counts what the Python code really keeps alive.
+- kernel: the resident memory of the process at its highest, as Linux counts it, less what is left once the state is
+  gone. The allocator is told to return large blocks at once, so that this follows what is allocated. One device only:
+  emulated ones reach their peaks at different times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setting import setting, table
+
+_ADAM = {"type": "adam", "learning_rate": 1e-3}
+_GPT2 = {
+    "type": "gpt2",
+    "seq_len": 128,
+    "hidden_dim": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "gradient_checkpointing": False,
+}
+_DEEP = {"type": "gpt2", "seq_len": 128, "hidden_dim": 256, "num_layers": 12, "num_heads": 4, "scan_layers": True}
+_HEADS = {"num_heads": 4, "num_kv_heads": 2}
+_LLAMA = {
+    "type": "llama",
+    "seq_len": 128,
+    "hidden_dim": 256,
+    "intermediate_dim": 704,
+    "num_layers": 4,
+    **_HEADS,
+    "scan_layers": True,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPT-2 nano": {"model": _GPT2, "trainer": {"train_batch_size": 32}},
+    "GPT-2, 12 layers, scan and remat": {
+        "model": {**_DEEP, "gradient_checkpointing": True},
+        "trainer": {"train_batch_size": 32, "per_device_parallelism": 8},
+    },
+    "GPT-2, 12 layers, bfloat16": {
+        "model": {**_DEEP, "gradient_checkpointing": True},
+        "trainer": {"train_batch_size": 16, "per_device_parallelism": 8, "mp": "p=f32,c=bfloat16"},
+    },
+    "Llama, FSDP": {"devices": 4, "model": _LLAMA, "trainer": {"train_batch_size": 64}},
+    "Llama, FSDP, Muon": {
+        "devices": 4,
+        "model": _LLAMA,
+        "trainer": {"train_batch_size": 16},
+        "optimizer": {"type": "muon"},
+    },
+    "Llama, Lion, averaged weights": {
+        "model": _LLAMA,
+        "trainer": {"train_batch_size": 16, "model_averaging": {"type": "ema"}},
+        "optimizer": {"type": "lion", "learning_rate": 1e-4},
+    },
+    "GPT-2 nano, fast": {"model": _GPT2, "trainer": {"train_batch_size": 32, "determinism": "fast"}},
+    "Llama, FSDP, fast, microbatches": {
+        "devices": 4,
+        "model": _LLAMA,
+        "trainer": {"train_batch_size": 64, "determinism": "fast", "per_device_parallelism": 4},
+    },
+}
+VOCAB, STEPS = 2048, 3
+
+
+def config_of(shape: dict[str, Any]) -> Any:
+    """The configuration of a shape."""
+    from lm_trainer.config.run import RunConfig
+
+    rest = {name: value for name, value in shape.items() if name != "devices"}
+    return RunConfig.model_validate({"data": {"tokenizer": "bytes"}, "optimizer": _ADAM, **rest})
+
+
+def live_bytes(device: Any) -> int:
+    """Of all arrays that exist on a device; arrays that share a buffer count once."""
+    import jax
+
+    buffers = {}
+    for array in jax.live_arrays():
+        for shard in () if array.is_deleted() else array.addressable_shards:
+            if shard.device == device:
+                buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(buffers.values())
+
+
+class _AheadOfTime:
+    """A jitted function whose programs can be asked for their memory."""
+
+    def __init__(self, jitted: Any):
+        self._jitted, self._compiled = jitted, {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+    def __call__(self, *args: Any) -> Any:
+        import jax
+
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._jitted.lower(*args).compile()
+        return self._compiled[key](*args)
+
+
+@contextmanager
+def watched(step: Any, device: Any) -> Iterator[list[int]]:
+    """A list that gets, for every program that a step runs on `device`, the bytes there while it runs."""
+    import jax
+
+    found: list[int] = []
+    parts = [step, *(x for x in vars(step).values() if type(x).__module__.startswith("lm_trainer"))]
+    jitted = type(jax.jit(lambda x: x))
+    kept = [(part, name, value) for part in parts for name, value in vars(part).items() if isinstance(value, jitted)]
+    call = jax.stages.Compiled.__call__
+
+    def counted(self: Any, *args: Any) -> Any:
+        if any(device in s.device_set for s in jax.tree.leaves(self.input_shardings)):
+            memory = self.memory_analysis()
+            added = memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+            found.append(live_bytes(device) + added)
+        return call(self, *args)
+
+    for part, name, value in kept:
+        setattr(part, name, _AheadOfTime(value))
+    jax.stages.Compiled.__call__ = counted
+    try:
+        yield found
+    finally:
+        jax.stages.Compiled.__call__ = call
+        for part, name, value in kept:
+            setattr(part, name, value)
+
+
+def train(program: Any, config: Any, steps: int = STEPS) -> Any:
+    """Some steps on random tokens; returns the last state."""
+    import jax
+
+    from lm_trainer.bench import random_batch
+
+    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, VOCAB)
+    program.step.compile(batch)
+    state = program.init()
+    for _ in range(steps):
+        state, metrics = program.step(state, program.step.put(batch, state.step), 1e-3)
+        jax.block_until_ready((state.params, metrics))
+    return state
+
+
+def measure_live(config: Any, devices: list[Any]) -> int:
+    """The peak of some steps on the first device, in bytes."""
+    from lm_trainer.program import build_program
+
+    program = build_program(config, VOCAB, devices)
+    with watched(program.step, devices[0]) as found:
+        train(program, config)
+    return max(found)
+
+
+def measure_kernel(config: Any, devices: list[Any]) -> int:
+    """The peak of the process over some steps beyond what it keeps without a state, in bytes."""
+    import jax
+
+    from lm_trainer.bench import random_batch
+    from lm_trainer.program import build_program
+
+    program = build_program(config, VOCAB, devices)
+    state = train(program, config, 2)
+    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, VOCAB)
+    _release()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    for _ in range(STEPS):
+        state, metrics = program.step(state, program.step.put(batch, state.step), 1e-3)
+        jax.block_until_ready((state.params, metrics))
+    highest = _status("VmHWM")
+    del state, metrics
+    _release()
+    return highest - _status("VmRSS")
+
+
+def _release() -> None:
+    """Returns to the system whatever the process has no use for."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _status(name: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
+
+
+def report(name: str, kind: str) -> dict[str, Any]:
+    """Figures of a shape: the plan beside `live`, or `kernel` alone."""
+    import jax
+
+    from lm_trainer.plan.memory import StepMemory
+
+    shape = SHAPES[name]
+    jax.config.update("jax_num_cpu_devices", shape.get("devices", 1))
+    config, devices = config_of(shape), jax.devices()
+    if kind == "kernel":
+        return {"kernel": measure_kernel(config, devices)}
+    memory = StepMemory(config, VOCAB, devices)
+    peak = memory.plan(memory.compile()).peak
+    return {"plan": peak.bytes, "phase": peak.name, "live": measure_live(config, devices)}
+
+
+def in_own_process(name: str, kind: str, cache: str) -> dict[str, Any]:
+    """As `report`; `cache` is a directory for compiled programs."""
+    command = [sys.executable, "-m", "benchmarks.plan_error", name, "--figure", kind]
+    threshold = str(64 * 1024)
+    allocator = {"MALLOC_MMAP_THRESHOLD_": threshold, "MALLOC_TRIM_THRESHOLD_": threshold}
+    compiled = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env = {**os.environ, **allocator, **compiled, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row(name: str) -> list[str]:
+    """The line of a shape."""
+    count = SHAPES[name].get("devices", 1)
+    with tempfile.TemporaryDirectory() as cache:
+        found = in_own_process(name, "live", cache)
+        if count == 1:
+            found |= in_own_process(name, "kernel", cache)
+    cells = [name, str(count), found["phase"], f"{found['plan'] / 2**20:.1f}"]
+    for measured in (found["live"], found.get("kernel")):
+        cells += [f"{measured / 2**20:.1f}", f"{found['plan'] / measured - 1:+.1%}"] if measured else ["", ""]
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of: {'; '.join(SHAPES)}. Default: all.")
+    parser.add_argument("--results", type=Path, help="write the report to this file as well")
+    parser.add_argument("--figure", choices=("live", "kernel"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.figure:
+        print(json.dumps(report(arguments.shapes[0], arguments.figure)))
+        return
+    rows = []
+    for name in arguments.shapes or SHAPES:
+        rows.append(row(name))
+        print(*rows[-1], sep="  ", flush=True)
+    heads = ["shape", "devices", "peak is in", "plan, MiB", "live, MiB", "error", "kernel, MiB", "error"]
+    text = f"""# How far `lmt plan` is from the memory that training takes
+
+`python -m benchmarks.plan_error` on {setting("jax", "jaxlib", "flax", "optax")}
+
+{table(heads, rows)}
+
+Bytes of one device at its highest over {STEPS} training steps, with a vocabulary of {VOCAB} and AdamW unless the shape
+says otherwise. `plan` is what `lmt plan` predicts, and `peak is in` the phase where. `live` adds up, whenever a program
+is called, the arrays that exist on the device and what XLA says that this program adds; it shares XLA's figure with
+the plan, and so checks what lives at the same time. `kernel` is the resident memory of the process at its highest, less
+what is left once the state is gone, and shares nothing; with several emulated devices in one process there is no such
+figure. An error is that of the plan against the measurement.
+
+This is the error on the platform that XLA plans for here, a CPU. It says nothing of the difference between XLA's plan
+for a CPU and its plan for an accelerator.
+"""
+    print(text)
+    if arguments.results:
+        arguments.results.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`lmt plan`: what a run would take on devices that need not be there."""
+
+from typing import Annotated
+
+import typer
+
+from cli.common import ConfigArgument, OverridesArgument, load_settled_config
+
+
+def plan(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    *,
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="COUNTxKIND", help="Such as 8xH100, 64xv5p or 1xcpu.", show_default=False),
+    ],
+    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="How much of its peak training reaches.")] = 0.4,
+    price: Annotated[
+        float | None, typer.Option("--price", min=0, help="Of a device for an hour, in any currency.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="Of each device for the run, such as 80GiB. Default: by datasheet.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option("--vocab-size", min=1, help="Where the configuration does not tell; else GPT-2's.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
+) -> None:
+    """Predict the memory of each device, the time and the cost of a run, without any accelerator; nothing is run.
+
+    XLA compiles the programs of a training step for emulated devices and says what memory they take. How far that is
+    from what training takes stands in the documentation under How-to, Plan a run.
+
+    For example:
+
+        lmt plan configs/gpt2_nano.yaml --devices 1xcpu --memory 8GiB
+
+        lmt plan my.yaml trainer.mp=bfloat16 --devices 8xH100 --price 2.5 --json
+    """
+    from lm_trainer.core.runtime import prepare_process
+
+    prepare_process()  # before anything imports jax
+    run = load_settled_config(ctx, config, overrides)
+
+    import json
+
+    from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
+    from lm_trainer.plan.table import lines
+
+    group = parse_devices(devices)
+    assumptions = Assumptions(mfu, price, None if memory is None else parse_bytes(memory), vocab_size)
+    places = emulate_devices(run.trainer, group.count)
+    typer.echo("compiling ...", err=True)
+    found = plan_run(run, group, places, assumptions)
+    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(lines(found)))

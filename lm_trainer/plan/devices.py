@@ -1,0 +1,105 @@
+"""The devices of a plan: what is asked for, how much of their memory a run may use, and CPUs in their place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.profile.devices import device_kind, device_memory, device_platform
+
+_MOST = 4096
+"""Emulated devices; beyond it, making them and planning collectives takes minutes."""
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
+}
+_TAKEN_BY_JAX = 0.75
+"""Of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: "GPU memory allocation" in the JAX
+documentation."""
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """So many devices of one kind."""
+
+    count: int
+    kind: str
+    """As `jax.Device.device_kind`."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory that a run may use on each device."""
+
+    bytes: int
+    origin: str
+
+
+def parse_devices(text: str) -> DeviceGroup:
+    """`8xH100` or `8xNVIDIA H100 80GB HBM3`.
+
+    Raises:
+        UserError: for another form, or a device that is not known.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*)", text)
+    if match is None or not 0 < int(match[1]) <= _MOST:
+        raise UserError(f"--devices {text}: expected COUNTxKIND with a count up to {_MOST:,}, such as 8xH100")
+    return DeviceGroup(int(match[1]), device_kind(match[2]))
+
+
+def parse_bytes(text: str) -> int:
+    """`80GiB`, `24 GB`: a number and a unit.
+
+    Raises:
+        UserError: for another form.
+    """
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2].lower() not in units or not float(match[1]):
+        raise UserError(f"--memory {text}: expected a number and one of {', '.join(_UNITS)}, such as 80GiB")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def budget(kind: str, memory: int | None = None) -> Budget | None:
+    """What a run may use on a device of a kind: `memory`, else what JAX takes of the datasheet's figure.
+
+    None where neither is there.
+
+    Raises:
+        UserError: when XLA_PYTHON_CLIENT_MEM_FRACTION is no fraction.
+    """
+    if memory is not None:
+        return Budget(memory, "--memory")
+    found = device_memory(kind)
+    if found is None or device_platform(kind) != "gpu":
+        return None if found is None else Budget(found.bytes, found.source)
+    given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    try:
+        fraction = _TAKEN_BY_JAX if given is None else float(given)
+    except ValueError:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={given} is no number; write one such as 0.9") from None
+    why = "JAX takes, as XLA_PYTHON_CLIENT_MEM_FRACTION says" if given else "JAX takes by itself"
+    return Budget(int(fraction * found.bytes), f"{fraction:.0%} of {found.bytes / 1e9:.4g} GB, which {why}")
+
+
+def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
+    """So many CPU devices in place of the accelerators; applies the JAX settings of a run but for its platform.
+
+    Raises:
+        UserError: when JAX runs already, with other devices.
+    """
+    settings = {**trainer.jax_config, "jax_platforms": "cpu", "jax_num_cpu_devices": count}
+    configure_jax(settings, trainer.jax_compilation_cache_dir)
+    found = jax.devices()
+    if found[0].platform != "cpu" or len(found) < count:
+        raise UserError(f"JAX runs already, with {len(found)} x {found[0].device_kind}, not {count} emulated devices")
+    return found[:count]

@@ -1,0 +1,108 @@
+"""The largest microbatch that a memory holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.errors import UserError
+from lm_trainer.cut import check_rows
+from lm_trainer.plan.memory import ProgramBytes, StepMemory
+
+Programs = Mapping[str, ProgramBytes]
+
+_TOO_HIGH = 1.1
+"""An estimate from other sizes is at most this many times the truth."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Which microbatches a device holds; all figures are of compiled programs."""
+
+    rows: int | None
+    """The most that fit, None if not even the smallest microbatch does."""
+    bytes: int
+    """The peak with so many; with the smallest microbatch, where none fits."""
+    microbatches: int | None
+    """In the largest step, which are also the most devices along the data axes."""
+    next_rows: int | None
+    """The next larger microbatch that the batch can be cut into; None if there is none."""
+    next_bytes: int | None
+    """The peak with it, which is more than there is."""
+
+
+def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
+    """The values of `per_device_parallelism` with which these devices can share every batch of the run."""
+    plans = trainer.microbatches().values
+    sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
+    common = math.gcd(*sizes)
+    divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
+    powers = {1 << k for k in range(max(sizes).bit_length())} if trainer.allow_nondivisible_batch_size else set()
+    return sorted(rows for rows in divisors | powers | own if _can_share(trainer, rows, mesh))
+
+
+def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
+    try:
+        for plan in trainer.model_copy(update={"per_device_parallelism": rows}).microbatches().values:
+            plan.per_shard(mesh)
+            check_rows(plan.rows, mesh)
+    except (ValueError, UserError):
+        return False
+    return True
+
+
+def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] | None = None) -> Fit:
+    """The largest microbatch whose step takes at most `limit` bytes on a device.
+
+    Temporary memory grows almost linearly with the rows, so that a few compiled sizes say where to look. What is
+    returned has been compiled, and so has the next larger size, which does not fit.
+
+    Args:
+        memory: of the run.
+        limit: in bytes.
+        known: what `memory.compile` gave for some rows.
+    """
+    sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
+    known = dict(known or {})
+    ask = [rows for rows in sizes[-1:] if rows not in known]
+    while True:
+        known |= {rows: memory.compile(rows) for rows in ask}
+        peaks = {rows: memory.plan(_estimate(known, rows), rows).peak.bytes for rows in sizes}
+        best = max((rows for rows in sizes if peaks[rows] <= limit), default=None)
+        larger = [rows for rows in sizes if best is None or rows > best]
+        above = larger[0] if larger else None
+        # Fewer rows are not always less: they are more microbatches, and more sums of gradients.
+        near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
+        ask = [rows for rows in dict.fromkeys((best, above, *near)) if rows is not None and rows not in known]
+        if not ask:
+            break
+
+    def peak(rows: int) -> int:
+        return memory.plan(known[rows], rows).peak.bytes
+
+    return Fit(
+        rows=best,
+        bytes=peak(sizes[0] if best is None else best),
+        microbatches=None if best is None else memory.largest_step(best).count,
+        next_rows=None if best is None else above,
+        next_bytes=None if best is None or above is None else peak(above),
+    )
+
+
+def _estimate(known: Mapping[int, Programs], rows: int) -> Programs:
+    """The programs for so many rows: compiled, or on the straight line through the two nearest sizes that were."""
+    if rows in known or len(known) == 1:
+        return known.get(rows) or next(iter(known.values()))
+    a, b = sorted(known, key=lambda size: abs(math.log(size / rows)))[:2]
+    share = (rows - a) / (b - a)
+    return {
+        name: dataclasses.replace(
+            program, temporary=max(0, round(program.temporary + share * (known[b][name].temporary - program.temporary)))
+        )
+        for name, program in known[a].items()
+    }

@@ -1,0 +1,190 @@
+"""What a run of a configuration would take on devices that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lm_trainer.adapters import training_flops
+from lm_trainer.bench import usual_vocabulary
+from lm_trainer.config.run import RunConfig
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.mesh import batch_shards
+from lm_trainer.nn.attend import choose_backend
+from lm_trainer.nn.kernel import Site
+from lm_trainer.plan.devices import Budget, DeviceGroup, budget
+from lm_trainer.plan.fit import Fit, find_largest
+from lm_trainer.plan.memory import MemoryPlan, StepMemory
+from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.profile.peaks import datasheet_peak
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What a plan takes for granted."""
+
+    mfu: float = 0.4
+    """Of the datasheet's peak, how much training reaches."""
+    price: float | None = None
+    """Of a device for an hour, in any currency."""
+    memory: int | None = None
+    """Bytes that a run may use on each device; None: as the datasheet says."""
+    vocab_size: int | None = None
+    """Rows of the token embedding; None: as the configuration says, else those of GPT-2."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is computed, by the definition of model FLOPs."""
+
+    flops_per_token: int
+    """Of a training step, forward and backward."""
+    tokens_per_step: int
+    """In the first step."""
+    steps: int
+    tokens: int
+    """In all steps."""
+
+    @property
+    def flops_per_step(self) -> int:
+        """Of the first step."""
+        return self.flops_per_token * self.tokens_per_step
+
+    @property
+    def flops(self) -> int:
+        """Of the run."""
+        return self.flops_per_token * self.tokens
+
+
+@dataclass(frozen=True)
+class Time:
+    """How long it takes at the assumed MFU."""
+
+    peak: float
+    """FLOP/s of one device, by its datasheet."""
+    step_seconds: float
+    """Of the first step."""
+    seconds: float
+    """Of all steps, without start, evaluation and checkpoints."""
+    device_hours: float
+    cost: float | None
+    """In the currency of the price; None without one."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run, before it is started."""
+
+    devices: DeviceGroup
+    mesh: Mapping[str, int]
+    """The axes that have more than one device."""
+    determinism: str
+    num_params: int
+    vocab_size: int
+    dtype: str
+    """Of the matrix products."""
+    rows: int
+    """Of a microbatch; with `determinism: fast` and per_device_parallelism -1, all those of a device are one."""
+    microbatches: int
+    """In the largest step, of all devices."""
+    memory: MemoryPlan
+    """Of one device."""
+    budget: Budget | None
+    """None where neither the user nor a datasheet says."""
+    fit: Fit | None
+    """None without a budget."""
+    work: Work
+    time: Time | None
+    """None where no datasheet has a figure."""
+    kernel: str | None
+    """What computes attention on these devices without keeping scores, which the plan cannot; None where XLA does."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, in SI units."""
+        plain = asdict(self)
+        plain["memory"]["phases"] = [{**asdict(phase), "bytes": phase.bytes} for phase in self.memory.phases]
+        plain["memory"]["peak_bytes"] = self.memory.peak.bytes
+        plain["work"] |= {"flops_per_step": self.work.flops_per_step, "flops": self.work.flops}
+        return plain
+
+
+def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assumptions: Assumptions) -> RunPlan:
+    """What training with this configuration would take.
+
+    Args:
+        config: of the run, with a whole model section.
+        group: the devices that the run would have.
+        devices: as many JAX devices, in whose place XLA plans: emulated ones, as of `emulate_devices`, or those of
+            `group` themselves.
+        assumptions: about the machine.
+
+    Raises:
+        UserError: when the devices cannot share the work, or a sharding rule does not fit the model.
+    """
+    trainer = config.trainer
+    if trainer.max_devices is not None and trainer.max_devices < group.count:
+        raise UserError(
+            f"trainer.max_devices: {trainer.max_devices} of {group.count} devices would leave the others idle; plan "
+            f"for {trainer.max_devices}, or set trainer.max_devices=null"
+        )
+    limit = budget(group.kind, assumptions.memory)
+    vocab_size = assumptions.vocab_size or usual_vocabulary(config)
+    kernel = _kernel(config, vocab_size, device_platform(group.kind))
+    if kernel is not None:
+        # The devices in whose place XLA plans may not have it.
+        config = config.model_copy(update={"model": config.model.model_copy(update={"attn_backend": "auto"})})
+    memory = StepMemory(config, vocab_size, devices)
+    plan, mesh, spec = memory.largest_step(), memory.program.placement.mesh, config.model.spec(vocab_size)
+    compiled = memory.compile()
+    flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.program.model)
+    schedule, steps = trainer.batch_schedule, trainer.num_train_steps
+    work = Work(
+        flops_per_token=flops,
+        tokens_per_step=schedule.at(0) * config.model.seq_len,
+        steps=steps,
+        tokens=schedule.rows_before(steps) * config.model.seq_len,
+    )
+    rows, microbatches = plan.rows, plan.count
+    if trainer.determinism == "fast" and trainer.per_device_parallelism == -1:
+        rows, microbatches = rows * plan.per_shard(mesh), batch_shards(mesh)
+    return RunPlan(
+        devices=group,
+        mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
+        determinism=trainer.determinism,
+        num_params=parameter_count(spec),
+        vocab_size=vocab_size,
+        dtype=trainer.mp.compute,
+        rows=rows,
+        microbatches=microbatches,
+        memory=memory.plan(compiled),
+        budget=limit,
+        fit=None if limit is None else find_largest(memory, limit.bytes, {rows: compiled}),
+        work=work,
+        time=_time(work, group, trainer.mp.compute, assumptions),
+        kernel=kernel,
+    )
+
+
+def _time(work: Work, group: DeviceGroup, dtype: str, assumptions: Assumptions) -> Time | None:
+    peak = datasheet_peak(group.kind, dtype)
+    if peak is None:
+        return None
+    rate = peak.flops * group.count * assumptions.mfu
+    hours = work.flops / rate / 3600 * group.count
+    return Time(
+        peak=peak.flops,
+        step_seconds=work.flops_per_step / rate,
+        seconds=work.flops / rate,
+        device_hours=hours,
+        cost=None if assumptions.price is None else hours * assumptions.price,
+    )
+
+
+def _kernel(config: RunConfig, vocab_size: int, platform: str) -> str | None:
+    """The fused kernel of the first layer on a platform; layers differ in windows alone, which no kernel minds."""
+    length = config.model.seq_len
+    site = Site(platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length)
+    chosen = choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
+    return None if chosen == "xla" else chosen

@@ -1,0 +1,104 @@
+"""The devices that can be named without being there: their short names, and their memory by the vendor's datasheet."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.profile.peaks import known_devices
+
+_NVIDIA = "NVIDIA datasheet"
+_TPU = "Google Cloud TPU documentation, system architecture"
+
+_GIGABYTES: dict[str, tuple[float, str]] = {
+    "NVIDIA GB200": (186, "NVIDIA GB200 NVL72 datasheet: 13.4 TB for 72 GPUs"),
+    "NVIDIA B200": (180, "NVIDIA DGX B200 datasheet: 1,440 GB for 8 GPUs"),
+    "NVIDIA H200": (141, _NVIDIA),
+    "NVIDIA H200 NVL": (141, _NVIDIA),
+    "NVIDIA H100 80GB HBM3": (80, _NVIDIA),
+    "NVIDIA H100 NVL": (94, _NVIDIA),
+    "NVIDIA H100 PCIe": (80, _NVIDIA),
+    "NVIDIA A100-SXM4-40GB": (40, _NVIDIA),
+    "NVIDIA A100-SXM4-80GB": (80, _NVIDIA),
+    "NVIDIA A100-PCIE-40GB": (40, _NVIDIA),
+    "NVIDIA A100 80GB PCIe": (80, _NVIDIA),
+    "NVIDIA A10": (24, _NVIDIA),
+    "NVIDIA A40": (48, _NVIDIA),
+    "NVIDIA L4": (24, _NVIDIA),
+    "NVIDIA L40S": (48, _NVIDIA),
+    "Tesla V100-SXM2-16GB": (16, _NVIDIA),
+    "Tesla V100-SXM2-32GB": (32, _NVIDIA),
+    "Tesla V100-PCIE-16GB": (16, _NVIDIA),
+    "Tesla V100-PCIE-32GB": (32, _NVIDIA),
+    "NVIDIA GeForce RTX 4090": (24, "NVIDIA Ada GPU architecture whitepaper"),
+    "TPU v2": (8, f"{_TPU}: 16 for a chip of two cores"),
+    "TPU v3": (16, f"{_TPU}: 32 for a chip of two cores"),
+    "TPU v4": (32, _TPU),
+    "TPU v5 lite": (16, _TPU),
+    "TPU v5": (95, _TPU),
+    "TPU v6 lite": (32, _TPU),
+}
+"""Of one JAX device. A gigabyte is 10^9 bytes here, as a datasheet may mean it; a driver shows a little more."""
+
+_SHORT = {
+    "cpu": "cpu",
+    "GB200": "NVIDIA GB200",
+    "B200": "NVIDIA B200",
+    "H200": "NVIDIA H200",
+    "H100": "NVIDIA H100 80GB HBM3",
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A10": "NVIDIA A10",
+    "A40": "NVIDIA A40",
+    "L4": "NVIDIA L4",
+    "L40S": "NVIDIA L40S",
+    "V100": "Tesla V100-SXM2-32GB",
+    "V100-16GB": "Tesla V100-SXM2-16GB",
+    "RTX4090": "NVIDIA GeForce RTX 4090",
+    "v2": "TPU v2",
+    "v3": "TPU v3",
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "TPU v5e": "TPU v5 lite",
+    "TPU v5p": "TPU v5",
+    "TPU v6e": "TPU v6 lite",
+}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one JAX device."""
+
+    bytes: int
+    source: str
+
+
+def device_kind(name: str) -> str:
+    """The `jax.Device.device_kind` that a short name means, or the same where it is one; case does not matter.
+
+    Raises:
+        UserError: for a device that is not known.
+    """
+    kinds = {kind.lower(): kind for kind in (*known_devices(), *_SHORT.values())}
+    names = kinds | {short.lower(): kind for short, kind in _SHORT.items()}
+    if (found := names.get(name.strip().lower())) is not None:
+        return found
+    near = difflib.get_close_matches(name.strip().lower(), names, 1)
+    shown = {key.lower(): key for key in (*kinds.values(), *_SHORT)}
+    hint = f"did you mean {shown[near[0]]!r}? " if near else ""
+    raise UserError(f"unknown device {name!r}; {hint}Known are {', '.join(_SHORT)}, or as JAX names them: "
+                    f"{', '.join(known_devices())}")  # fmt: skip
+
+
+def device_memory(kind: str) -> DeviceMemory | None:
+    """The datasheet's figure for a `jax.Device.device_kind`; None where there is none, as of a CPU."""
+    found = _GIGABYTES.get(kind)
+    return None if found is None else DeviceMemory(int(found[0] * 1e9), found[1])
+
+
+def device_platform(kind: str) -> str:
+    """`cpu`, `gpu` or `tpu`, as `jax.default_backend` says where such a device is."""
+    return "cpu" if kind == "cpu" else "tpu" if kind.startswith("TPU") else "gpu"
