@@ -87,6 +87,17 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(memory: StepMemory, 
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
 
+def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
+    def microbatch(remat: bool) -> int:
+        model = {**LLAMA, "num_layers": 4, "scan_layers": False, "gradient_checkpointing": remat}
+        config = config_of({"model": model, "trainer": {"train_batch_size": 8}})
+        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        (phase,) = (phase for phase in found.memory.phases if phase.name == "microbatch")
+        return phase.parts["temporary"]
+
+    assert microbatch(remat=True) < 0.6 * microbatch(remat=False)
+
+
 def test_the_table_says_what_is_not_known():
     config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
     text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))

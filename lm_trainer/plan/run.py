@@ -131,10 +131,9 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         )
     limit = budget(group.kind, assumptions.memory)
     vocab_size = assumptions.vocab_size or usual_vocabulary(config)
-    kernel = _kernel(config, vocab_size, device_platform(group.kind))
-    if kernel is not None:
-        # The devices in whose place XLA plans may not have it.
-        config = config.model_copy(update={"model": config.model.model_copy(update={"attn_backend": "auto"})})
+    platform = device_platform(group.kind)
+    kernel = _kernel(config, vocab_size, platform)
+    config = _as_planned_here(config, platform, kernel)
     memory = StepMemory(config, vocab_size, devices)
     plan, mesh, spec = memory.largest_step(), memory.program.placement.mesh, config.model.spec(vocab_size)
     compiled = memory.compile()
@@ -165,6 +164,18 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         time=_time(work, group, trainer.mp.compute, assumptions),
         kernel=kernel,
     )
+
+
+def _as_planned_here(config: RunConfig, platform: str, kernel: str | None) -> RunConfig:
+    """The configuration that XLA plans on the devices of this machine as `platform` would hold it."""
+    model, changes = config.model, {}
+    if kernel is not None:
+        # The devices in whose place XLA plans may not have it.
+        changes["attn_backend"] = "auto"
+    if platform != "cpu" and model.remat != "none" and not model.scan:
+        # For a CPU XLA merges the recomputation of unrolled layers with the original, and so saves no memory.
+        changes["scan_layers"] = True
+    return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
 def _time(work: Work, group: DeviceGroup, dtype: str, assumptions: Assumptions) -> Time | None:

@@ -26,7 +26,7 @@ def program(x, stack):
 @pytest.fixture(scope="module")
 def found() -> list[Operation]:
     x, stack = jnp.ones((M, N)), jnp.ones((TURNS, N, N))
-    return operations(program.lower(x, stack).compile().as_text(), {"wide", "loop"})
+    return operations(program.lower(x, stack).compile().as_text() or "", {"wide", "loop"})
 
 
 def test_products_are_counted_for_each_turn_of_a_loop(found):
