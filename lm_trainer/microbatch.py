@@ -111,7 +111,9 @@ class Devices:
         self.placement = placement
         self.groups = local_groups(placement.mesh)
         compute = {name: NamedSharding(placement.mesh, layout.compute) for name, layout in placement.layouts.items()}
-        self._gather = None if compute == placement.rest else jax.jit(lambda p: p, out_shardings=compute)
+        # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
+        there = all(_same(compute[name], rest) for name, rest in placement.rest.items())
+        self._gather = None if there else jax.jit(lambda p: p, out_shardings=compute)
 
     def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
@@ -147,6 +149,10 @@ class Devices:
         """The parameters as each local group computes with them."""
         whole = in_turn(self._gather(params)) if self._gather else params
         return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
+
+
+def _same(one: NamedSharding, other: NamedSharding) -> bool:
+    return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
