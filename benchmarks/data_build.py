@@ -6,6 +6,8 @@ The tokenizer alone encodes the same documents from memory, in batches of the si
 a file, with as many threads of the tokenizer: one. They take turns in one process, and medians over the rounds are
 reported, by the clock and in CPU seconds. By the clock the builder reads and writes beside the tokenizer, if there is a
 core for it; CPU seconds say what that costs. The text is the embedded corpus, as often as it takes.
+
+A second table builds from eight files with one process and with one for each core, in turn, starting them included.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.fast import FastTokenizer
 
+FILES = 8
 SOURCES = ("plain.txt", "lines.jsonl", "packed.jsonl.gz", "table.parquet")
 
 
@@ -51,22 +54,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--megabytes", type=int, default=48, help="of text, for the fast backend")
-    parser.add_argument("--slow-megabytes", type=int, default=2, help="for the other")
+    parser.add_argument("--slow-megabytes", type=int, default=8, help="for the other")
+    parser.add_argument("--parallel-megabytes", type=int, nargs=2, default=(400, 24), help="of the files, for each")
+    parser.add_argument("--parallel-rounds", type=int, default=3)
     options = parser.parse_args()
     shards = Embedded().shards("train")
     corpus = [row.text for shard in shards for row in shard.rows() if isinstance(row, Row)]
     trained = train_bpe(TrainedBpe(vocab_size=options.vocab_size, sample_bytes=2 << 20), shards)
-    rows = []
+    rows, scaled = [], []
     for kind, megabytes in ((FastTokenizer, options.megabytes), (HfTokenizer, options.slow_megabytes)):
         tokenizer, documents = trained.with_backend(kind), repeated(corpus, megabytes * 10**6)
         with tempfile.TemporaryDirectory() as directory:
             for path in write_sources(Path(directory), documents):
                 pairs = compare(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
                 rows.append([tokenizer.backend, path.name, str(megabytes), *columns(pairs)])
+            parts = write_parts(
+                Path(directory), repeated(corpus, options.parallel_megabytes[kind is HfTokenizer] * 10**6)
+            )
+            scaled.append([tokenizer.backend, *scaling(parts, tokenizer, options.parallel_rounds)])
     heads = ["backend", "source", "MB", "tokenizer, MB/s", "builder", "share (range)"]
     print("# The builder and the tokenizer alone\n")
     print(setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), load())
     print(f"\n{table([*heads, 'tokenizer, MB per CPU-s', 'builder', 'share (range)'], rows)}")
+    print(f"\n{table(['backend', 'MB', 'processes', 'one process, MB/s', 'all', 'all / one', 'cores in use'], scaled)}")
 
 
 def repeated(corpus: list[str], size: int) -> list[str]:
@@ -110,6 +120,40 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
         if number:  # the first warms up
             pairs.append(pair)
     return pairs
+
+
+def write_parts(directory: Path, documents: list[str]) -> list[Path]:
+    """The documents as JSON lines in files of about one size."""
+    paths = [directory / f"part-{number}.jsonl" for number in range(FILES)]
+    for number, path in enumerate(paths):
+        lines = (json.dumps({"text": document}) + "\n" for document in documents[number::FILES])
+        path.write_text("".join(lines), encoding="utf-8")
+    return paths
+
+
+def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
+    """Columns of the second table."""
+    config, size = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
+    cores, cache = os.cpu_count() or 1, paths[0].parent / "cache"
+
+    def build(processes: int) -> tuple[float, float]:
+        """MB a second, and the cores that all processes used on average."""
+        started, used = time.perf_counter(), cpu_of_all()
+        options = BuildOptions(num_workers=processes)
+        Build("train", Store(str(cache)), config.shards("train"), tokenizer, options).run()
+        seconds = time.perf_counter() - started
+        shutil.rmtree(cache)
+        return size / 1e6 / seconds, (cpu_of_all() - used) / seconds
+
+    pairs = [(build(1), build(cores)) for _ in range(rounds)]
+    one, several, busy = (statistics.median(x) for x in zip(*((a[0], b[0], b[1]) for a, b in pairs), strict=True))
+    ratio = statistics.median(b[0] / a[0] for a, b in pairs)
+    return [f"{size / 1e6:.0f}", str(cores), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
+
+
+def cpu_of_all() -> float:
+    """CPU seconds of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def rate(work: Callable[[], None], size: int) -> Rate:

@@ -52,7 +52,8 @@ def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torc
     """The same initial weights in transformers, and AdamW over the same two groups."""
     params = to_host(program.init().params)
     tensors = hf.params_to_hf(config.model, program.model.nested(params))
-    settings = hf.config_to_hf(config.model, vocab_size=program.spec.vocab_size, eos_id=eos_id, bos_id=None)
+    vocab_size = len(params["embed.tokens"])
+    settings = hf.config_to_hf(config.model, vocab_size=vocab_size, eos_id=eos_id, bos_id=None)
     hf_config = transformers.GPT2Config(**{k: v for k, v in settings.items() if k != "architectures"})
     hf_config._attn_implementation = "eager"
     model = transformers.GPT2LMHeadModel(hf_config)
@@ -63,7 +64,7 @@ def torch_model(config: RunConfig, program: Any, eos_id: int) -> tuple[Any, torc
     decaying = sum(params[n].size for n, decays in config.optimizer.decay_mask(known).items() if decays)
     assert sum(p.numel() for p in matrices) == decaying
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    o = config.optimizer
+    o: Any = config.optimizer
     groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=0.0, betas=(o.beta1, o.beta2), eps=o.epsilon)
 
@@ -81,10 +82,8 @@ def main() -> None:
     rows = [json.loads(line) for line in (args.run / "metrics.jsonl").read_text().splitlines()]
     ours = {r["step"]: r["train/loss"] for r in rows if "train/loss" in r}
 
-    worst, started = 0.0, time.perf_counter()
-    batches = data.train(
-        trainer.train_batch_size, rows=range(trainer.train_batch_size), num_steps=trainer.num_train_steps
-    )
+    worst, started, batch_size = 0.0, time.perf_counter(), trainer.batch_schedule.at(0)
+    batches = data.train(batch_size, rows=range(batch_size), num_steps=trainer.num_train_steps)
     for step, batch in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate()(step)
