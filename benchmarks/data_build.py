@@ -7,7 +7,8 @@ a file, with as many threads of the tokenizer: one. They take turns in one proce
 reported, by the clock and in CPU seconds. By the clock the builder reads and writes beside the tokenizer, if there is a
 core for it; CPU seconds say what that costs. The text is the embedded corpus, as often as it takes.
 
-A second table builds from eight files with one process and with one for each core, in turn, starting them included.
+A second table builds from eight files with one process and with one for each core, in turn, starting them included. A
+process alone gives the tokenizer as many threads as there are cores, so both use all of them.
 """
 
 from __future__ import annotations
