@@ -129,8 +129,9 @@ def supervise(
         clock: seconds that only grow.
 
     Returns:
-        The exit code of the first that failed (128 + the number of the signal that ended it); where none failed, 75 if
-        any was stopped with everything saved, else 0.
+        The exit code of the first that failed, or, of one that a signal ended before any was sent to it from here,
+        128 + the number of the signal: another one may miss it, and fail for that reason, before its end is seen here.
+        Where none failed, 75 if any was stopped with everything saved, else 0.
     """
     running = dict(enumerate(members))
     takedown = _Takedown(patience, clock)
@@ -145,7 +146,7 @@ def supervise(
                     continue
                 del running[index]
                 stopped |= code == EXIT_PREEMPTED
-                if code not in (0, EXIT_PREEMPTED) and not first:
+                if code not in (0, EXIT_PREEMPTED) and (not first or (code < 0 < first and not takedown.sent)):
                     first = code
                     write(f"process {index} of {len(members)} ({member.place}) {describe(code)}")
                     takedown.begin()
@@ -175,14 +176,18 @@ class _Takedown:
     def __init__(self, patience: float, clock: Callable[[], float]):
         self._patience, self._clock = patience, clock
         self._plan: list[tuple[float, signal.Signals]] = []
+        self.sent = False
 
     def begin(self) -> None:
+        if self._plan:
+            return
         soon = self._clock() + self._patience
         self._plan = [(soon, signal.SIGTERM), (soon + self._patience, signal.SIGKILL)]
 
     def due(self) -> signal.Signals | None:
         if not self._plan or self._clock() < self._plan[0][0]:
             return None
+        self.sent = True
         return self._plan.pop(0)[1]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.launch.local import process_environments, visible_gpus
-from lm_trainer.launch.supervise import Child, describe, supervise
+from lm_trainer.launch.supervise import Child, Status, describe, supervise
 from tests.conftest import ROOT, lmt_environment
 
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -53,6 +53,41 @@ def test_others_that_end_by_themselves_are_left_alone() -> None:
     code, lines = run("raise SystemExit(1)", "import time; time.sleep(0.5)", patience=60)
     assert code == 1
     assert not [line for line in lines if line.startswith("sending")]
+
+
+class Seen:
+    """A member whose end is seen at the given poll."""
+
+    place = "somewhere"
+
+    def __init__(self, code: int, at: int):
+        self._code, self._left = code, at
+        self.received: list[int] = []
+
+    def poll(self) -> Status:
+        self._left -= 1
+        return Status([], self._code if self._left <= 0 else None)
+
+    def send(self, number: int) -> None:
+        self.received.append(number)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(at: int) -> None:
+    lines: list[str] = []
+    assert supervise([Seen(1, at=1), Seen(-signal.SIGKILL, at=at)], lines.append, patience=60) == 137
+    assert lines == [
+        "process 0 of 2 (somewhere) failed with exit code 1",
+        "process 1 of 2 (somewhere) was killed by SIGKILL",
+    ]
+
+
+def test_one_that_was_told_to_end_is_not_the_cause() -> None:
+    lines: list[str] = []
+    told = Seen(-signal.SIGTERM, at=4)
+    assert supervise([Seen(1, at=1), told], lines.append, patience=0.0) == 1
+    assert told.received[0] == signal.SIGTERM
+    assert sum(line.startswith("process ") for line in lines) == 1
 
 
 def test_a_stop_is_no_failure() -> None:
