@@ -24,6 +24,7 @@ from lm_trainer.core.steps import TokenSchedule
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
+from lm_trainer.optim.low_precision import keep_in_bfloat16
 from lm_trainer.optim.params import Params
 from lm_trainer.optim.schedule import Schedule, ScheduleName
 from lm_trainer.optim.skip import SkipStepConfig, skip_bad_steps
@@ -42,6 +43,8 @@ class OptimizerConfig(Config):
     }
     elementwise_direction: ClassVar[bool] = False
     """Whether `direction` moves each number by nothing but its own gradient and state and given scalars."""
+    weights_in_state: ClassVar[bool] = False
+    """Whether the state holds weights, which need all their digits."""
 
     learning_rate: PositiveFloat = 6e-4
     """The peak learning rate."""
@@ -65,6 +68,10 @@ class OptimizerConfig(Config):
     """Skips steps whose loss or gradient norm is much larger than in the steps before, or not finite. true: with the
     defaults; a number: with a history of that many steps. The run still stops at what is not finite while
     trainer.crash_on_nan and trainer.crash_on_inf say so."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the optimizer keeps arrays of the size of the parameters in. bfloat16 halves their memory; they are rounded
+    up or down by chance, so that small changes are not lost, and computed with in float32. Smaller arrays stay as they
+    are, and with trainer.mp `p=bfloat16` all are bfloat16 anyway."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """The learning rate at the end of the decay, as a part of the peak."""
     warmup: FractionOrSteps = 0.01
@@ -117,6 +124,12 @@ class OptimizerConfig(Config):
             raise ValueError("rewarmup has no effect on a single cycle; set cycles or cycle_length too")
         return self
 
+    @model_validator(mode="after")
+    def _weights_keep_their_digits(self) -> Self:
+        if self.weights_in_state and self.state_dtype != "float32":
+            raise ValueError("its state holds weights, which bfloat16 would spoil; remove state_dtype")
+        return self
+
     @field_validator("weight_decay_modules")
     @classmethod
     def _compiles(cls, value: Any) -> Any:
@@ -162,6 +175,8 @@ class OptimizerConfig(Config):
             UserError: when `weight_decay_modules` names no parameter.
         """
         whole = optax.chain(self.clip_rule(), self.rule(params))
+        if self.state_dtype == "bfloat16":
+            whole = keep_in_bfloat16(whole)
         if self.skip_bad_steps is False:
             return whole
         return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))

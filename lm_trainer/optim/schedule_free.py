@@ -23,6 +23,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     """
 
     elementwise_direction: ClassVar[bool] = True
+    weights_in_state: ClassVar[bool] = True
 
     type: Literal["schedule_free"] = "schedule_free"
     learning_rate: PositiveFloat = 6e-4

@@ -113,6 +113,7 @@ def twin(config: KronConfig, diagonal: dict[str, tuple[bool, bool]]) -> Arrays:
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "diagonal"),
     [
@@ -152,12 +153,14 @@ def baseline(flat_start: int) -> tuple[KronConfig, Arrays]:
     return config, run(config, steps=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), CHANGES.items())
 def test_every_field_matters(field: str, value: Any) -> None:
     base, weights = baseline(0 if "prob" in field else 500)
     assert differs(weights, run(base.model_validate({**base.model_dump(), field: value}), steps=5))
 
 
+@pytest.mark.slow
 def test_an_ill_conditioned_quadratic_is_solved() -> None:
     scale = np.outer(np.logspace(-1, 0, 6), np.logspace(-1, 0, 6)).astype(np.float32)
     tx = KronConfig(max_grad_norm=None, weight_decay=0.0).build({"w": Param("w", (6, 6), ("embed", "mlp"))})

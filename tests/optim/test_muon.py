@@ -156,6 +156,7 @@ SCION_CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), MUON_CHANGES.items())
 def test_every_field_of_muon_matters(field: str, value: Any) -> None:
     # Clipping changes nothing where every step is rescaled anyway, but for epsilon.
@@ -163,6 +164,7 @@ def test_every_field_of_muon_matters(field: str, value: Any) -> None:
     assert changes_the_result(base, **{field: value})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), SCION_CHANGES.items())
 def test_every_field_of_scion_matters(field: str, value: Any) -> None:
     assert changes_the_result(ScionConfig(), **{field: value})
