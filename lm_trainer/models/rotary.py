@@ -34,9 +34,6 @@ class RotaryConfig(DecoderConfig):
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=32, gt=0)
     """How many blocks the model has."""
-    scan_layers: bool | None = True
-    """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. `null`: as a
-    loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
     hidden_dim: int = Field(default=4096, gt=0)
     """Width of the residual stream."""
     intermediate_dim: int = Field(default=11008, gt=0)

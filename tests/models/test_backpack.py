@@ -58,6 +58,7 @@ def brute_force(weights: dict[str, Any], rows: np.ndarray, hidden: np.ndarray) -
     return out @ table.T
 
 
+@pytest.mark.slow
 def test_the_sum_of_weighted_senses():
     spec, rows = CONFIG.spec(VOCAB), tokens()
     weights = disturbed(params(CONFIG))

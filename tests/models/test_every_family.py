@@ -99,7 +99,7 @@ def test_a_block_chooses_its_family_by_type(config):
     assert TypeAdapter(AnyModel).validate_python(written) == config
 
 
-@EVERY
+@QUICK
 def test_causal_and_inside_segments(config):
     """Another token at one position changes no bit of what must not see it, and moves all that may."""
     rows = np.repeat(tokens(1), SEQ, axis=0)
@@ -138,7 +138,7 @@ def test_causal_by_gradient(config):
     assert_seen(config, np.abs(np.asarray(seen_SD)[:, 0]).max(axis=-1), segments)
 
 
-@EVERY
+@QUICK
 def test_packed_equals_unpacked(config):
     first, second = tokens(1, 6, seed=1), tokens(1, 9, seed=2)
     packed = np.concatenate([first, second, tokens(1, 1)], axis=1)
@@ -180,7 +180,7 @@ def test_execution_changes_no_number(config, fields):
     assert_close(loss_and_grads(other), plain(config.type))
 
 
-@EVERY
+@QUICK
 def test_a_step_against_the_gradient_lowers_the_loss(config):
     value, grads = plain(config.type)
     # So long a step that the loss falls by 0.01 where it is linear.
@@ -196,6 +196,7 @@ def test_blockwise_loss_equals_whole(config):
     assert_close(loss_and_grads(config, block=5), plain(config.type))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [TINY[name] for name in FEATURES], ids=FEATURES)
 def test_gradient_checkpointing_keeps_less(config):
     def kept(policy: Any) -> int:

@@ -110,6 +110,26 @@ def test_groups_windows_softcaps_and_blocks(block_size, softcap):
     np.testing.assert_allclose(found, brute_force(spec), atol=1e-5)
 
 
+@pytest.mark.parametrize(("length", "window"), [(150, None), (600, None), (600, 40)])
+def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(length: int, window: int | None):
+    q, k, v = (jnp.asarray(RNG.standard_normal((1, length, heads, H)), jnp.float32) for heads in (N, K, K))
+    segments = jnp.asarray([[0] * 100 + [1] * (length - 100)])
+    bias = causal_bias(segments, window or 0)
+    spec = AttentionSpec(N, H, num_kv_heads=K, window=window, scores=ScoreSpec(softcap=3.0))
+
+    def found(itself: bool):
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(attend(spec, q, k, v, bias, segments_BS=segments if itself else None)))
+
+        program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
+        cost: Any = program.cost_analysis()
+        return program(q, k, v), (cost[0] if isinstance(cost, list) else cost)["flops"]
+
+    (whole, all_flops), (blocks, flops) = found(itself=False), found(itself=True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-4, rtol=1e-5), whole, blocks)
+    assert flops < (0.95 if length < 200 else 0.75) * all_flops
+
+
 def test_blocks_have_the_gradients_of_the_whole_and_keep_no_scores():
     bias = causal_bias(SEGMENTS)
 

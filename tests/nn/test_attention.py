@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.attend import dot_product_attention
 from lm_trainer.nn.attention import Attention, causal_bias
+from lm_trainer.nn.explicit import dot_product_attention
 from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
 from tests.nn.common import context, make_init
 

@@ -86,6 +86,7 @@ def test_gauss_newton_bartlett_finds_the_diagonal_of_the_gauss_newton_matrix() -
     assert np.max(gauss_newton_P()) > 0.1
 
 
+@pytest.mark.slow
 def test_targets_are_drawn_in_blocks_of_tokens_too() -> None:
     in_blocks = draws(functools.partial(gauss_newton_bartlett, loss, block_size=4))
     expected = gauss_newton_P()

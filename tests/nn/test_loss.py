@@ -52,6 +52,7 @@ def test_softcap_of_the_logits():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
 
 
+@pytest.mark.slow
 def test_penalties_of_routers_are_in_the_gradient_alone():
     def losses(coef: float):
         moe = MoeSpec(12, 4, 2, balance_coef=coef)
@@ -73,6 +74,7 @@ def test_penalties_of_routers_are_in_the_gradient_alone():
     assert np.abs(pick(grads) - pick(other)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_hessian_vector_product():
     tangent = jnp.asarray(RNG.standard_normal((V, D)), jnp.float32)
 

@@ -42,9 +42,8 @@ def test_parameters_are_stacked_over_the_period(name, period, repeats):
         assert weight.get_metadata("logical_axes") == ("layers", "embed", "mlp")
 
 
-@pytest.mark.parametrize(
-    "name", ["cut short", *(pytest.param(name, marks=pytest.mark.slow) for name in ("same", "no repeat"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cut short", "same", "no repeat"])
 def test_loop_equals_unrolled(name):
     blocks: tuple[BlockSpec, ...] = tuple(dataclasses.replace(block, dropout=0.2) for block in PATTERNS[name])
     batch = make_batch(2, 12, 37)
