@@ -187,7 +187,10 @@ class MicrobatchSum:
         self._lanes: dict[int, Lanes] = {}
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         rest = {name: devices.placement.rest[name] for name in names}
-        self._reduce = jax.jit(self._reduction, out_shardings=Sums(NamedSharding(mesh, PartitionSpec()), rest))  # pyright: ignore[reportArgumentType]
+        summed: Any = Sums(NamedSharding(mesh, PartitionSpec()), rest)  # pyright: ignore[reportArgumentType]
+        # With one shard there is nothing to add, and what comes out lies where it was.
+        alone = (0,) if batch_shards(mesh) == 1 else ()
+        self._reduce = jax.jit(self._reduction, out_shardings=summed, donate_argnums=alone)
 
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Lanes:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""

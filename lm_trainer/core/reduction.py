@@ -7,6 +7,7 @@ other meshes. Here every sum is one fixed binary tree of element-wise additions,
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import Generic, TypeVar
 
@@ -19,6 +20,12 @@ from lm_trainer.core.layout import LeafLayout
 from lm_trainer.core.mesh import BATCH_AXES, batch_shards, spec_axes
 
 Item = TypeVar("Item")
+
+_SMALL = 1 << 14
+"""Elements up to which one exchange of whole arrays is quicker than two of slices."""
+
+_PARTS = 8
+"""What a pass of a sum of squares makes one of."""
 
 
 class TreeSum(Generic[Item]):
@@ -78,7 +85,8 @@ def sum_over_shards(stacked: Mapping[str, jax.Array], layouts: Mapping[str, Leaf
     """Adds the contributions of all batch shards and leaves the sums where the state lies at rest.
 
     Each shard sends every other shard its slice and adds what it receives in the fixed order, so the volume is that of
-    a ring reduce-scatter. Arrays that cannot be sliced are gathered whole.
+    a ring reduce-scatter. Arrays that no dimension can be sliced along are cut as vectors, and come back whole; small
+    ones are gathered.
 
     Args:
         stacked: name -> [shards, ...], the first axis cut over the batch axes, the rest as in `compute`.
@@ -120,7 +128,7 @@ def _summed_spec(layout: LeafLayout, mesh: Mesh) -> PartitionSpec:
 def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
     dim = layout.sum_dim
     if dim is None or not _can_slice(layout, mesh):
-        return tree_sum(lax.all_gather(x, BATCH_AXES))
+        return _sum_vector(x, batch_shards(mesh))
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
@@ -132,6 +140,14 @@ def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
     if replicas > 1:
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
     return x if _rests_on_data(layout) else lax.all_gather(x, "data", axis=dim, tiled=True)
+
+
+def _sum_vector(x: jax.Array, shards: int) -> jax.Array:
+    if x.size < _SMALL:
+        return tree_sum(lax.all_gather(x, BATCH_AXES))
+    slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
+    total = tree_sum(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True))
+    return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 
 def sum_of_squares(arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> jax.Array:
@@ -167,7 +183,7 @@ def _piece_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh, kept: int) -> jax.
     x = _square(x.astype(jnp.float32))
     for dim in range(kept, x.ndim):
         cut = math.prod(mesh.shape[axis] for axis in spec_axes(layout.rest[dim]))
-        x = _halve(x, dim, max(1, layout.grid[dim] // cut) if layout.grid else 1)
+        x = _sum_pieces(x, dim, max(1, layout.grid[dim] // cut) if layout.grid else 1)
     return x
 
 
@@ -182,16 +198,18 @@ def _square(x: jax.Array) -> jax.Array:
     return high * high + (2 * high * low + low * low)
 
 
-def _halve(x: jax.Array, dim: int, pieces: int) -> jax.Array:
-    """Sums each of the pieces of a dimension: adds their second half to the first, again and again.
+def _sum_pieces(x: jax.Array, dim: int, pieces: int) -> jax.Array:
+    """Sums each of the pieces of a dimension: cuts them into `_PARTS` and adds those by a tree, again and again.
 
-    Halves are contiguous, so that every pass streams through memory.
+    The parts are contiguous, so that every pass streams through memory, and the second has little left to read.
     """
-    size, axis = x.shape[dim] // pieces, dim + 1
-    width = 1 << (size - 1).bit_length()
-    x = x.reshape(*x.shape[:dim], pieces, size, *x.shape[dim + 1 :])
-    x = jnp.pad(x, [(0, width - size if d == axis else 0) for d in range(x.ndim)])
-    while width > 1:
-        width //= 2
-        x = lax.slice_in_dim(x, 0, width, axis=axis) + lax.slice_in_dim(x, width, 2 * width, axis=axis)
+    axis = dim + 1
+    x = x.reshape(*x.shape[:dim], pieces, x.shape[dim] // pieces, *x.shape[dim + 1 :])
+    while x.shape[axis] > 1:
+        size = -(-x.shape[axis] // _PARTS)
+        x = jnp.pad(x, [(0, _PARTS * size - x.shape[axis] if d == axis else 0) for d in range(x.ndim)])
+        total = TreeSum[jax.Array](_PARTS, operator.add)
+        for i in range(_PARTS):
+            total.push(lax.slice_in_dim(x, i * size, (i + 1) * size, axis=axis))
+        x = total.result()
     return x.squeeze(axis)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.layout import LeafLayout, plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
 from lm_trainer.core.reduction import TreeSum, squares_by_layer, sum_of_squares, sum_over_shards, tree_sum
+from lm_trainer.profile.collectives import bytes_sent
 
 SHAPES = {
     "matrix": ((24, 16), ("mlp", "embed")),
@@ -119,6 +120,24 @@ def test_sum_over_shards_equals_the_tree_and_lands_at_rest(devices: int, shape: 
         np.testing.assert_array_equal(np.asarray(x), brute_force_tree(list(stacked[name])), err_msg=name)
 
 
+@pytest.mark.parametrize(("devices", "shape"), MESHES[:6])
+def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_too(
+    devices: int, shape: MeshShape
+) -> None:
+    mesh = build_mesh(shape, jax.devices()[:devices])
+    layouts = plan_layout(
+        {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
+    )
+    shards, whole = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
+    values = random((shards, 129, 257))
+    placed = {"large": jax.device_put(values, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))}
+    program = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=whole).lower(placed).compile()
+    np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
+    if shards > 1:
+        sent = sum(bytes_sent(program.as_text() or "").values())
+        assert sent == pytest.approx(2 * (shards - 1) / shards * 4 * 129 * 257, rel=0.01)
+
+
 def test_gradients_travel_as_slices_not_whole() -> None:
     mesh, layouts = layouts_on(8, MeshShape(), True)
     layouts = {n: layouts[n] for n in ("matrix", "stacked", "vector")}
@@ -136,6 +155,7 @@ def test_gradients_travel_as_slices_not_whole() -> None:
     assert "all-reduce(" not in text
 
 
+@pytest.mark.slow
 def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut() -> None:
     values = {n: random(shape, seed=i) for i, (n, (shape, _)) in enumerate(SHAPES.items())}
     found, layered = set(), set()
