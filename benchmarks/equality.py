@@ -32,6 +32,7 @@ RUN: dict[str, Any] = {
     "data": {"tokenizer": "bytes", "num_workers": 0},
     "trainer": {
         "id": "run",
+        "cpu_threads": DEVICES,
         "train_batch_size": 16,
         "num_train_steps": STEPS,
         "steps_per_eval": 25,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
 import subprocess
@@ -12,6 +11,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.core.cores import cores
+from lm_trainer.core.runtime import cpu_threads
 
 _COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
 """Packages whose version may change a run's bits."""
@@ -30,8 +33,16 @@ def environment() -> dict[str, Any]:
         "code": _code_hash(),
         "devices": [d.device_kind for d in jax.devices()],
         "processes": jax.process_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
+        "cpu_threads": cpu_threads(),
     }
+
+
+def threads_again(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
+    """With how many threads to compute on a CPU what `attempt`, an entry of env.json, computed: as the configuration
+    says, or as many as it had; None where neither says so.
+    """
+    return trainer.cpu_threads or attempt.get("cpu_threads")
 
 
 def _git_commit() -> str | None:
@@ -63,10 +74,18 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path)
     notes = []
     if changed := environment_differences(before, now):
         notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
+    other = []
     if before.get("rows") == now["rows"] and before["program"] != now["program"]:
+        other.append(f"ran the program {before['program']}")
+    threads = now.get("cpu_threads")
+    if _other(before, now, "cpu_threads"):
+        other.append(f"computed with {before['cpu_threads']} threads, not {threads} (trainer.cpu_threads)")
+    elif threads and _other(before, now, "cores"):
+        notes.append(f"XLA computes with {threads} threads on {now['cores']} cores, as before, to give the same bits")
+    if other:
         notes.append(
-            f"warning: the attempt before ran the program {before['program']}; from here on, bits may differ from "
-            f"those of an uninterrupted run (see what changed in {file})"
+            f"warning: the attempt before {' and '.join(other)}; from here on, bits may differ from those of an "
+            f"uninterrupted run (see what changed in {file})"
         )
     return notes
 
@@ -76,7 +95,9 @@ def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> l
 
     How many devices there are gives none, and of the packages only those that compute count.
     """
-    found = [f"{key}: {old[key]} -> {new[key]}" for key in ("code", "git", "python") if _other(old, new, key)]
+    found = [
+        f"{key}: {old[key]} -> {new[key]}" for key in ("code", "git", "python", "cpu_threads") if _other(old, new, key)
+    ]
     kinds = [sorted({*attempt.get("devices", ())}) for attempt in (old, new)]
     if kinds[0] != kinds[1]:
         found.append(f"devices: {', '.join(kinds[0])} -> {', '.join(kinds[1])}")

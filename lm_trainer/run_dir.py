@@ -21,7 +21,7 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.core.processes import is_lead, wait_for_all
-from lm_trainer.environment import changes_since, environment
+from lm_trainer.environment import changes_since, environment, threads_again
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,17 @@ class RunDirectory:
             file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
         return file
 
+    def cpu_threads(self, trainer: TrainerConfig) -> int | None:
+        """With how many threads to compute on a CPU: as the configuration says, or as when the run was last worked on;
+        None where neither says so.
+        """
+        attempts = [] if trainer.determinism == "fast" else self._attempts()
+        return threads_again(trainer, attempts[-1] if attempts else {})
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        file = self.path / "env.json"
+        return json.loads(file.read_text()) if file.exists() else []
+
     def record_attempt(self, *, step: int, rows: int, program: str) -> list[str]:
         """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
 
@@ -138,7 +149,7 @@ class RunDirectory:
         if not is_lead():
             return []
         file = self.path / "env.json"
-        attempts = json.loads(file.read_text()) if file.exists() else []
+        attempts = self._attempts()
         now = {**environment(), "step": step, "rows": rows, "program": program}
         notes = [*self._change(step), *(changes_since(attempts[-1], now, file) if step and attempts else ())]
         write_atomically(file, json.dumps([*attempts, now], indent=1) + "\n")

@@ -104,15 +104,15 @@ class Trainer:
             self._last_hooks.add(self._save_when_due, 1)
 
     def __enter__(self) -> Self:
+        config = self.config
         with ExitStack() as stack:
             stack.enter_context(self._stop)
-            configure_jax(self.config.jax_config, self.config.jax_compilation_cache_dir)
-            peers = stack.enter_context(joined(self.config.distributed, self.progress))
-            check_devices(self.config)
+            configure_jax(config.jax_config, config.jax_compilation_cache_dir, self._directory.cpu_threads(config))
+            peers = stack.enter_context(joined(config.distributed, self.progress))
+            check_devices(config)
             self._directory.allow_change = self.allow_config_change
             stack.enter_context(self._directory)
-            store = CheckpointStore(self._directory.checkpoints, self.config.checkpointer)
-            self.store = stack.enter_context(closing(store))
+            self.store = stack.enter_context(closing(CheckpointStore(self.checkpoint_path, config.checkpointer)))
             stack.enter_context(self._watchdog)
             stack.push(peers.tell)
             self._stack = stack.pop_all()

@@ -82,7 +82,8 @@ def lmt_command(*args: str | Path) -> list[str]:
 def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment with `devices` emulated devices, the checkout on the path and `env` on top."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "XLA_FLAGS": _xla_flags(devices), "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
+    inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}  # a run in this process sets it
+    return {**inherited, "XLA_FLAGS": _xla_flags(devices), "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
 
 
 @pytest.fixture

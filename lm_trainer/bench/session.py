@@ -133,8 +133,9 @@ def plan_bench(config: RunConfig, vocab_size: int | None = None) -> tuple[Progra
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
-    configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir)
-    check_devices(config.trainer)
+    trainer = config.trainer
+    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
+    check_devices(trainer)
     rows = usual_vocabulary(config) if vocab_size is None else vocab_size
     return build_program(config, rows), rows
 

@@ -51,6 +51,11 @@ class TrainerConfig(Config):
     order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
     at once. It is there to measure what `elastic` costs."""
 
+    cpu_threads: PositiveInt | None = None
+    """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
+    Unset: one for each core, and when the run is resumed, as many as before. XLA has no fewer than a process has
+    (emulated) devices: write that number to get the same bits on 1 to so many of them, on any number of cores."""
+
     num_train_steps: PositiveInt = 400_000
     """How many optimizer steps to run."""
     train_batch_size: IntSchedule = 512

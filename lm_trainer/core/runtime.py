@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -33,11 +34,36 @@ def prepare_process() -> list[str]:
             mallopt = ctypes.CDLL(None).mallopt
             if mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_ARENA_MAX, 1):
                 done.append("the allocator keeps freed memory for the next step")
-    if len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() == 1:
+    if cores() == 1 and _asked_threads() is None:
         # With a single thread XLA picks other matrix kernels, whose bits differ from those of every other count.
-        os.environ.setdefault("NPROC", "2")
-        done.append("XLA runs two threads on the only core, to compute the same bits as on more cores")
+        set_cpu_threads(2)
+        done.append("XLA runs two threads on the only core, to compute the same bits as on two")
     return done
+
+
+def set_cpu_threads(count: int | None) -> None:
+    """Sets with how many threads XLA computes on a CPU; call it before jax starts its backends. None: no change."""
+    if count is not None:
+        os.environ["NPROC"] = str(count)
+
+
+def cpu_threads() -> int | None:
+    """With how many threads XLA computes, None where that is not on a CPU. Starts the backends of jax.
+
+    It never has fewer than there are (emulated) devices in the process. XLA cuts matrix products and sums by their
+    number, so that it decides bits.
+    """
+    import jax
+
+    if jax.default_backend() != "cpu":
+        return None
+    return max(_asked_threads() or cores(), jax.local_device_count())
+
+
+def _asked_threads() -> int | None:
+    """What XLA's own variables say (tsl/xla `DefaultThreadPoolSize`)."""
+    found = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
+    return next((int(text) for text in found if text.isdecimal() and int(text)), None)
 
 
 def _cpu_only() -> bool:
@@ -45,14 +71,15 @@ def _cpu_only() -> bool:
     return platforms == "cpu" or not any(Path(p).exists() for p in _ACCELERATOR_FILES)
 
 
-def configure_jax(settings: Mapping[str, Any], cache_dir: str | None) -> None:
-    """Applies JAX settings by name and turns the persistent compilation cache on.
+def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_threads: int | None = None) -> None:
+    """Applies JAX settings by name, turns the persistent compilation cache on, and does as `set_cpu_threads`.
 
     Raises:
         UserError: for a setting that this version of JAX does not have, or a value that it refuses.
     """
     import jax
 
+    set_cpu_threads(cpu_threads)
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
     values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
     for name, value in {**values, **settings}.items():

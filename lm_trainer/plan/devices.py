@@ -98,7 +98,7 @@ def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
         UserError: when JAX runs already, with other devices.
     """
     settings = {**trainer.jax_config, "jax_platforms": "cpu", "jax_num_cpu_devices": count}
-    configure_jax(settings, trainer.jax_compilation_cache_dir)
+    configure_jax(settings, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
     found = jax.devices()
     if found[0].platform != "cpu" or len(found) < count:
         raise UserError(f"JAX runs already, with {len(found)} x {found[0].device_kind}, not {count} emulated devices")

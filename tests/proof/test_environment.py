@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from lm_trainer.environment import environment, environment_differences
+from lm_trainer.environment import changes_since, environment, environment_differences
 
 OLD: dict[str, Any] = {
     "python": "3.11.1",
@@ -33,3 +34,14 @@ def test_how_many_devices_there_are_and_what_nobody_wrote_down_do_not() -> None:
     now = environment()
     assert environment_differences(now, environment()) == []
     assert len(now["code"]) == 16
+
+
+def test_a_resume_says_what_became_of_its_threads() -> None:
+    before = {**OLD, "rows": 4, "program": "p", "cpu_threads": 8, "cores": 8}
+    assert changes_since(before, before, Path("env.json")) == []
+    assert changes_since({k: v for k, v in before.items() if k != "cpu_threads"}, before, Path("env.json")) == []
+    (same,) = changes_since(before, {**before, "cores": 2}, Path("env.json"))
+    assert same == "XLA computes with 8 threads on 2 cores, as before, to give the same bits"
+    differs, warning = changes_since(before, {**before, "cpu_threads": 16}, Path("env.json"))
+    assert differs == "the attempt before ran on something else: cpu_threads: 8 -> 16"
+    assert "computed with 8 threads, not 16 (trainer.cpu_threads); from here on, bits may differ" in warning
