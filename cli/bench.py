@@ -1,11 +1,14 @@
 """`lmt bench`: how fast a configuration trains on this machine."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
+
+if TYPE_CHECKING:
+    from lm_trainer.profile.timing import Measured
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
 
@@ -62,6 +65,7 @@ def mfu(
     from lm_trainer.bench.roofline import roofline
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure, table
+    from lm_trainer.profile.timing import Measured
 
     with bench_session(run) as session:
         typer.echo("compiling and timing ...", err=True)
@@ -76,7 +80,7 @@ def mfu(
                 for _ in range(_TRACED_STEPS):
                     session.run_step()
             typer.echo(f"wrote a profile to {trace}", err=True)
-    _show(rows, values, as_json)
+    _show(Measured(rows, values), as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -101,7 +105,7 @@ def data(
 
     typer.echo("loading, compiling and timing ...", err=True)
     found = measure_data(run, batches=batches, repeats=repeats)
-    _show(found.rows, found.values, as_json)
+    _show(found, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -128,7 +132,7 @@ def decode(
 
     typer.echo("compiling and timing ...", err=True)
     found = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
-    _show(found.rows, found.values, as_json)
+    _show(found, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -152,7 +156,7 @@ def compile(
 
     typer.echo("starting ...", err=True)
     found = measure_starts(run, repeats=repeats)
-    _show(found.rows, found.values, as_json)
+    _show(found, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -176,7 +180,7 @@ def memory(
 
     typer.echo("compiling and timing ...", err=True)
     found = measure_memory(run, repeats=repeats)
-    _show(found.rows, found.values, as_json)
+    _show(found, as_json)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -201,16 +205,13 @@ def checkpoint(
 
     typer.echo("compiling, saving and timing ...", err=True)
     found = measure_checkpoints(run, repeats=repeats, steps=steps)
-    _show(found.rows, found.values, as_json)
+    _show(found, as_json)
 
 
-def _show(rows: list[tuple[str, str]], values: dict[str, Any], as_json: bool) -> None:
+def _show(found: "Measured", as_json: bool) -> None:
     """One row a line, or all values as JSON."""
     import json
 
-    if as_json:
-        typer.echo(json.dumps(values, indent=1))
-        return
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
+    from lm_trainer.profile.timing import aligned
+
+    typer.echo(json.dumps(found.values, indent=1) if as_json else "\n".join(aligned(found.rows)))

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from benchmarks.plan_error import VOCAB, config_of, measure_live
+from lm_trainer.core import streams
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.reduction import TreeSum, most_held
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
@@ -57,17 +58,28 @@ def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
 @pytest.fixture(scope="module")
 def memory() -> StepMemory:
     """Of a step on two devices that share the state."""
-    return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2])
+    return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2], "gpu")
 
 
+@pytest.mark.slow
 def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
     predicted = memory.plan(memory.compile()).peak.bytes
     assert predicted == pytest.approx(measure_live(memory.config, jax.devices()[:2]), rel=0.1)
 
 
+def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "cores", lambda: 4)
+    beside, compiled = StepMemory(memory.config, VOCAB, jax.devices()[:2], "cpu"), memory.compile()
+    (one,), (two,) = (
+        [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)
+    )
+    assert two.bytes - one.bytes == compiled["lane"].temporary + compiled["lane"].outputs
+
+
+@pytest.mark.slow
 def test_the_peak_of_one_program_for_all_is_too():
     config, places = config_of({"model": LLAMA, "trainer": FAST}), jax.devices()[:2]
-    memory = StepMemory(config, VOCAB, places)
+    memory = StepMemory(config, VOCAB, places, "gpu")
     predicted = memory.plan(memory.compile()).peak.bytes
     assert predicted == pytest.approx(measure_live(config, places), rel=0.1)
 
@@ -87,6 +99,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(memory: StepMemory, 
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
 
+@pytest.mark.slow
 def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
     def microbatch(remat: bool) -> int:
         model = {**LLAMA, "num_layers": 4, "scan_layers": False, "gradient_checkpointing": remat}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 
 from lm_trainer.bench.session import plan_bench, random_batch
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
+from lm_trainer.plan.memory import bytes_per_device
 from lm_trainer.pretrained import settled
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
 from lm_trainer.program import Program
@@ -93,17 +93,9 @@ def _temporary(program: Program, batch: Batch) -> int | None:
 
 
 def _held(state: TrainState) -> dict[str, int]:
-    """Bytes at rest on the device that holds most."""
+    """Bytes at rest on each device."""
     parts = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
-    return {name: max(_by_device(tree).values(), default=0) for name, tree in parts.items()}
-
-
-def _by_device(tree: Any) -> dict[Any, int]:
-    found: dict[Any, int] = {}
-    for leaf in jax.tree.leaves(tree):
-        for shard in leaf.addressable_shards:
-            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
-    return found
+    return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
 def _device_peak() -> int | None:

@@ -15,6 +15,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.mesh import batch_shards
 from lm_trainer.core.reduction import most_held
+from lm_trainer.core.streams import programs_at_once
 from lm_trainer.lanes import Executable
 from lm_trainer.microbatch import MicrobatchPlan
 from lm_trainer.program import Program, build_program
@@ -113,14 +114,17 @@ class StepMemory:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
         devices: JAX devices, emulated ones for instance.
+        platform: on which the step is to run: there may be several lanes under way on a device of a CPU.
 
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any]):
+    def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any], platform: str):
         self.config, self._vocab_size, self._devices = config, vocab_size, devices
         self.program = build_program(config, vocab_size, devices)
+        mesh = self.program.placement.mesh
+        self._at_once = programs_at_once(platform, batch_shards(mesh), mesh.size // batch_shards(mesh))
         self.state = state_bytes(self.program)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
         compiled = self.program.step.state_programs()
@@ -159,16 +163,18 @@ class StepMemory:
         batch = per_shard * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
         if self._elastic:
-            return MemoryPlan(self.state, tuple(self._elastic_phases(held, programs, most_held(per_shard))))
+            return MemoryPlan(self.state, tuple(self._elastic_phases(held, programs, per_shard)))
         return MemoryPlan(self.state, tuple(self._fast_phases(held, programs)))
 
     def _elastic_phases(
-        self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes], trees: int
+        self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes], per_shard: int
     ) -> Sequence[Phase]:
         """Follows `TrainStep.__call__`: what each program finds, and what it adds.
 
-        `trees` is how many results of microbatches exist at once.
+        `per_shard` is how many microbatches a device computes.
         """
+        lanes = min(self._at_once, per_shard)
+        trees = most_held(per_shard) + lanes - 1
         fixed, phases, gathered = self._state_programs, [], "gathered parameters"
         if (gather := fixed.get("gather")) is not None:
             held = {**held, gathered: gather.outputs}
@@ -176,7 +182,7 @@ class StepMemory:
         reduction = fixed["reduction"]
         for name, lane in programs.items():
             phase, sums = _SUMMED[name]
-            phases.append(Phase(phase, {**held, sums: trees * lane.outputs, "temporary": lane.temporary}))
+            phases.append(Phase(phase, {**held, sums: trees * lane.outputs, "temporary": lanes * lane.temporary}))
             both = reduction.arguments + reduction.new
             phases.append(Phase("reduction", {**held, sums: both, "temporary": reduction.temporary}))
             held = {**held, sums: reduction.outputs}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lm_trainer.plan.run import RunPlan
+from lm_trainer.profile.timing import aligned
 
 _CAVEAT = (
     "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ. "
@@ -14,9 +15,7 @@ _CAVEAT = (
 
 def lines(plan: RunPlan) -> Iterator[str]:
     """What is asked for, the memory of a device phase by phase, and what the run costs."""
-    rows = list(_rows(plan))
-    width = max(len(name) for name, _ in rows)
-    yield from (f"{name:<{width}}  {value}" for name, value in rows)
+    yield from aligned(list(_rows(plan)))
     yield f"note: {_CAVEAT}"
     if plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."

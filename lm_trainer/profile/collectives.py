@@ -6,9 +6,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from lm_trainer.profile.hlo import ARRAY, array_bytes
+
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _LINE = re.compile(rf"= (.+?) ({'|'.join(_KINDS)})(-start)?\(")
-_SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _SENT: Mapping[str, Callable[[float, int], float]] = {
     "all-gather": lambda size, n: size * (n - 1) / n,
     "all-reduce": lambda size, n: 2 * size * (n - 1) / n,
@@ -30,16 +31,11 @@ def bytes_sent(hlo: str) -> dict[str, float]:
         if (found := _LINE.search(line)) is None:
             continue
         result, kind, start = found.groups()
-        sizes = [_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(result)]
+        sizes = [array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(result)]
         # What starts an asynchronous collective returns its operands as well, before the results.
         size = sum(sizes[len(sizes) // 2 :] if start and kind != "all-reduce" else sizes)
         sent[kind] = sent.get(kind, 0.0) + _SENT[kind](size, 2 if kind == "collective-permute" else _devices(line))
     return sent
-
-
-def _bytes(dtype: str, dims: str) -> float:
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return math.prod(int(d) for d in dims.split(",") if d) * bits / 8
 
 
 def _devices(line: str) -> int:

@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lm_trainer.profile.hlo import ARRAY, array_bytes
+
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _THROUGH = {"bitcast", "reshape", "copy", "convert", "transpose"}
@@ -92,7 +93,7 @@ class _Instruction(NamedTuple):
     @property
     def size(self) -> float:
         """Bytes of the result."""
-        return sum(_bytes(dtype, dims) for dtype, dims in _ARRAY.findall(self.shape))
+        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.shape))
 
     def called(self, *keys: str) -> list[str]:
         """The computations that it names under `keys`."""
@@ -186,7 +187,7 @@ def _flops(op: _Instruction, computation: _Computation) -> float:
 
 def _dims(shape: str) -> list[int]:
     """Of the first array that a shape names."""
-    found = _ARRAY.search(shape)
+    found = ARRAY.search(shape)
     return [int(d) for d in found[2].split(",") if d] if found else []
 
 
@@ -218,8 +219,3 @@ def _origin(name: str, inside: _Computation) -> str:
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]
     return name
-
-
-def _bytes(dtype: str, dims: str) -> float:
-    bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-    return math.prod(int(d) for d in dims.split(",") if d) * bits / 8

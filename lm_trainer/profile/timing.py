@@ -46,6 +46,12 @@ class Measured:
     """For `--json`: plain values in SI units; names are stable."""
 
 
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """What, and how much, one row a line."""
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
 def timed(run: Callable[[], object]) -> float:
     """Seconds of one call."""
     started = time.perf_counter()

@@ -45,6 +45,7 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     assert found["matmul"]["size"] == 2048
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_not_known_and_nothing_is_written(run_lmt: RunLmt, config: Path):
     result = run_lmt("bench", "mfu", config, "--steps", "2", "--warmup", "1")
     assert result.returncode == 0, result.stderr
@@ -59,6 +60,7 @@ def measured(run_lmt: RunLmt, what: str, *arguments: str | Path) -> dict[str, An
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_roofline_counts_the_products_of_the_model(run_lmt: RunLmt, config: Path, tmp_path: Path):
     settings = ["model.hidden_dim=64", "model.gradient_checkpointing=false"]
     options = ["--steps", "2", "--roofline", "--trace", str(tmp_path / "trace")]
@@ -76,6 +78,7 @@ def test_the_roofline_counts_the_products_of_the_model(run_lmt: RunLmt, config: 
     assert list((tmp_path / "trace").glob("plugins/profile/*/*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_data_are_loaded_as_training_loads_them(run_lmt: RunLmt, config: Path):
     found = measured(run_lmt, "data", config, "--batches", "4", "--repeats", "2")
     assert found["tokens_per_batch"] == 8 * 32
@@ -85,6 +88,7 @@ def test_data_are_loaded_as_training_loads_them(run_lmt: RunLmt, config: Path):
     assert found["step_seconds"]["minimum"] > 0
 
 
+@pytest.mark.slow
 def test_writing_reads_all_weights_for_each_token(run_lmt: RunLmt, config: Path):
     found = measured(run_lmt, "decode", config, "--rows", "2", "--prompt", "8", "--new", "16", "--repeats", "2")
     parameters = found["num_params"]
@@ -106,6 +110,7 @@ def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
     assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_measured_and_removed(run_lmt: RunLmt, config: Path):
     found = measured(run_lmt, "checkpoint", config, "--repeats", "1", "--steps", "2")
     parameters = 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280

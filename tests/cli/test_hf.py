@@ -8,6 +8,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from tests.cli.conftest import Lmt, refused
@@ -102,6 +103,7 @@ def test_what_import_refuses(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_leaves_no_model(checkpoint: Path, tmp_path: Path) -> None:
     stop = "import os, lm_trainer.export.huggingface as h; h.write_weights = lambda *a, **k: os.kill(os.getpid(), 9)"
     program = f"{stop}\nfrom cli.main import main; main()"
