@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.setting import load, setting, table
+from benchmarks.setting import LMT, load, setting, table
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-c", "from cli.main import main; main()", "train", str(options.config.resolve())]
+        command = [*LMT, "train", str(options.config.resolve())]
         command += [f"trainer.num_train_steps={options.steps}", f"trainer.steps_per_eval={options.steps}"]
         subprocess.run(command, cwd=directory, check=True, stdout=sys.stderr)
         (file,) = Path(directory).glob("**/metrics.jsonl")

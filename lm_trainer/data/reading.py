@@ -13,8 +13,8 @@ from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import Tokenizer
 
-BATCH_ROWS, BATCH_BYTES = 256, 1 << 20
-"""Rows are encoded together until either is reached; does not change the result."""
+BATCH_ROWS = 4096
+"""Rows are encoded together until there are so many, or as much text as suits the tokenizer; changes no result."""
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[R
             is_open = not found.ends_document
         text_bytes += batch.text_bytes - before
         batch.ends_part = text_bytes >= limit
-        if batch.ends_part or batch.text_bytes >= BATCH_BYTES or len(batch.rows) >= BATCH_ROWS:
+        if batch.ends_part or batch.text_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
             yield batch
             if batch.ends_part:
                 part, text_bytes, part_start = part + 1, 0, batch.row_end

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +35,19 @@ class TensorboardConfig(TrackerConfig):
         return str(run.dir / "tensorboard") if self.logdir is None else f"{self.logdir.rstrip('/')}/{run.id}"
 
 
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """For imports that take torch where it is installed, without a need for it, and seconds of every start with it."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
 class TensorboardTracker:
     """Writes each event where it is logged.
 
@@ -41,8 +56,9 @@ class TensorboardTracker:
     """
 
     def __init__(self, directory: str, *, resume_step: int):
-        from tensorboardX import event_file_writer, record_writer, summary
-        from tensorboardX.proto import event_pb2, summary_pb2
+        with _without_torch():
+            from tensorboardX import event_file_writer, record_writer, summary
+            from tensorboardX.proto import event_pb2, summary_pb2
 
         self._text_summary, self._hparams = summary.text, summary.hparams
         # The generated classes, whose names type checkers cannot see.

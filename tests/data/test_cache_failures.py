@@ -203,6 +203,7 @@ class TestFailures:
         with pytest.raises(MachineError, match="was killed"):
             make_build(num_workers=2).run()
 
+    @pytest.mark.slow
     def test_a_builder_that_dies_while_another_run_waits_is_replaced(
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path, reference: dict[str, bytes]
     ) -> None:

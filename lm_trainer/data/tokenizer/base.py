@@ -35,6 +35,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def batch_bytes(self) -> int:
+        """UTF-8 bytes of text that `encode_batch` is best given at once."""
+        ...
+
+    @property
     def eos_id(self) -> int:
         """Ends every document, and comes from nowhere else."""
         ...
@@ -88,6 +93,8 @@ class HfTokenizer:
     backend: ClassVar[str] = "tokenizers"
     package: ClassVar[str | None] = "tokenizers"
     """Whose version decides what the ids are."""
+    batch_bytes: int = 1 << 20
+    """Each byte takes a hundred of memory while it is encoded."""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class ByteTokenizer(HfTokenizer):
 
     backend = "bytes"
     package = None
+    batch_bytes = 8 << 20
 
     def __init__(self, content: str | None = None, settings: Any = None, extras: Any = None, *, origin: str = "bytes"):
         super().__init__(content or CONTENT, settings, extras, origin=origin)

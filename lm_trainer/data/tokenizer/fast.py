@@ -29,6 +29,8 @@ class FastTokenizer(HfTokenizer):
 
     backend = "fastokens"
     package = "fastokens"
+    # Encoded in so short a time that threads would wait for the interpreter's lock at the end of a smaller batch.
+    batch_bytes = 8 << 20
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
