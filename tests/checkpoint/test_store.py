@@ -208,6 +208,7 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
 
 
 # Reads that Orbax leaves behind when one of them fails end whenever they are collected.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:coroutine:RuntimeWarning")
 def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> None:
     """Whatever file of the newest step it is in, what comes back is a whole step with the bits that were saved."""

@@ -69,6 +69,7 @@ def done(root: Path) -> ModelLadder:
     return ladder
 
 
+@pytest.mark.slow
 def test_a_run_made_longer_is_the_longer_run(done: ModelLadder, tmp_path: Path) -> None:
     whole = ModelLadder.model_validate(small(tmp_path, 1))
     whole.run("2k")

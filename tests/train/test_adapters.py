@@ -107,6 +107,7 @@ def check_merged(whole: dict[str, Any], base: dict[str, np.ndarray], adapter: di
         np.testing.assert_allclose(whole[name], x + change, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     make_config: MakeConfig, in_tmp_path: Path
 ) -> None:

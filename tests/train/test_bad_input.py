@@ -162,6 +162,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_harms_anything(
     assert rows[0]["train/loss"] > 0
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_can_be_skipped(make_config: MakeConfig, run_lmt: RunLmt) -> None:
     config = make_config(
         trainer={**SHORT, "crash_on_nan": False, "crash_on_inf": False},

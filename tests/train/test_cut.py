@@ -91,6 +91,7 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
     return memory, one
 
 
+@pytest.mark.slow
 def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> None:
     memory, one = assert_close(MISTRAL, {"context": 4})
     assert memory.temp_size_in_bytes < 0.4 * one.temp_size_in_bytes

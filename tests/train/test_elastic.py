@@ -96,6 +96,7 @@ def test_replicas_and_unsharded_state(make_config: MakeConfig, in_tmp_path: Path
     check_all_equal(make_config(), variants)
 
 
+@pytest.mark.slow
 def test_the_comparison_notices_another_order_of_sums(make_config: MakeConfig, in_tmp_path: Path) -> None:
     reference = run(make_config(), 1)
     other = run(make_config(trainer={"per_device_parallelism": 4}, model={"resid_pdrop": 0.0, "embed_pdrop": 0.0}), 1)
