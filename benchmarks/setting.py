@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lm_trainer.core.cores import cores
+
+LMT = [sys.executable, "-c", "from cli.main import main; main()"]
+"""The command `lmt` of the checkout that is on the path."""
+
 
 def setting(*packages: str) -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-    return f"{_processor()}, {cores} cores; Python {platform.python_version()}, {versions}; commit {_commit()}."
+    return f"{_processor()}, {cores()} cores; Python {platform.python_version()}, {versions}; commit {_commit()}."
 
 
 def load(when: str = "at the end") -> str:

@@ -20,13 +20,14 @@ class Trace(NamedTuple):
 
 class Tolerance(NamedTuple):
     loss: float
-    """Nats."""
+    """Relative."""
     norm: float
     """Relative. Losses hardly feel a missing weight decay in a few steps; the norm of the weights does."""
 
 
-# Rounding alone parts the losses of a large vocabulary by 2e-5. Tests compare small shapes more closely.
-FLOAT32, BFLOAT16 = Tolerance(2e-4, 2e-6), Tolerance(3e-2, 1e-4)
+# Rounding alone parts losses: in the fourth step at 124M, PyTorch's 11.3138 is 2.2e-4 from that in float64, and `lmt`'s
+# 1e-6. Tests compare small shapes more closely.
+FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 
 
 def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
@@ -38,7 +39,7 @@ def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolera
             continue
         for step, (loss, other) in enumerate(zip(trace.losses, expected.losses, strict=True), start=1):
             # A NaN is further away than any tolerance.
-            if not abs(loss - other) <= tolerance.loss:
+            if not math.isclose(loss, other, rel_tol=tolerance.loss):
                 found.append(f"{name}: the loss of step {step} is {loss:.6f}, that of {reference} {other:.6f}")
                 break
         if not math.isclose(trace.norm, expected.norm, rel_tol=tolerance.norm):

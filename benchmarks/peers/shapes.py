@@ -68,6 +68,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape("gpt2", 2, 64, 2, seq_len=32, rows=8, vocab=256),
     "llama-tiny": Shape("llama", 2, 64, 4, seq_len=32, rows=8, vocab=256, kv_heads=2, mlp_width=128),
+    "levanter-nano": Shape("gpt2", 2, 32, 4, seq_len=1024, rows=32, vocab=8192),
     "nano": Shape("gpt2", 4, 128, 4, seq_len=128, rows=32, vocab=256),
     "30m": Shape("gpt2", 6, 384, 6, seq_len=256, rows=4, vocab=50_304),
     "llama-30m": Shape("llama", 6, 384, 6, seq_len=256, rows=4, vocab=50_304, kv_heads=2, mlp_width=1024),

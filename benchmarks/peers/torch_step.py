@@ -5,7 +5,6 @@ Shape letters: B rows, S positions.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from benchmarks.peers.shapes import (
     decays,
 )
 from benchmarks.peers.torch_models import plain_model
+from lm_trainer.core.cores import cores
 
 
 def transformers_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Module:
@@ -111,6 +111,6 @@ class TorchTrainer:
 
 
 def make(shape: Shape, weights: Path, *, compiled: bool = False, transformers: bool = False) -> TorchTrainer:
-    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    torch.set_num_threads(cores())
     model = (transformers_model if transformers else plain_model)(shape, read_weights(weights))
     return TorchTrainer(shape, model, compiled=compiled)

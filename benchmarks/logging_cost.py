@@ -1,0 +1,97 @@
+"""What recording every step costs: a run that logs each of its steps beside one that logs none, in turn.
+
+    python -m benchmarks.logging_cost
+
+Both are whole runs of `Trainer` with the default trackers, in one process, on the same random batches. They take turns
+of some steps; a turn ends when its last step is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setting import load, setting, table
+from lm_trainer.core.runtime import prepare_process
+
+NEVER = 10**9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--shape", default="nano", help="of benchmarks.peers")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10, help="of each run in a turn")
+    options = parser.parse_args()
+    prepare_process()
+    seconds: dict[str, list[float]] = {"every step": [], "never": []}
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        steps = (options.turns + 1) * options.steps
+        runs = {
+            name: start(options.shape, directory / name, every, steps, stack)
+            for name, every in (("every step", 1), ("never", NEVER))
+        }
+        for turn in range(options.turns + 1):
+            for name, run in runs.items() if turn % 2 else reversed(runs.items()):
+                took = run(options.steps)
+                if turn:  # the first compiles
+                    seconds[name].append(took / options.steps)
+    ratios = sorted(a / b - 1 for a, b in zip(seconds["every step"], seconds["never"], strict=True))
+    rows = [[name, f"{1e3 * statistics.median(of):.1f}"] for name, of in seconds.items()]
+    print("# The cost of recording every step\n")
+    print(setting("jax", "flax", "tensorboardX"), f"{options.shape}, {options.turns} turns of", end=" ")
+    print(f"{options.steps} steps.", load())
+    print(f"\n{table(['recorded', 'ms a step'], rows)}\n")
+    low, _, high = statistics.quantiles(ratios, n=4)
+    print(f"Recording every step: {statistics.median(ratios):+.2%} (quartiles {low:+.2%} to {high:+.2%}).")
+
+
+def start(shape: str, directory: Path, every: int, steps: int, stack: ExitStack) -> Callable[[int], float]:
+    """A function that goes on with a run for so many steps, and returns how many seconds they took."""
+    import jax
+
+    from benchmarks.peers.lmt_step import run_config
+    from benchmarks.peers.shapes import SHAPES
+    from lm_trainer.bench import random_batch
+    from lm_trainer.config.trainer import TrainerConfig
+    from lm_trainer.program import loss_function, trace_model
+    from lm_trainer.trackers import Progress
+    from lm_trainer.trainer import Trainer
+
+    of = SHAPES[shape]
+    config = run_config(of, "elastic")
+    changes: dict[str, Any] = {
+        "num_train_steps": steps + 1,  # the last step saves a checkpoint, and is never taken
+        "steps_per_log": every,
+        "log_dir": str(directory / "logs"),
+        "checkpointer": {"base_path": str(directory / "checkpoints"), "save_interval": "1000h"},
+        "load_checkpoint": False,
+        "id": f"every-{every}",
+    }
+    trainer_config = TrainerConfig.model_validate({**config.trainer.model_dump(exclude_unset=True), **changes})
+    progress = Progress(steps, stream=io.StringIO(), live=False, line_steps=every)
+    trainer = stack.enter_context(Trainer(trainer_config, config.optimizer, loss_function(config), progress=progress))
+    state = trainer.initial_state(model_init=trace_model(config, of.vocab))
+    batch = random_batch(of.rows, of.seq_len, of.vocab)
+    running = trainer.training_steps(state, [batch] * steps)
+
+    def run(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            info = next(running)
+        jax.block_until_ready(info.metrics)
+        return time.perf_counter() - started
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
