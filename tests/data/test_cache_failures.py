@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gzip
+import json
 import multiprocessing
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -114,14 +116,17 @@ class TestAnotherCache:
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
-        whole = (corpus / "b.jsonl.gz").read_bytes()
+        # Larger than what is unpacked at once, so that something has been read before the end is missed.
+        text = random.Random(0).randbytes(4 << 20).hex()
+        lines = (json.dumps({"text": text[i : i + 10_000]}) + "\n" for i in range(0, len(text), 10_000))
+        whole = gzip.compress("".join(lines).encode(), 1)
         (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) * 3 // 4])
         urls = [str(tmp_path / "b.jsonl.gz")]
         with pytest.raises(UserError, match="truncated"):
-            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
+            make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
         (tmp_path / "b.jsonl.gz").write_bytes(whole)
         with pytest.raises(UserError, match=r"b\.jsonl\.gz has changed since"):
-            make_build(urls=urls, part_bytes=(5_000, 5_000)).run()
+            make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
 
 
 class TestFailures:

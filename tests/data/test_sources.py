@@ -135,9 +135,10 @@ def test_binary_files_are_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "a.txt")
 
 
-def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [b"", b"\xff" * 4000], ids=["truncated", "overwritten"])
+def test_a_damaged_gzip_is_named(tmp_path: Path, end: bytes) -> None:
     content = gzip.compress("".join(json.dumps({"text": str(i)}) + "\n" for i in range(1000)).encode())
-    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2])
+    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2] + end)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
         rows_of(tmp_path / "a.jsonl.gz")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
@@ -13,6 +13,8 @@ from lm_trainer.data.sources.urls import File, group, list_files, numbered, open
 
 PIECE_BYTES = 1 << 20
 """A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document."""
+
+_BUFFER_BYTES = 8 * PIECE_BYTES
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_START = re.compile(rb"\n(?=[^\s])")
@@ -51,48 +53,64 @@ class TextShard:
         return {"type": "text", "piece_bytes": PIECE_BYTES, "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        for number, (where, piece, line, last) in numbered((_pieces(file) for file in self.files), start):
+        buffer = bytearray(_BUFFER_BYTES)
+        for number, (file, place, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
             try:
-                yield Row(number, where, piece.decode("utf-8"), last, text_bytes=len(piece))
+                yield Row(number, file.name, str(piece, "utf-8"), last, text_bytes=len(piece))
             except UnicodeDecodeError as error:
-                line += piece.count(b"\n", 0, error.start)
-                near = piece[max(0, error.start - 8) : error.start + 8]
-                yield BadRow(number, f"{where}:{line}", f"invalid UTF-8 near {near!r}", last)
+                line = _line(file, place + error.start)
+                near = bytes(piece[max(0, error.start - 8) : error.start + 8])
+                yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}", last)
 
 
-def _pieces(file: File) -> Iterator[tuple[str, bytes, int, bool]]:
-    """Yields (file, bytes, number of the first line, whether it is the last piece)."""
-    line = 1
+def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
+    """Yields (file, place of the first byte in it, bytes, whether it is the last piece).
+
+    The bytes lie in `buffer`, until the next piece is asked for.
+    """
+    view = memoryview(buffer)
     with open_binary(file) as stream:
-        buffer = _fill(stream, b"").removeprefix(_BOM)
-        if b"\0" in buffer[:1024]:
+        end = _fill(stream, view)
+        start = place = len(_BOM) if buffer.startswith(_BOM, 0, end) else 0
+        if buffer.find(b"\0", start, min(end, start + 1024)) >= 0:
             raise UserError(f"{file.url} is not text: it holds zero bytes (is it binary, compressed or UTF-16?)")
         while True:
-            buffer = _fill(stream, buffer)
-            if len(buffer) <= 2 * PIECE_BYTES:
-                yield file.name, buffer, line, True
+            if end - start <= 2 * PIECE_BYTES:
+                view[: end - start] = view[start:end]
+                start, end = 0, end - start
+                end += _fill(stream, view[end:])
+            if end - start <= 2 * PIECE_BYTES:
+                yield file, place, view[start:end], True
                 return
-            cut = _cut(buffer)
-            yield file.name, buffer[:cut], line, False
-            line += buffer.count(b"\n", 0, cut)
-            buffer = buffer[cut:]
+            cut = _cut(buffer, start)
+            yield file, place, view[start:cut], False
+            start, place = cut, place + cut - start
 
 
-def _fill(stream: IO[bytes], buffer: bytes) -> bytes:
-    """Reads on until the buffer is longer than two pieces or the file has ended; remote files may give short reads."""
-    blocks = [buffer]
-    missing = 2 * PIECE_BYTES + 1 - len(buffer)
-    while missing > 0 and (block := stream.read(missing)):
-        blocks.append(block)
-        missing -= len(block)
-    return b"".join(blocks)
+def _fill(stream: Any, view: memoryview) -> int:
+    """Reads until the view is full or the file has ended, and returns how much; remote files may give short reads."""
+    filled = 0
+    while filled < len(view) and (count := stream.readinto(view[filled:])):
+        filled += count
+    return filled
 
 
-def _cut(buffer: bytes) -> int:
+def _cut(buffer: bytearray, start: int) -> int:
     """Where a piece ends: before a line that starts with text, so that few tokens could have crossed the cut."""
-    if match := _LINE_START.search(buffer, PIECE_BYTES, 2 * PIECE_BYTES):
+    least, most = start + PIECE_BYTES, start + 2 * PIECE_BYTES
+    if match := _LINE_START.search(buffer, least, most):
         return match.end()
-    cut = 2 * PIECE_BYTES
-    while cut > PIECE_BYTES and buffer[cut] & 0xC0 == 0x80:
+    cut = most
+    while cut > least and buffer[cut] & 0xC0 == 0x80:
         cut -= 1
     return cut
+
+
+def _line(file: File, place: int) -> int:
+    """The line, counted from 1, of the byte at `place` of a file."""
+    line = 1
+    with open_binary(file) as stream:
+        while place > 0 and (block := stream.read(min(place, PIECE_BYTES))):
+            line += block.count(b"\n")
+            place -= len(block)
+    return line

@@ -187,10 +187,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         with fsspec.open(url, "rb", compression=None if packed else "infer") as stream:
             yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise UserError(
-            f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
-            "what was read from other files is kept"
-        ) from None
+        raise _damaged(file, error) from None
     except FileNotFoundError:
         raise UserError(f"{file.url} has disappeared since this run started") from None
     except OSError as error:
@@ -200,11 +197,22 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
     except Exception as error:
-        if not type(error).__module__.startswith("aiohttp"):
+        # Packages that may not be installed: what fsspec unpacks gzip with, and what it reads http with.
+        package = type(error).__module__.partition(".")[0]
+        if package == "igzip_lib":
+            raise _damaged(file, error) from None
+        if package != "aiohttp":
             raise
         raise UserError(
             f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
         ) from None
+
+
+def _damaged(file: File, error: Exception) -> UserError:
+    return UserError(
+        f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
+        "what was read from other files is kept"
+    )
 
 
 def _local_copy(url: str) -> str:
