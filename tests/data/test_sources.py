@@ -135,10 +135,13 @@ def test_binary_files_are_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("end", [b"", b"\xff" * 4000], ids=["truncated", "overwritten"])
-def test_a_damaged_gzip_is_named(tmp_path: Path, end: bytes) -> None:
+@pytest.mark.parametrize(
+    ("kept", "then"), [(2000, b""), (10, b"\xff" * 4000), (2000, bytes(4000))], ids=["cut", "no block", "zeros"]
+)
+def test_a_damaged_gzip_is_named(tmp_path: Path, kept: int, then: bytes) -> None:
     content = gzip.compress("".join(json.dumps({"text": str(i)}) + "\n" for i in range(1000)).encode())
-    (tmp_path / "a.jsonl.gz").write_bytes(content[: len(content) // 2] + end)
+    assert len(content) > kept
+    (tmp_path / "a.jsonl.gz").write_bytes(content[:kept] + then)
     with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
         rows_of(tmp_path / "a.jsonl.gz")
 
