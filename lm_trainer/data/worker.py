@@ -73,6 +73,8 @@ class _ShardBuild:
             job.tokenizer.bos_id if job.format.adds_bos else None,
             token_dtype(job.tokenizer.vocab_size),
         )
+        self.begin = None if self.bos is None else np.array([self.bos], self.dtype)
+        self.end = np.array([self.eos], self.dtype)
         self.index, row, self.open = self._resume()
         self.part = Part(row, continues=self.open)
         self.writing: Future[None] | None = None
@@ -132,19 +134,25 @@ class _ShardBuild:
         """Takes in texts and pieces of texts."""
         part, pieces, documents = self.part, [], 0
         for row, document in usable:
-            before = [] if self.bos is None or self.open else [self.bos]
-            after = [self.eos] if row.ends_document else []
-            pieces += [piece for piece in (before, document.ids, after) if len(piece)]
-            self._count(row, len(before) + len(document.ids) + len(after))
-            documents += row.ends_document
-        tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else np.zeros(0, self.dtype)
-        if np.count_nonzero(tokens == self.eos) != documents:
+            tokens = len(document.ids)
+            if self.begin is not None and not self.open:
+                pieces.append(self.begin)
+                tokens += 1
+            if len(document.ids):
+                pieces.append(document.ids)
+            if row.ends_document:
+                pieces.append(self.end)
+                tokens += 1
+                documents += 1
+            self._count(row, tokens)
+        ids = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else np.zeros(0, self.dtype)
+        if np.count_nonzero(ids == self.eos) != documents:
             where = next(row.where for row, document in usable if self.eos in np.asarray(document.ids))
             raise UserError(
                 f"{where}: the tokenizer makes its end-of-document token (id {self.eos}) out of text; "
                 "it cannot be used for training"
             )
-        part.ids.append(tokens)
+        part.ids.append(ids)
         part.documents += documents
 
     def _append_ids(self, row: Row, ids: np.ndarray) -> None:
@@ -157,8 +165,8 @@ class _ShardBuild:
             self._append_document(row, rest)
 
     def _append_document(self, row: Row, ids: np.ndarray) -> None:
-        before = [] if self.bos is None else [self.bos]
-        self.part.ids.append(np.concatenate([before, ids, [self.eos]], dtype=self.dtype, casting="unsafe"))
+        before = [] if self.begin is None else self.begin
+        self.part.ids.append(np.concatenate([before, ids, self.end], dtype=self.dtype, casting="unsafe"))
         self._count(row, len(self.part.ids[-1]))
         self.part.documents += 1
 

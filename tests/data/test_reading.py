@@ -67,8 +67,8 @@ def test_lines_from_blocks_are_those_of_the_file(tmp_path: Path, monkeypatch: py
 
 def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
     draw = random.Random(0)
-    content = "".join(json.dumps({"text": f"{i} {draw.random()}"}) + "\n" for i in range(20_000)).encode()
-    packed = gzip.compress(content)
+    content = "".join(json.dumps({"text": f"{i} {draw.random()}"}) + "\n" for i in range(150_000)).encode()
+    packed = gzip.compress(content, 1)
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     rows = iter(shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
     assert sum(isinstance(next(rows), Row) for _ in range(8000)) == 8000

@@ -74,8 +74,10 @@ class JsonShard:
             return None
         if not isinstance(value, dict) or not isinstance(text := value.get(self.text_key), str):
             return None
-        nested = any(isinstance(item, list | dict) for item in value.values())
-        return None if nested and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH else text
+        for item in value.values():
+            if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH:
+                return None
+        return text
 
     def _row(self, item: Any) -> Row | BadRow:
         if not isinstance(item, bytes):
