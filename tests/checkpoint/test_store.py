@@ -121,7 +121,8 @@ def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
         store.save(step, arrays(step, sharded(8)), {})
     store.wait()
     after = len(os.listdir("/proc/self/fd")), threading.active_count()
-    assert after[0] <= before[0]
+    # Less than one of each save; others in this process may open a few meanwhile.
+    assert after[0] <= before[0] + 2
     assert after[1] <= before[1] + 2
 
 
