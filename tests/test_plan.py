@@ -188,6 +188,7 @@ def test_devices_that_the_run_would_leave_idle_are_refused():
         plan_run(config, DeviceGroup(4, "cpu"), jax.devices()[:4], Assumptions())
 
 
+@pytest.mark.slow
 def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: Path):
     options = ("--devices", "2xH100", "--mfu", "0.5", "--price", "3", "--vocab-size", "300", "--json")
     settings = ("trainer.mp=bfloat16", "trainer.determinism=fast", "model.attn_backend=cudnn")

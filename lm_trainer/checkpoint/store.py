@@ -11,6 +11,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -60,6 +61,7 @@ class CheckpointStore:
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Any = None
+        self._trash = ThreadPoolExecutor(1, "trash")
         # Orbax prints the traceback of each of its threads, and then raises what is reported here once.
         logging.getLogger("absl").addFilter(_is_no_traceback)
         if is_lead():
@@ -123,6 +125,7 @@ class CheckpointStore:
         """Waits and releases the directory."""
         self.wait()
         self._delete_temporary()
+        self._trash.shutdown()
         self._orbax.close()
 
     def restore(
@@ -186,14 +189,15 @@ class CheckpointStore:
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint but the newest.
 
-        By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one.
+        By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one. What
+        was renamed is removed in the background, or at the next start.
         """
         old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._earlier]
         wait_for_all("old checkpoints are known")
         for step in old if is_lead() else ():
             trash = self.directory / f"{_TRASH}{step}"
             (self.directory / str(step)).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            self._trash.submit(shutil.rmtree, trash, ignore_errors=True)
         wait_for_all("old checkpoints are gone")
         if old:
             self._reload()

@@ -26,6 +26,7 @@ def config(in_tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: Path):
     result = run_lmt("bench", "mfu", config, "--steps", "3", "--warmup", "1", "--json", "model.num_layers=2")
     assert result.returncode == 0, result.stderr

@@ -54,6 +54,7 @@ def test_what_export_refuses_costs_nothing_and_destroys_nothing(lmt: Lmt, checkp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
 
 
+@pytest.mark.slow
 def test_a_push_is_private_complete_and_keeps_the_token_to_itself(
     run_lmt: RunLmt, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_push_is_private_complete_and_keeps_the_token_to_itself(
     assert b"CANARY" not in written
 
 
+@pytest.mark.slow
 def test_a_model_is_imported_from_the_hub_without_its_code(run_lmt: RunLmt, hf_model: Path, tmp_path: Path) -> None:
     with fake_hub() as hub:
         files = {path.name: path.read_bytes() for path in hf_model.iterdir()}

@@ -195,23 +195,12 @@ def small(example: str) -> dict[str, Any]:
     return merged(content, SMALL)
 
 
-def finishes(path: Path, run_lmt: RunLmt) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_trains(name: str, tmp_path: Path, run_lmt: RunLmt) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(small(EXAMPLES[name])))
     done = run_lmt("train", path, env={"WANDB_MODE": "offline"})
     assert done.returncode == 0, done.stderr
     assert "done: step 4" in done.stdout
     assert "sample:" not in done.stdout, "sample_tokens is 0"
-
-
-@pytest.mark.parametrize("name", ["a whole run"])
-def test_it_trains(name: str, tmp_path: Path, run_lmt: RunLmt) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(small(EXAMPLES[name])))
-    finishes(path, run_lmt)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "a whole run"])
-def test_it_trains_too(name: str, tmp_path: Path, run_lmt: RunLmt) -> None:
-    path = tmp_path / "small.yaml"
-    path.write_text(yaml.safe_dump(small(EXAMPLES[name])))
-    finishes(path, run_lmt)

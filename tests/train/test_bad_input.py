@@ -173,6 +173,7 @@ def test_steps_that_are_not_finite_can_be_skipped(make_config: MakeConfig, run_l
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_continuing_from_the_weights_of_another_run(
     finished: Path, train: Train, run_lmt: RunLmt, in_tmp_path: Path
 ) -> None:
