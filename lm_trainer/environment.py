@@ -69,6 +69,17 @@ def _code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def notes_on_start(now: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
+    """What to say of the first attempt of a run."""
+    threads = now.get("cpu_threads")
+    if trainer.determinism == "fast" or trainer.cpu_threads or not threads or threads <= now["cores"]:
+        return []
+    return [
+        f"XLA computes with {threads} threads on {now['cores']} cores, one for each device; a run on other devices "
+        f"gives the same bits with trainer.cpu_threads={threads}"
+    ]
+
+
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -> list[str]:
     """What to say of an attempt that goes on where another one stopped."""
     notes = []

@@ -21,7 +21,7 @@ from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.core.processes import is_lead, wait_for_all
-from lm_trainer.environment import changes_since, environment, threads_again
+from lm_trainer.environment import changes_since, environment, notes_on_start, threads_again
 
 logger = logging.getLogger(__name__)
 
@@ -134,24 +134,27 @@ class RunDirectory:
         file = self.path / "env.json"
         return json.loads(file.read_text()) if file.exists() else []
 
-    def record_attempt(self, *, step: int, rows: int, program: str) -> list[str]:
+    def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
 
         Args:
+            trainer: as for `cpu_threads`.
             step: steps that are done.
             rows: in a microbatch.
             program: the hash of the program that computes one.
 
         Returns:
-            What the person at the terminal should know: how this attempt differs from the one before. Empty in all
-            processes but the first.
+            What the person at the terminal should know: how this attempt differs from the one before, or what is
+            particular to the first. Empty in all processes but the first.
         """
         if not is_lead():
             return []
         file = self.path / "env.json"
         attempts = self._attempts()
         now = {**environment(), "step": step, "rows": rows, "program": program}
-        notes = [*self._change(step), *(changes_since(attempts[-1], now, file) if step and attempts else ())]
+        resumed = step and attempts
+        particular = changes_since(attempts[-1], now, file) if resumed else notes_on_start(now, trainer)
+        notes = [*self._change(step), *particular]
         write_atomically(file, json.dumps([*attempts, now], indent=1) + "\n")
         return notes
 

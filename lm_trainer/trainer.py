@@ -412,7 +412,7 @@ class Trainer:
         if self.config.log_xla_hlo:
             self.write_artifact("train_step.hlo.txt", lanes.hlo(), type="program")
         rows = self.program.step.plans.at(step).rows
-        for note in self._directory.record_attempt(step=step, rows=rows, program=program):
+        for note in self._directory.record_attempt(self.config, step=step, rows=rows, program=program):
             self.progress.note(note)
         for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
             self.tracker.log_artifact(name, self.run_dir / name, type=kind)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.environment import changes_since, environment, environment_differences
+from lm_trainer.config.trainer import TrainerConfig
+from lm_trainer.environment import changes_since, environment, environment_differences, notes_on_start
 
 OLD: dict[str, Any] = {
     "python": "3.11.1",
@@ -45,3 +46,13 @@ def test_a_resume_says_what_became_of_its_threads() -> None:
     differs, warning = changes_since(before, {**before, "cpu_threads": 16}, Path("env.json"))
     assert differs == "the attempt before ran on something else: cpu_threads: 8 -> 16"
     assert "computed with 8 threads, not 16 (trainer.cpu_threads); from here on, bits may differ" in warning
+
+
+def test_a_start_on_emulated_devices_says_what_gives_its_bits_on_others() -> None:
+    now = {**OLD, "cpu_threads": 8, "cores": 2}
+    (note,) = notes_on_start(now, TrainerConfig())
+    assert note.endswith("a run on other devices gives the same bits with trainer.cpu_threads=8")
+    assert notes_on_start({**now, "cores": 8}, TrainerConfig()) == []
+    assert notes_on_start({**now, "cpu_threads": None}, TrainerConfig()) == []
+    assert notes_on_start(now, TrainerConfig(cpu_threads=8)) == []
+    assert notes_on_start(now, TrainerConfig(determinism="fast")) == []
