@@ -63,7 +63,7 @@ class _Run:
         self.blocked: list[float] = []
         """Seconds of each save that training stood still."""
         self.finished: list[float] = []
-        """Seconds from the start of each save until all of it was on disk."""
+        """Seconds from the start of each save until all of it was on disk and the steps beside it were done."""
 
     def train(self) -> float:
         """Seconds of some steps, each of which is waited for."""
@@ -133,7 +133,7 @@ def _report(run: _Run, found: dict[str, list[float]], restores: list[float]) -> 
         ("step alone", spreads["step"].milliseconds()),
         ("save: the run waits", spreads["blocked"].milliseconds()),
         ("save: costs in all", f"{spreads['cost'].milliseconds()}, copies, threads and disk over {steps} steps"),
-        ("save: on disk after", spreads["finished"].milliseconds()),
+        ("save: on disk within", f"{spreads['finished'].milliseconds()}, those steps included"),
         ("restore, verified", f"{spreads['restore'].milliseconds()}, {si(count / spreads['restore'].median)}B/s"),
         ("plain write", f"{spreads['plain_write'].milliseconds()}, {rate}B/s, flushed to the disk"),
     ]
