@@ -5,9 +5,8 @@
 The tokenizer alone encodes the same documents from memory, in batches of the size of the builder, which reads them from
 a file, with as many threads of the tokenizer: one. They take turns in one process, and medians over the rounds are
 reported, by the clock and in CPU seconds. By the clock the builder reads and writes beside the tokenizer, if there is a
-core for it; CPU seconds say what that costs. fastokens uses a second core whatever it is told, so that its rate on one
-thread is that per CPU second, with which the last column compares the builder by the clock. The text is the embedded
-corpus, as often as it takes.
+core for it; CPU seconds say what that costs. The text is the Python code that is installed, each file once, since
+fastokens remembers what it has encoded.
 
 A second table builds from eight files with one process and with one for each core, in turn, starting them included. A
 process alone gives the tokenizer as many threads as there are cores, so both use all of them.
@@ -15,16 +14,13 @@ process alone gives the tokenizer as many threads as there are cores, so both us
 
 from __future__ import annotations
 
-import os
-
-os.environ["RAYON_NUM_THREADS"] = "1"  # before the tokenizers start their threads
-
 import argparse
 import gzip
-import itertools
 import json
+import os
 import shutil
 import statistics
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,8 +28,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.setting import load, setting, table
+from lm_trainer.core.cores import cores
 from lm_trainer.data import DataConfig
 from lm_trainer.data.builder import Build, BuildOptions
+from lm_trainer.data.pool import THREAD_VARIABLES
 from lm_trainer.data.reading import BATCH_ROWS
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
@@ -56,41 +54,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--megabytes", type=int, default=48, help="of text, for the fast backend")
+    parser.add_argument("--megabytes", type=int, default=240, help="of text at most, for the fast backend")
     parser.add_argument("--slow-megabytes", type=int, default=8, help="for the other")
     parser.add_argument("--parallel-megabytes", type=int, nargs=2, default=(400, 24), help="of the files, for each")
     parser.add_argument("--parallel-rounds", type=int, default=3)
     options = parser.parse_args()
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     shards = Embedded().shards("train")
-    corpus = [row.text for shard in shards for row in shard.rows() if isinstance(row, Row)]
     trained = train_bpe(TrainedBpe(vocab_size=options.vocab_size, sample_bytes=2 << 20), shards)
     rows, scaled = [], []
     for kind, megabytes in ((FastTokenizer, options.megabytes), (HfTokenizer, options.slow_megabytes)):
-        tokenizer, documents = trained.with_backend(kind), repeated(corpus, megabytes * 10**6)
+        tokenizer, documents = trained.with_backend(kind), installed(megabytes * 10**6)
         with tempfile.TemporaryDirectory() as directory:
             for path in write_sources(Path(directory), documents):
                 pairs = compare(documents, tokenizer, path, options.rounds if kind is FastTokenizer else 3)
-                rows.append([tokenizer.backend, path.name, str(megabytes), *columns(pairs)])
-            parts = write_parts(
-                Path(directory), repeated(corpus, options.parallel_megabytes[kind is HfTokenizer] * 10**6)
-            )
+                rows.append([tokenizer.backend, path.name, f"{size(documents) / 1e6:.0f}", *columns(pairs)])
+            parts = write_parts(Path(directory), installed(options.parallel_megabytes[kind is HfTokenizer] * 10**6))
             scaled.append([tokenizer.backend, *scaling(parts, tokenizer, options.parallel_rounds)])
     heads = ["backend", "source", "MB", "tokenizer, MB/s", "builder", "share (range)"]
     print("# The builder and the tokenizer alone\n")
     print(setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), load())
-    heads += ["tokenizer, MB per CPU-s", "builder", "share (range)", "clock over CPU"]
+    heads += ["tokenizer, MB per CPU-s", "builder", "share (range)"]
     print(f"\n{table(heads, rows)}")
     print(f"\n{table(['backend', 'MB', 'processes', 'one process, MB/s', 'all', 'all / one', 'cores in use'], scaled)}")
 
 
-def repeated(corpus: list[str], size: int) -> list[str]:
+def installed(most: int) -> list[str]:
+    """The Python code that is installed here, file by file, up to so many bytes."""
     documents, total = [], 0
-    for copy, text in ((copy, text) for copy in itertools.count() for text in corpus):
-        documents.append(f"# {copy}\n{text}")
-        total += len(documents[-1])
-        if total >= size:
-            break
+    for root in (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")):
+        for file in sorted(Path(root).rglob("*.py")):
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            documents.append(text)
+            total += len(text.encode())
+            if total >= most:
+                return documents
     return documents
+
+
+def size(documents: list[str]) -> int:
+    """Bytes in UTF-8."""
+    return sum(len(text.encode()) for text in documents)
 
 
 def write_sources(directory: Path, documents: list[str]) -> list[Path]:
@@ -111,7 +118,7 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
     config = DataConfig(train_urls=[str(source)])
     if source.suffix == ".txt":  # which is read in pieces
         documents = [row.text for shard in config.shards("train") for row in shard.rows() if isinstance(row, Row)]
-    size = sum(len(text.encode()) for text in documents)
+    total = size(documents)
 
     def build() -> None:
         store = Store(f"{source}.cache")
@@ -119,7 +126,7 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
 
     pairs = []
     for number in range(rounds + 1):
-        pair = rate(lambda: encode(documents, tokenizer), size), rate(build, size)
+        pair = rate(lambda: encode(documents, tokenizer), total), rate(build, total)
         shutil.rmtree(f"{source}.cache")
         if number:  # the first warms up
             pairs.append(pair)
@@ -138,7 +145,7 @@ def write_parts(directory: Path, documents: list[str]) -> list[Path]:
 def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
     """Columns of the second table."""
     config, size = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
-    cores, cache = os.cpu_count() or 1, paths[0].parent / "cache"
+    cache = paths[0].parent / "cache"
 
     def build(processes: int) -> tuple[float, float]:
         """MB a second, and the cores that all processes used on average."""
@@ -149,10 +156,10 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
         shutil.rmtree(cache)
         return size / 1e6 / seconds, (cpu_of_all() - used) / seconds
 
-    pairs = [(build(1), build(cores)) for _ in range(rounds)]
+    pairs = [(build(1), build(cores())) for _ in range(rounds)]
     one, several, busy = (statistics.median(x) for x in zip(*((a[0], b[0], b[1]) for a, b in pairs), strict=True))
     ratio = statistics.median(b[0] / a[0] for a, b in pairs)
-    return [f"{size / 1e6:.0f}", str(cores), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
+    return [f"{size / 1e6:.0f}", str(cores()), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
 
 
 def cpu_of_all() -> float:
@@ -182,7 +189,7 @@ def columns(pairs: list[tuple[Rate, Rate]]) -> list[str]:
     for one in (lambda rate: rate.clock, lambda rate: rate.cpu):
         alone, whole = ([one(pair[side]) for pair in pairs] for side in (0, 1))
         found += [f"{statistics.median(alone):.1f}", f"{statistics.median(whole):.1f}", _share(alone, whole)]
-    return [*found, _share([alone.cpu for alone, _ in pairs], [whole.clock for _, whole in pairs])]
+    return found
 
 
 def _share(alone: list[float], whole: list[float]) -> str:

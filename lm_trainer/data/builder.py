@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cluster import RayConfig, run_on_ray
 from lm_trainer.data.formats import FormatConfig, TextFormat
@@ -82,7 +83,7 @@ class BuildOptions:
             least = BESIDE_BYTES if self.beside else PARALLEL_BYTES
             if (len(shards) < 2 and not self.beside) or sum(shard.size for shard in shards) < least:
                 return 0
-            wanted = os.cpu_count() or 1
+            wanted = cores()
         return min(max(1, wanted // at_once) if wanted else 0, len(shards))
 
 

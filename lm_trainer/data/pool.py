@@ -13,10 +13,14 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.synchronize import Event
 from typing import Any
 
+from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.worker import Job, build_shard
 
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
+
+THREAD_VARIABLES = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
+"""By which `tokenizers` and `fastokens` are told with how many threads to encode, before they do so first."""
 
 _stop: Any = None
 """In a worker: the event that ends it between two batches of rows."""
@@ -32,7 +36,7 @@ def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], N
     """
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    threads = max(1, (os.cpu_count() or 1) // num_workers)
+    threads = max(1, cores() // num_workers)
     with ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(stop, threads)) as pool:
         try:
             waiting = {pool.submit(_run, job) for job in jobs}
@@ -54,7 +58,8 @@ def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], N
 def _start(stop: Event, threads: int) -> None:
     global _stop
     _stop = stop
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
+    for name in THREAD_VARIABLES:
+        os.environ[name] = str(threads)
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for wait_and_exit in (_die_with_parent, _die_when_stopped):
