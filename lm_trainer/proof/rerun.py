@@ -17,7 +17,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.runtime import set_cpu_threads
+from lm_trainer.core.runtime import configure_jax
 from lm_trainer.distributed import DistributedConfig
 from lm_trainer.environment import threads_again
 from lm_trainer.fingerprint import fingerprint, link
@@ -99,12 +99,14 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
     Raises:
         UserError: when the checkpoint or the data are gone, or the devices do not fit.
     """
-    saved = record.checkpoint(start)
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
         config = _scratched(record.config(start + 1, overrides), Path(scratch), record.id)
+        threads = threads_again(config.trainer, record.attempt(start + 1))
+        # Before a checkpoint is looked at, since that starts the backends of jax.
+        configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir, threads)
+        saved = record.checkpoint(start)
         if start in record.saved():
             _lay_out(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
-        set_cpu_threads(threads_again(config.trainer, record.attempt(start + 1)))
         config, trainer, hf_start = prepare(config, name=record.id, progress=progress)
         trainer.allow_config_change = any(change["step"] == start for change in record.changes)
         chain = saved.get("chain") if saved else ""
