@@ -144,7 +144,7 @@ def write_parts(directory: Path, documents: list[str]) -> list[Path]:
 
 def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]:
     """Columns of the second table."""
-    config, size = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
+    config, stored = DataConfig(train_urls=[str(path) for path in paths]), sum(path.stat().st_size for path in paths)
     cache = paths[0].parent / "cache"
 
     def build(processes: int) -> tuple[float, float]:
@@ -154,12 +154,12 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
         Build("train", Store(str(cache)), config.shards("train"), tokenizer, options).run()
         seconds = time.perf_counter() - started
         shutil.rmtree(cache)
-        return size / 1e6 / seconds, (cpu_of_all() - used) / seconds
+        return stored / 1e6 / seconds, (cpu_of_all() - used) / seconds
 
     pairs = [(build(1), build(cores())) for _ in range(rounds)]
     one, several, busy = (statistics.median(x) for x in zip(*((a[0], b[0], b[1]) for a, b in pairs), strict=True))
     ratio = statistics.median(b[0] / a[0] for a, b in pairs)
-    return [f"{size / 1e6:.0f}", str(cores()), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
+    return [f"{stored / 1e6:.0f}", str(cores()), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
 
 
 def cpu_of_all() -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from lm_trainer.checkpoint.digest import digests, hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.config.run import RunConfig
+from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
@@ -101,9 +102,7 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
         config = _scratched(record.config(start + 1, overrides), Path(scratch), record.id)
-        threads = threads_again(config.trainer, record.attempt(start + 1))
-        # Before a checkpoint is looked at, since that starts the backends of jax.
-        configure_jax(config.trainer.jax_config, config.trainer.jax_compilation_cache_dir, threads)
+        configure_again(record, config.trainer, start + 1)  # before a checkpoint is looked at
         saved = record.checkpoint(start)
         if start in record.saved():
             _lay_out(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
@@ -112,6 +111,13 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
         chain = saved.get("chain") if saved else ""
         with trainer, closing(Setting.open(config, trainer, hf_start)) as setting:
             yield Rerun(setting, start, chain)
+
+
+def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> None:
+    """Configures JAX to compute what the attempt at `step` did; call it before anything starts its backends, which
+    reading a checkpoint does.
+    """
+    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, threads_again(trainer, record.attempt(step)))
 
 
 def _scratched(config: RunConfig, scratch: Path, name: str) -> RunConfig:

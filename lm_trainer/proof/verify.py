@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.runtime import configure_jax
-from lm_trainer.environment import environment, environment_differences, threads_again
+from lm_trainer.environment import environment, environment_differences
 from lm_trainer.proof.record import RunRecord, same
-from lm_trainer.proof.rerun import Rerun, rerun
+from lm_trainer.proof.rerun import Rerun, configure_again, rerun
 from lm_trainer.trackers import Progress
 
 
@@ -72,9 +71,7 @@ def choose(found: Sequence[Stretch], count: int, seed: int) -> list[Stretch]:
 
 def changed_since(record: RunRecord, chosen: Sequence[Stretch], overrides: Sequence[str] = ()) -> list[str]:
     """How what runs here differs from what computed these stretches, as far as that may give other bits."""
-    trainer = record.config(record.last, overrides).trainer
-    threads = threads_again(trainer, record.attempt(record.last))
-    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, threads)
+    configure_again(record, record.config(record.last, overrides).trainer, record.last)
     now = environment()
     changes = [change for part in chosen for change in environment_differences(record.attempt(part.end), now)]
     return list(dict.fromkeys(changes))

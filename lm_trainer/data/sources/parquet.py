@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, read_record
-from lm_trainer.data.sources.urls import File, group, list_files, open_binary
+from lm_trainer.data.sources.urls import File, damaged, group, list_files, open_binary
 
 _BATCH_ROWS = 1024
 
@@ -132,7 +132,4 @@ def _batches(file: File, table: Any, groups: list[int], columns: list[str]) -> I
     try:
         yield from table.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
-            "what was read from other files is kept"
-        ) from None
+        raise damaged(file, error) from None

@@ -187,7 +187,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         with fsspec.open(url, "rb", compression=None if packed else "infer") as stream:
             yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(file, error) from None
+        raise damaged(file, error) from None
     except FileNotFoundError:
         raise UserError(f"{file.url} has disappeared since this run started") from None
     except OSError as error:
@@ -200,7 +200,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         # Packages that may not be installed: what fsspec unpacks gzip with, and what it reads http with.
         package = type(error).__module__.partition(".")[0]
         if package == "igzip_lib":
-            raise _damaged(file, error) from None
+            raise damaged(file, error) from None
         if package != "aiohttp":
             raise
         raise UserError(
@@ -208,7 +208,8 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         ) from None
 
 
-def _damaged(file: File, error: Exception) -> UserError:
+def damaged(file: File, error: Exception) -> UserError:
+    """What to raise where a file turns out truncated or damaged while it is read."""
     return UserError(
         f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
         "what was read from other files is kept"
