@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -250,23 +251,29 @@ class _Keeper:
         return self.ledger
 
 
+_held: set[str] = set()
+"""The claims of this process that hold. Its number alone does not tell: a dead process may have had the same."""
+
+
 class _Lock:
     """Lets one builder work at a time. Only a courtesy: two at once would write the same bytes."""
 
     def __init__(self, store: Store, on_wait: Callable[[], None]):
         self.store, self.on_wait, self.last = store, on_wait, 0.0
-        self.me = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.me = {"host": socket.gethostname(), "pid": os.getpid(), "claim": uuid.uuid4().hex}
 
     def __enter__(self) -> _Lock:
         while True:
             found, generation = self.store.read_versioned(BUILDER)
             free = found is None or not self._alive(json.loads(found))
             if free and self.store.write_json(BUILDER, self._record(), if_generation=generation):
+                _held.add(self.me["claim"])
                 return self
             self.on_wait()
             time.sleep(POLL_SECONDS)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _held.discard(self.me["claim"])
         try:
             self.store.delete(BUILDER)
         except UserError:
@@ -284,8 +291,10 @@ class _Lock:
     def _alive(self, record: dict[str, Any] | None) -> bool:
         if record is None or time.time() - record["beat"] > DEAD_SECONDS:
             return False
-        if record["host"] != self.me["host"] or record["pid"] == self.me["pid"]:
-            return record["host"] != self.me["host"]
+        if record["host"] != self.me["host"]:
+            return True
+        if record["pid"] == self.me["pid"]:
+            return record.get("claim") in _held
         try:
             os.kill(record["pid"], 0)
         except ProcessLookupError:

@@ -18,6 +18,7 @@ where the text of its rows passes a size, so its bytes depend on the source alon
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -215,7 +216,17 @@ class Ledger:
         self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
 
     def write(self, store: Store) -> None:
-        store.write_json(LEDGER, asdict(self))
+        """Keeps the ledger, unless the one that is kept is as far: of two builders at once, one may be behind."""
+        while True:
+            found, generation = store.read_versioned(LEDGER)
+            if found is not None and self._progress <= Ledger(**json.loads(found))._progress:
+                return
+            if store.write_json(LEDGER, asdict(self), if_generation=generation):
+                return
+
+    @property
+    def _progress(self) -> tuple[bool, list[int]]:
+        return self.finished, self.next
 
     def copy(self) -> Self:
         """One that stays as it is while this one advances."""

@@ -6,7 +6,9 @@ import hashlib
 import json
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,6 +113,32 @@ def test_two_builders_at_once_give_the_same_bytes(corpus: Path, tmp_path: Path, 
     ]
     assert [builder.wait(60) for builder in builders] == [0, 0]
     assert contents(directory) == reference
+
+
+def test_two_builders_in_one_process_do_the_work_once(make_build: MakeBuild, reference: dict[str, bytes]) -> None:
+    encoded: list[str] = []
+
+    class Counting(ByteTokenizer):
+        def encode_batch(self, texts: list[str]) -> list[Any]:
+            time.sleep(0.1)
+            encoded.extend(texts)
+            return super().encode_batch(texts)
+
+    builds = [make_build(tokenizer=Counting()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        ledgers = list(pool.map(Build.run, builds))
+    assert ledgers[0] == ledgers[1]
+    assert contents(Path(builds[0].store.url)) == reference
+    assert len(encoded) == ledgers[0].num_documents
+
+
+def test_who_lags_behind_does_not_undo_the_ledger(make_build: MakeBuild) -> None:
+    build = make_build()
+    lagging = build.look()
+    finished = build.run()
+    lagging.advance(build.store, 1)
+    lagging.write(build.store)
+    assert build.look() == finished
 
 
 def test_a_finished_cache_is_only_opened(make_build: MakeBuild) -> None:
