@@ -39,9 +39,11 @@ def build(
         lmt data build my.yaml data.num_workers=8
     """
     run = load_run_config(ctx, config, overrides)
+    from lm_trainer.core.runtime import keep_freed_memory
     from lm_trainer.data import RayConfig
     from lm_trainer.data.caches import plan_caches
 
+    keep_freed_memory()
     cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
     with _progress() as show:
         plan = plan_caches(run.data, show, cluster)

@@ -29,16 +29,30 @@ def prepare_process() -> list[str]:
     if not _cpu_only():
         return []
     done = []
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            mallopt = ctypes.CDLL(None).mallopt
-            if mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_ARENA_MAX, 1):
-                done.append("the allocator keeps freed memory for the next step")
+    if keep_freed_memory(one_arena=True):
+        done.append("the allocator keeps freed memory for the next step")
     if cores() == 1 and _asked_threads() is None:
         # With a single thread XLA picks other matrix kernels, whose bits differ from those of every other count.
         set_cpu_threads(2)
         done.append("XLA runs two threads on the only core, to compute the same bits as on two")
     return done
+
+
+def keep_freed_memory(*, one_arena: bool = False) -> bool:
+    """Lets glibc keep the memory that this process frees, whose pages would fault again when it is asked for anew.
+
+    Args:
+        one_arena: whether all threads share one arena, for what one thread frees and another asks for.
+
+    Returns:
+        Whether that was done; other libraries of C have no such settings.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            mallopt = ctypes.CDLL(None).mallopt
+            kept = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
+            return bool(kept and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
+    return False
 
 
 def set_cpu_threads(count: int | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import MachineError
+from lm_trainer.core.runtime import keep_freed_memory
 from lm_trainer.data.worker import Job, build_shard
 
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
@@ -60,6 +61,7 @@ def _start(stop: Event, threads: int) -> None:
     _stop = stop
     for name in THREAD_VARIABLES:
         os.environ[name] = str(threads)
+    keep_freed_memory()
     # Ctrl-C reaches the whole process group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for wait_and_exit in (_die_with_parent, _die_when_stopped):

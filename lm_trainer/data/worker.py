@@ -6,7 +6,7 @@ Threads read, encode and write at once, since tokenizers and files leave the int
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -77,6 +77,7 @@ class _ShardBuild:
         self.end = np.array([self.eos], self.dtype)
         self.index, row, self.open = self._resume()
         self.part = Part(row, continues=self.open)
+        self.taking: Future[None] | None = None
         self.writing: Future[None] | None = None
 
     def _resume(self) -> tuple[int, int, bool]:
@@ -88,27 +89,28 @@ class _ShardBuild:
 
     def run(self) -> None:
         batches = ahead(read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.open))
-        with ThreadPoolExecutor(1, "write") as writer, closing(ahead(self._encoded(batches))) as encoded:
+        # Encoding stays in the caller's thread from shard to shard: fastokens remembers words for each thread.
+        with closing(batches), ThreadPoolExecutor(1, "take") as taker, ThreadPoolExecutor(1, "write") as writer:
             try:
-                for batch, documents in encoded:
-                    self._take(batch, documents)
-                    if batch.ends_part:
-                        self._commit(batch.row_end, writer)
+                for batch in batches:
+                    if self.stopped():
+                        raise Stopped
+                    documents = self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
+                    self._wait_taken()
+                    self.taking = taker.submit(self._take, batch, documents, writer)
+                    if self.on_rows and batch.rows:
+                        self.on_rows(batch.text_bytes)
+                self._wait_taken()
             finally:
                 # What could not be written comes before any error in what was read after it.
-                self._wait()
+                try:
+                    self._wait_taken()
+                finally:
+                    self._wait()
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
-    def _encoded(
-        self, batches: Generator[RowBatch, None, None]
-    ) -> Generator[tuple[RowBatch, list[Document | Unusable]], None, None]:
-        with closing(batches):
-            for batch in batches:
-                if self.stopped():
-                    raise Stopped
-                yield batch, self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
-
-    def _take(self, batch: RowBatch, documents: list[Document | Unusable]) -> None:
+    def _take(self, batch: RowBatch, documents: list[Document | Unusable], writer: ThreadPoolExecutor) -> None:
+        """Takes in what has been encoded, and commits the part that it ends."""
         part, usable = self.part, list[tuple[Row, Document]]()
         part.text_bytes += batch.text_bytes
         part.empty += batch.empty
@@ -127,8 +129,8 @@ class _ShardBuild:
                 self._append_ids(row, np.asarray(document.ids, self.dtype))
         elif usable:
             self._append_texts(usable)
-        if self.on_rows and batch.rows:
-            self.on_rows(batch.text_bytes)
+        if batch.ends_part:
+            self._commit(batch.row_end, writer)
 
     def _append_texts(self, usable: list[tuple[Row, Document]]) -> None:
         """Takes in texts and pieces of texts."""
@@ -211,6 +213,11 @@ class _ShardBuild:
         self.writing = writer.submit(_write, self.job, name, part, record)
         self.index += 1
         self.part = Part(row_end, continues=self.open)
+
+    def _wait_taken(self) -> None:
+        if self.taking is not None:
+            taking, self.taking = self.taking, None
+            taking.result()
 
     def _wait(self) -> None:
         """Until the part before is committed; raises what kept it from that."""
