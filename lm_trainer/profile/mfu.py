@@ -181,7 +181,9 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
     else:
         total = report.peak.flops * work.device_count
         datasheet = f"{report.datasheet_fraction:.1%} of {si(total)}FLOP/s in {report.peak.format}"
+    note = f"on a CPU XLA computes a model's products in float32: {work.dtype} gains nothing there"
     return [
+        *([("note", note)] if work.device_kind == "cpu" and work.dtype != "float32" else []),
         ("device", f"{work.device_count} x {work.device_kind}, computing in {work.dtype}"),
         ("model", f"{work.num_params:,} parameters, {work.flops_per_token:,.0f} FLOPs/token"),
         ("step", f"{work.tokens_per_step:,.0f} tokens, {si(work.flops_per_token * work.tokens_per_step)}FLOPs"),

@@ -105,6 +105,15 @@ def test_the_report_for_people(monkeypatch):
     assert rows["of measured matmul peak"] == "48.0% of 250 TFLOP/s (best 250 TFLOP/s; 8192 squared)"
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "said"),
+    [("cpu", "bfloat16", True), ("cpu", "float32", False), ("NVIDIA A100-SXM4-80GB", "bfloat16", False)],
+)
+def test_fewer_bits_gain_nothing_on_a_cpu(monkeypatch, kind, dtype, said):
+    rows = dict(table(measured(monkeypatch, Machine([0.1], [0.1], device_kind=kind, dtype=dtype), samples=2)))
+    assert ("gains nothing" in rows.get("note", "")) == said
+
+
 @pytest.mark.parametrize("kwargs", [{"samples": 0}, {"warmup": 0}], ids=str)
 def test_nothing_to_measure_is_refused(kwargs):
     with pytest.raises(ValueError, match="at least one"):
