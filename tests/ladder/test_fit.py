@@ -12,15 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.optimize import differential_evolution
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict
+from lm_trainer.ladder.fit.huber import fit_huber
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.law import CONSTANTS, Law
 from lm_trainer.ladder.fit.points import Points, from_rows
 from lm_trainer.ladder.fit.predict import optimum, predict
-from lm_trainer.ladder.fit.settings import Settings
+from lm_trainer.ladder.fit.settings import DELTA, Settings
 from lm_trainer.ladder.fit.sources import table_points
 
 HOFFMANN = Law(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -56,6 +58,29 @@ def test_planted_constants_are_recovered(method: str) -> None:
     assert n == pytest.approx(sizes[np.argmin(HOFFMANN.loss(sizes, 1e24 / 6 / sizes))], rel=1e-3)
     best = optimum(found, 1e24, extrapolate=True)
     assert (best.num_params.value, best.tokens.value) == (pytest.approx(n, rel=1e-5), pytest.approx(d, rel=1e-5))
+
+
+def test_small_models_are_fitted_as_well_as_by_brute_force() -> None:
+    """Three of the nano ladder's rungs, from whose losses some searches go astray to where powers overflow."""
+    n = np.repeat([26232.0, 43168.0, 80112.0], 3)
+    d = np.array([262400.0, 524800, 1049600, 431872, 863744, 1727488, 801280, 1602560, 3205120])
+    loss = np.array([3.4328, 3.2974, 3.0675, 3.2394, 3.0407, 2.7785, 2.93, 2.657, 2.4524])
+    labels = tuple(map(str, range(len(n))))
+    law = fit_huber(Points(n, d, loss, labels, labels))
+
+    def objective(x: np.ndarray) -> float:
+        """Huber's function of the errors of log L, term by term."""
+        total = 0.0
+        for size, tokens, measured in zip(n, d, loss, strict=True):
+            predicted = x[4] + np.exp(x[0]) / size ** x[2] + np.exp(x[1]) / tokens ** x[3]
+            error = abs(np.log(predicted / measured))
+            total += error**2 / 2 if error <= DELTA else DELTA * (error - DELTA / 2)
+        return total
+
+    bounds = [(0, 15), (0, 15), (0, 1.5), (0, 1.5), (0, 2.1)]
+    brute = differential_evolution(objective, bounds, seed=0, maxiter=150, popsize=20, tol=0)
+    found = objective(np.array([np.log(law.A), np.log(law.B), law.alpha, law.beta, law.E]))
+    assert found <= brute.fun * (1 + 1e-6)
 
 
 def test_approach_2_has_its_known_bias_and_approach_3_has_none() -> None:

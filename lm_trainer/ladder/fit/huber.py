@@ -37,13 +37,15 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
     log_n, log_d, log_loss = np.log(points.num_params), np.log(points.tokens), np.log(points.loss)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
-        n, d = np.exp(x[0] - x[2] * log_n), np.exp(x[1] - x[3] * log_d)
-        predicted = np.maximum(n + d + x[4], 1e-300)
-        error = np.log(predicted) - log_loss
+        # In logarithms throughout: far from the points a search meets terms that no float holds.
+        log_from_n, log_from_d = x[0] - x[2] * log_n, x[1] - x[3] * log_d
+        log_predicted = np.logaddexp(np.logaddexp(log_from_n, log_from_d), np.log(max(x[4], 1e-300)))
+        error = log_predicted - log_loss
         small = np.abs(error) <= DELTA
         value = np.where(small, error**2 / 2, DELTA * (np.abs(error) - DELTA / 2)).sum()
-        slope = np.where(small, error, DELTA * np.sign(error)) / predicted
-        return value, np.array([slope @ n, slope @ d, -slope @ (n * log_n), -slope @ (d * log_d), slope.sum()])
+        slope = np.where(small, error, DELTA * np.sign(error))
+        n, d = slope * np.exp(log_from_n - log_predicted), slope * np.exp(log_from_d - log_predicted)
+        return value, np.array([n.sum(), d.sum(), -n @ log_n, -d @ log_d, (slope * np.exp(-log_predicted)).sum()])
 
     # The others lead nowhere that these do not.
     starts = sorted(STARTS[start], key=lambda x: objective(np.array(x))[0])[:8]
