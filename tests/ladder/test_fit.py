@@ -78,7 +78,7 @@ def test_small_models_are_fitted_as_well_as_by_brute_force() -> None:
         return total
 
     bounds = [(0, 15), (0, 15), (0, 1.5), (0, 1.5), (0, 2.1)]
-    brute = differential_evolution(objective, bounds, seed=0, maxiter=150, popsize=20, tol=0)
+    brute = differential_evolution(objective, bounds, rng=0, maxiter=150, popsize=20, tol=0)
     found = objective(np.array([np.log(law.A), np.log(law.B), law.alpha, law.beta, law.E]))
     assert found <= brute.fun * (1 + 1e-6)
 
