@@ -90,7 +90,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(memory: StepMemory, 
     sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
     assert sizes == [1, 2, 4]
     peaks = {rows: memory.plan(compiled(rows), rows).peak.bytes for rows in sizes}
-    assert len(set(peaks.values())) == len(sizes)
+    assert len(set(peaks.values())) > 1, "the limits below tell microbatches apart"
     for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
         found = find_largest(memory, limit)
         assert found.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
