@@ -263,22 +263,32 @@ class _Lock:
         self.me = {"host": socket.gethostname(), "pid": os.getpid(), "claim": uuid.uuid4().hex}
 
     def __enter__(self) -> _Lock:
+        # Held before it can be read: who reads a claim that is not held takes it for a dead process's.
+        _held.add(self.me["claim"])
+        try:
+            self._wait()
+        except BaseException:
+            _held.discard(self.me["claim"])
+            raise
+        return self
+
+    def _wait(self) -> None:
         while True:
             found, generation = self.store.read_versioned(BUILDER)
             free = found is None or not self._alive(json.loads(found))
             if free and self.store.write_json(BUILDER, self._record(), if_generation=generation):
-                _held.add(self.me["claim"])
-                return self
+                return
             self.on_wait()
             time.sleep(POLL_SECONDS)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _held.discard(self.me["claim"])
         try:
             self.store.delete(BUILDER)
         except UserError:
             if kind is None:
                 raise
+        finally:
+            _held.discard(self.me["claim"])
 
     def beat(self) -> None:
         if time.monotonic() - self.last >= BEAT_SECONDS:

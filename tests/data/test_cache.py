@@ -16,7 +16,9 @@ import pytest
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.builder import Build, BuildProgress
+from lm_trainer.data.layout import BUILDER
 from lm_trainer.data.sources.text import PIECE_BYTES
+from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.conftest import lmt_environment
@@ -115,8 +117,18 @@ def test_two_builders_at_once_give_the_same_bytes(corpus: Path, tmp_path: Path, 
     assert contents(directory) == reference
 
 
-def test_two_builders_in_one_process_do_the_work_once(make_build: MakeBuild, reference: dict[str, bytes]) -> None:
+def test_two_builders_in_one_process_do_the_work_once(
+    make_build: MakeBuild, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoded: list[str] = []
+    write = Store.write
+
+    def slow_write(store: Store, key: str, value: bytes, **options: Any) -> bool:
+        written = write(store, key, value, **options)
+        time.sleep(0.3 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
+        return written
+
+    monkeypatch.setattr(Store, "write", slow_write)
 
     class Counting(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[Any]:
