@@ -1,11 +1,14 @@
-"""What a worker is given, and how it reads: rows in batches that are ready to be encoded, one batch ahead."""
+"""What a worker is given, and how it reads: rows in batches that are ready to be encoded, one batch ahead.
+
+What comes after is done one batch behind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import FormatConfig, TextFormat, Unusable
@@ -126,3 +129,23 @@ def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
     finally:
         pool.shutdown(wait=True)
         items.close()
+
+
+class Behind:
+    """A thread that does what it is given while the next is made ready. Its end waits for the last."""
+
+    def __init__(self, name: str):
+        self._pool, self._doing = ThreadPoolExecutor(1, name), Future[Any]()
+        self._doing.set_result(None)
+
+    def do(self, function: Callable[..., Any], *args: Any) -> None:
+        """Waits until the one before is done; raises what ended it."""
+        self._doing.result()
+        self._doing = self._pool.submit(function, *args)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._doing.result()

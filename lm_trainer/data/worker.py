@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import Document, Unusable
 from lm_trainer.data.layout import part_key, part_name, shard_key, token_dtype
 from lm_trainer.data.marks import pack_marks
-from lm_trainer.data.reading import Job, RowBatch, ahead, read_batches
+from lm_trainer.data.reading import Behind, Job, RowBatch, ahead, read_batches
 from lm_trainer.data.sources import BadRow, Row
 from lm_trainer.data.store import canonical_json
 
@@ -77,8 +76,6 @@ class _ShardBuild:
         self.end = np.array([self.eos], self.dtype)
         self.index, row, self.open = self._resume()
         self.part = Part(row, continues=self.open)
-        self.taking: Future[None] | None = None
-        self.writing: Future[None] | None = None
 
     def _resume(self) -> tuple[int, int, bool]:
         """The first part that is not committed, its first row, and whether a document is open there."""
@@ -89,27 +86,19 @@ class _ShardBuild:
 
     def run(self) -> None:
         batches = ahead(read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.open))
-        # Encoding stays in the caller's thread from shard to shard: fastokens remembers words for each thread.
-        with closing(batches), ThreadPoolExecutor(1, "take") as taker, ThreadPoolExecutor(1, "write") as writer:
-            try:
-                for batch in batches:
-                    if self.stopped():
-                        raise Stopped
-                    documents = self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
-                    self._wait_taken()
-                    self.taking = taker.submit(self._take, batch, documents, writer)
-                    if self.on_rows and batch.rows:
-                        self.on_rows(batch.text_bytes)
-                self._wait_taken()
-            finally:
-                # What could not be written comes before any error in what was read after it.
-                try:
-                    self._wait_taken()
-                finally:
-                    self._wait()
+        # Encoding stays in the caller's thread from shard to shard: fastokens remembers words for each thread. What
+        # could not be written comes before any error in what was read after it: the writer ends last.
+        with closing(batches), Behind("write") as writer, Behind("take") as taker:
+            for batch in batches:
+                if self.stopped():
+                    raise Stopped
+                documents = self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
+                taker.do(self._take, batch, documents, writer)
+                if self.on_rows and batch.rows:
+                    self.on_rows(batch.text_bytes)
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
 
-    def _take(self, batch: RowBatch, documents: list[Document | Unusable], writer: ThreadPoolExecutor) -> None:
+    def _take(self, batch: RowBatch, documents: list[Document | Unusable], writer: Behind) -> None:
         """Takes in what has been encoded, and commits the part that it ends."""
         part, usable = self.part, list[tuple[Row, Document]]()
         part.text_bytes += batch.text_bytes
@@ -194,8 +183,7 @@ class _ShardBuild:
         part.rows.append(row.number - part.row_start)
         part.documents += 1
 
-    def _commit(self, row_end: int, writer: ThreadPoolExecutor) -> None:
-        self._wait()
+    def _commit(self, row_end: int, writer: Behind) -> None:
         part, name = self.part, part_name(self.job.index, self.index)
         record: dict[str, Any] = {
             "shard": self.job.index,
@@ -210,20 +198,9 @@ class _ShardBuild:
             "bad": len(part.bad),
             "bad_examples": part.bad[:5],
         }
-        self.writing = writer.submit(_write, self.job, name, part, record)
+        writer.do(_write, self.job, name, part, record)
         self.index += 1
         self.part = Part(row_end, continues=self.open)
-
-    def _wait_taken(self) -> None:
-        if self.taking is not None:
-            taking, self.taking = self.taking, None
-            taking.result()
-
-    def _wait(self) -> None:
-        """Until the part before is committed; raises what kept it from that."""
-        if self.writing is not None:
-            writing, self.writing = self.writing, None
-            writing.result()
 
 
 def _write(job: Job, name: str, part: Part, record: dict[str, Any]) -> None:
