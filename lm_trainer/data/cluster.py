@@ -8,6 +8,7 @@ from typing import Any
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import QUIET, join_cluster
+from lm_trainer.core.runtime import keep_freed_memory
 from lm_trainer.data.pool import THREAD_VARIABLES
 from lm_trainer.data.worker import Job, build_shard
 
@@ -49,7 +50,7 @@ def run_on_ray(jobs: Sequence[Job], config: RayConfig, tick: Callable[[], None])
 def _run_all(ray: Any, jobs: Sequence[Job], tick: Callable[[], None]) -> None:
     # One thread in each task, since there is a task for each core.
     threads = dict.fromkeys(THREAD_VARIABLES, "1")
-    task = ray.remote(num_cpus=1, runtime_env={"env_vars": threads})(build_shard)
+    task = ray.remote(num_cpus=1, runtime_env={"env_vars": threads})(_build)
     waiting = [task.remote(job) for job in jobs]
     try:
         while waiting:
@@ -65,6 +66,11 @@ def _run_all(ray: Any, jobs: Sequence[Job], tick: Callable[[], None]) -> None:
     finally:
         for left in waiting:
             ray.cancel(left, force=True)
+
+
+def _build(job: Job) -> None:
+    keep_freed_memory()
+    build_shard(job)
 
 
 def _import_ray() -> Any:
