@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
+from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_trainer.config.run import RunConfig
     from lm_trainer.profile.timing import Measured
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
@@ -55,7 +57,7 @@ def mfu(
 
         lmt bench mfu configs/gpt2_nano.yaml
 
-        lmt bench mfu configs/gpt2_nano.yaml trainer.mp=bfloat16 --steps 50 --json
+        lmt bench mfu configs/gpt2_nano.yaml trainer.mp=p=f32,c=bfloat16 --steps 50 --json
     """
     run = load_run_config(ctx, config, overrides)
 
@@ -67,8 +69,10 @@ def mfu(
     from lm_trainer.profile.mfu import measure, table
     from lm_trainer.profile.timing import Measured
 
+    if trace is not None:
+        _make_directory(trace)
+    _begin(run, "compiling and timing ...")
     with bench_session(run) as session:
-        typer.echo("compiling and timing ...", err=True)
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         report = measure(session, probe, samples=steps, warmup=warmup)
         rows, values = table(report), report.as_dict()
@@ -130,7 +134,7 @@ def decode(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.decode import measure_decode
 
-    typer.echo("compiling and timing ...", err=True)
+    _begin(run, "compiling and timing ...")
     found = measure_decode(run, rows=rows, prompt=prompt, new=new, repeats=repeats)
     _show(found, as_json)
 
@@ -154,7 +158,7 @@ def compile(
     run = load_settled_config(ctx, config, overrides)
     from lm_trainer.bench.start import measure_starts
 
-    typer.echo("starting ...", err=True)
+    _begin(run, "starting ...")
     found = measure_starts(run, repeats=repeats)
     _show(found, as_json)
 
@@ -178,7 +182,7 @@ def memory(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.memory import measure_memory
 
-    typer.echo("compiling and timing ...", err=True)
+    _begin(run, "compiling and timing ...")
     found = measure_memory(run, repeats=repeats)
     _show(found, as_json)
 
@@ -203,9 +207,26 @@ def checkpoint(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.checkpoint import measure_checkpoints
 
-    typer.echo("compiling, saving and timing ...", err=True)
+    _begin(run, "compiling, saving and timing ...")
     found = measure_checkpoints(run, repeats=repeats, steps=steps)
     _show(found, as_json)
+
+
+def _begin(run: "RunConfig", text: str) -> None:
+    """Says on stderr what is done now, and what is assumed for it."""
+    from lm_trainer.bench import find_vocabulary
+
+    note = find_vocabulary(run).note
+    if note is not None:
+        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+    typer.echo(text, err=True)
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--trace {path}: {error.strerror}") from None
 
 
 def _show(found: "Measured", as_json: bool) -> None:

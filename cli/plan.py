@@ -24,7 +24,7 @@ def plan(
         str | None, typer.Option("--memory", help="Of each device for the run, such as 80GiB. Default: by datasheet.")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, help="Where the configuration does not tell; else GPT-2's.")
+        int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, in place of the tokenizer's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
@@ -37,7 +37,7 @@ def plan(
 
         lmt plan configs/gpt2_nano.yaml --devices 1xcpu --memory 8GiB
 
-        lmt plan my.yaml trainer.mp=bfloat16 --devices 8xH100 --price 2.5 --json
+        lmt plan my.yaml trainer.mp=p=f32,c=bfloat16 --devices 8xH100 --price 2.5 --json
     """
     from lm_trainer.core.runtime import prepare_process
 

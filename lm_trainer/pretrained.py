@@ -103,6 +103,11 @@ def settled(config: RunConfig, name: str) -> RunConfig:
     return _with_model(config, _section(config, directory, *read_hf_config(directory))[0])
 
 
+def stored_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding in the checkpoint that `initialize_from_hf` means; raises as `settled`."""
+    return read_hf_config(_locate(config, weights=False))[1]
+
+
 def _section(
     config: RunConfig, directory: Path, theirs: DecoderConfig, vocab_size: int
 ) -> tuple[DecoderConfig, list[str]]:

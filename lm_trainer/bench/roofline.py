@@ -14,13 +14,14 @@ from lm_trainer.profile.timing import Measured, Spread, si
 
 PARTS = ("embedding", "attention", "mlp", "loss")
 """The scopes that `lm_trainer.nn` names."""
-_COPIES, _LARGEST = 5, 8
+_COPIES, _LARGEST = 20, 8
 
 
 def roofline(session: BenchSession, report: MfuReport) -> Measured:
     """The least time of the gradient's operations, with the limits measured: the product of `report`, and a copy."""
     probe = CopyProbe(jax.devices()[0])
-    bandwidth = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)]).median
+    copies = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)])
+    bandwidth = copies.median
     flops = report.matmul_flops.median / session.device_count
     found = operations(session.gradient.hlo(), PARTS)
 
@@ -32,7 +33,11 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
     heading = f"{'FLOPs':>9} {'bytes':>9} {'least ms':>9}  bound by"
     table = [
         ("least time of the step", f"{1e3 * whole:.1f} ms, {whole / report.step_seconds.median:.0%} of what it takes"),
-        ("limits", f"{si(flops)}FLOP/s (matrix product) and {si(bandwidth)}B/s (copy) on one device"),
+        (
+            "limits",
+            f"{si(flops)}FLOP/s (matrix product) and {si(bandwidth)}B/s (copy, quartiles "
+            f"{si(copies.lower_quartile)}B/s-{si(copies.upper_quartile)}B/s) on one device",
+        ),
         (f"part ({session.gradients_per_step} x a step)", heading),
         *((part.name, _row(part)) for part in parts),
         ("largest operations", heading),
@@ -42,6 +47,7 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
         "least_step_seconds": whole,
         "flops_per_second": flops,
         "bytes_per_second": bandwidth,
+        "copies": copies.as_dict(),
         "gradients_per_step": session.gradients_per_step,
         "parts": [_values(part) for part in parts],
         "largest_operations": [_values(op) for op in largest],

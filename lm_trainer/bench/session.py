@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from lm_trainer.adapters import describe_size, training_flops
+from lm_trainer.bench.vocabulary import find_vocabulary
 from lm_trainer.config.run import RunConfig
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
@@ -22,9 +23,6 @@ from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.program import Program, build_program, check_devices, describe_mesh
 from lm_trainer.run_dir import run_id
 from lm_trainer.train_state import TrainState
-
-_USUAL_VOCABULARY = 50_257
-"""That of GPT-2: assumed where only reading the tokenizer would tell."""
 
 
 @dataclass
@@ -39,6 +37,7 @@ class BenchSession:
     dtype: str
     """Of the matrix products."""
     num_params: int
+    vocab_size: int
     gradient: Executable
     """The program that computes the gradient of a microbatch, or, where that is one program, of the step."""
     gradients_per_step: int
@@ -74,6 +73,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         device_count=devices.size,
         dtype=trainer.mp.compute,
         num_params=parameter_count(spec),
+        vocab_size=vocab_size,
         gradient=gradient,
         gradients_per_step=_gradients(trainer, program),
         _program=program,
@@ -111,7 +111,8 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     run = run_id(config, name)
     start = find_start(config, run)
     config = config if start is None else start.config
-    program, vocab_size = plan_bench(config, None if start is None else start.vocab_size)
+    vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
+    program, _ = plan_bench(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     flops = training_flops(flops_per_token(spec, seq_len), program.model)
@@ -119,6 +120,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     return [
         f"run {run} on {describe_mesh(program.placement.mesh)}",
         *(() if start is None else start.notes),
+        *(() if note is None else (f"note: {note}",)),
         f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
@@ -127,19 +129,13 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
 
 
 def plan_bench(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
-    """The program of a configuration, and the vocabulary that it was planned with: that of the tokenizer where its
-    section tells, else that of GPT-2, since a tokenizer may be out of reach and is not needed.
+    """The program of a configuration, and the vocabulary that it was planned with; None: that of `find_vocabulary`.
 
     Raises:
-        UserError: when the devices or the sharding rules do not fit.
+        UserError: when the devices or the sharding rules do not fit, or as `find_vocabulary`.
     """
     trainer = config.trainer
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
     check_devices(trainer)
-    rows = usual_vocabulary(config) if vocab_size is None else vocab_size
+    rows = find_vocabulary(config).rows if vocab_size is None else vocab_size
     return build_program(config, rows), rows
-
-
-def usual_vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding as far as the configuration tells, which reads no tokenizer; else those of GPT-2."""
-    return getattr(config.data.tokenizer_config, "vocab_size", None) or _USUAL_VOCABULARY

@@ -86,7 +86,9 @@ def budget(kind: str, memory: int | None = None) -> Budget | None:
     try:
         fraction = _TAKEN_BY_JAX if given is None else float(given)
     except ValueError:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={given} is no number; write one such as 0.9") from None
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={given}: expected a part of the memory, such as 0.9")
     why = "JAX takes, as XLA_PYTHON_CLIENT_MEM_FRACTION says" if given else "JAX takes by itself"
     return Budget(int(fraction * found.bytes), f"{fraction:.0%} of {found.bytes / 1e9:.4g} GB, which {why}")
 

@@ -27,7 +27,9 @@ class Fit:
     rows: int | None
     """The most that fit, None if not even the smallest microbatch does."""
     bytes: int
-    """The peak with so many; with the smallest microbatch, where none fits."""
+    """The peak with so many; where none fits, the least of all."""
+    least_rows: int
+    """The microbatch with which a step takes least."""
     microbatches: int | None
     """In the largest step, which are also the most devices along the data axes."""
     next_rows: int | None
@@ -78,7 +80,9 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
         above = larger[0] if larger else None
         # Fewer rows are not always less: they are more microbatches, and more sums of gradients.
         near = [rows for rows in larger if peaks[rows] <= _TOO_HIGH * limit]
-        ask = [rows for rows in dict.fromkeys((best, above, *near)) if rows is not None and rows not in known]
+        least = min(sizes, key=lambda rows: peaks[rows])
+        wanted = (least, above, *near) if best is None else (best, above, *near)
+        ask = [rows for rows in dict.fromkeys(wanted) if rows is not None and rows not in known]
         if not ask:
             break
 
@@ -87,7 +91,8 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
 
     return Fit(
         rows=best,
-        bytes=peak(sizes[0] if best is None else best),
+        bytes=peak(least if best is None else best),
+        least_rows=least,
         microbatches=None if best is None else memory.largest_step(best).count,
         next_rows=None if best is None else above,
         next_bytes=None if best is None or above is None else peak(above),

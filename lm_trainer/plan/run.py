@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lm_trainer.adapters import training_flops
-from lm_trainer.bench import usual_vocabulary
+from lm_trainer.bench import Vocabulary, find_vocabulary
 from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.mesh import batch_shards
@@ -32,7 +32,7 @@ class Assumptions:
     memory: int | None = None
     """Bytes that a run may use on each device; None: as the datasheet says."""
     vocab_size: int | None = None
-    """Rows of the token embedding; None: as the configuration says, else those of GPT-2."""
+    """Rows of the token embedding; None: as `find_vocabulary` says."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class RunPlan:
     work: Work
     time: Time | None
     """None where no datasheet has a figure."""
+    assumed: str | None
+    """Why the vocabulary is a guess; None where it is none."""
     kernel: str | None
     """What computes attention on these devices without keeping scores, which the plan cannot; None where XLA does."""
 
@@ -130,7 +132,8 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
             f"for {trainer.max_devices}, or set trainer.max_devices=null"
         )
     limit = budget(group.kind, assumptions.memory)
-    vocab_size = assumptions.vocab_size or usual_vocabulary(config)
+    given = assumptions.vocab_size
+    vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
     platform = device_platform(group.kind)
     kernel = _kernel(config, vocab_size, platform)
     config = _as_planned_here(config, platform, kernel)
@@ -162,6 +165,7 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         fit=None if limit is None else find_largest(memory, limit.bytes, {rows: compiled}),
         work=work,
         time=_time(work, group, trainer.mp.compute, assumptions),
+        assumed=assumed,
         kernel=kernel,
     )
 

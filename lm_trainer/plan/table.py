@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
+from lm_trainer.trackers.console import duration
 
 _CAVEAT = (
     "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ. "
@@ -17,6 +18,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
     """What is asked for, the memory of a device phase by phase, and what the run costs."""
     yield from aligned(list(_rows(plan)))
     yield f"note: {_CAVEAT}"
+    if plan.assumed is not None:
+        yield f"note: {plan.assumed}; --vocab-size says otherwise."
     if plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
@@ -31,7 +34,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield "devices", f"{plan.devices.count} x {plan.devices.kind}" + (f": {axes}" if axes else "")
     yield "model", f"{plan.num_params:,} parameters with a vocabulary of {plan.vocab_size:,}, in {plan.dtype}"
-    yield "microbatch", f"{plan.rows} rows, {plan.microbatches} microbatches in a step"
+    yield "microbatch", f"{_count(plan.rows, 'row')}, {_count(plan.microbatches, 'microbatch')} in a step"
     yield "state, per device", ", ".join(f"{name} {_size(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
         parts = " + ".join(f"{name} {_size(size)}" for name, size in phase.parts.items() if size)
@@ -39,20 +42,20 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "peak, per device", f"{_size(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
     yield "largest microbatch", _largest(plan)
     yield "FLOPs", f"{work.flops_per_token:.3g} per token, {work.flops_per_step:.3g} per step, {work.flops:.3g} in all"
-    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {work.steps:,} steps"
+    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {_count(work.steps, 'step')}"
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
         return
     yield "step time", f"{time.step_seconds:.3g} s"
-    yield "time", f"{time.seconds / 3600:,.4g} hours, {time.device_hours:,.4g} device hours"
+    yield "time", f"{_time(time.seconds)}, {time.device_hours:,.4g} device hours"
     if time.cost is not None:
-        yield "cost", f"{time.cost:,.2f}"
+        yield "cost", f"{time.cost:,.2f}" if time.cost >= 0.01 else f"{time.cost:.2g}"
 
 
 def _share(plan: RunPlan) -> str:
     if plan.budget is None:
         return ""
-    verdict = "fits in" if plan.memory.peak.bytes <= plan.budget.bytes else "DOES NOT FIT in"
+    verdict = "fits in" if _fits(plan) else "DOES NOT FIT in"
     return f": {verdict} {_size(plan.budget.bytes)} ({plan.budget.origin})"
 
 
@@ -60,13 +63,40 @@ def _largest(plan: RunPlan) -> str:
     if plan.fit is None:
         return f"n/a: how much memory {plan.devices.kind!r} has is not known; give --memory"
     fit = plan.fit
+    next_rows = fit.next_rows if fit.next_rows is not None and fit.next_rows > plan.rows else None
+    above = "" if next_rows is None else f"; {_count(next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
+    # The rows of a batch schedule may differ from step to step, which no value of the key says.
+    if _fits(plan) and (fit.rows is None or fit.rows <= plan.rows):
+        return f"{_count(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
-        return f"none: the smallest takes {_size(fit.bytes)}; use more devices, or cut the model"
-    above = "" if fit.next_rows is None else f"; {fit.next_rows} rows would take {_size(fit.next_bytes or 0)}"
-    if fit.rows == plan.rows:
-        return f"{fit.rows} rows, as it is{above}"
+        rows = _count(fit.least_rows, "row")
+        return f"none: the least that a step takes is {_size(fit.bytes)}, with {rows}; {_way_out(plan)}"
+    above = "" if fit.next_rows is None else f"; {_count(fit.next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
     changes = " (changes the numbers of the run)" if plan.determinism == "elastic" else ""
-    return f"{fit.rows} rows, {_size(fit.bytes)}{above}: trainer.per_device_parallelism={fit.rows}{changes}"
+    return f"{_count(fit.rows, 'row')}, {_size(fit.bytes)}{above}: trainer.per_device_parallelism={fit.rows}{changes}"
+
+
+def _fits(plan: RunPlan) -> bool:
+    return plan.budget is not None and plan.memory.peak.bytes <= plan.budget.bytes
+
+
+def _way_out(plan: RunPlan) -> str:
+    """What would make the largest part of the peak smaller."""
+    tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
+    if plan.determinism == "elastic":
+        return (
+            f"parameters and gradients are whole on every device while a microbatch is computed: cut the model by "
+            f"{tensor}, or let trainer.determinism=fast cut their sums"
+        )
+    return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
 
 
 def _size(count: int) -> str:

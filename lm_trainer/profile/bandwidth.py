@@ -24,9 +24,10 @@ class CopyProbe:
     def __init__(self, device: jax.Device, *, num_bytes: int | None = None):  # pyright: ignore[reportInvalidTypeForm]
         size = num_bytes or (_CPU_BYTES if device.platform == "cpu" else _ACCELERATOR_BYTES)
         self._x_N = jax.device_put(jnp.ones(size // 4, jnp.float32), device)
-        # The result takes the place of the one before it: fresh pages would be measured otherwise.
-        self._copy = jax.jit(lambda x_N, old_N: x_N + old_N[0], donate_argnums=1)
-        self._y_N = self._copy(self._x_N, jnp.copy(self._x_N))
+        # The result takes the place of the one before it: fresh pages would be measured otherwise. Nothing of the old
+        # one is read, or XLA would have to copy it first.
+        self._copy = jax.jit(lambda x_N, _old_N, shift: x_N + shift, donate_argnums=1, keep_unused=True)
+        self._y_N = jnp.copy(self._x_N)
         self.num_bytes = 2.0 * self._x_N.nbytes
         """Read and written by one `run`."""
         self.run()
@@ -34,5 +35,5 @@ class CopyProbe:
     def run(self) -> float:
         """Seconds of one copy."""
         started = time.perf_counter()
-        self._y_N = jax.block_until_ready(self._copy(self._x_N, self._y_N))
+        self._y_N = jax.block_until_ready(self._copy(self._x_N, self._y_N, 0.0))
         return time.perf_counter() - started

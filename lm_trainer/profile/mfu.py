@@ -44,6 +44,9 @@ class Workload(Protocol):
     @property
     def num_params(self) -> int: ...
 
+    @property
+    def vocab_size(self) -> int: ...
+
 
 class Probe(Protocol):
     """A measured peak: see `lm_trainer.profile.matmul.MatmulProbe`."""
@@ -105,6 +108,7 @@ class MfuReport:
             "device_count": work.device_count,
             "dtype": work.dtype,
             "num_params": work.num_params,
+            "vocab_size": work.vocab_size,
             "tokens_per_step": work.tokens_per_step,
             "flops_per_token": work.flops_per_token,
             "samples": self.samples,
@@ -181,11 +185,12 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
     else:
         total = report.peak.flops * work.device_count
         datasheet = f"{report.datasheet_fraction:.1%} of {si(total)}FLOP/s in {report.peak.format}"
+    model = f"{work.num_params:,} parameters with a vocabulary of {work.vocab_size:,}"
     note = f"on a CPU XLA computes a model's products in float32: {work.dtype} gains nothing there"
     return [
         *([("note", note)] if work.device_kind == "cpu" and work.dtype != "float32" else []),
         ("device", f"{work.device_count} x {work.device_kind}, computing in {work.dtype}"),
-        ("model", f"{work.num_params:,} parameters, {work.flops_per_token:,.0f} FLOPs/token"),
+        ("model", f"{model}, {work.flops_per_token:,.0f} FLOPs/token"),
         ("step", f"{work.tokens_per_step:,.0f} tokens, {si(work.flops_per_token * work.tokens_per_step)}FLOPs"),
         ("timed", f"{report.samples} samples{grouped}, each beside a matrix product; {report.warmup} steps before"),
         ("step time", step.milliseconds()),

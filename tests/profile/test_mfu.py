@@ -29,6 +29,7 @@ class Machine:
     tokens_per_step: float = 1000.0
     flops_per_token: float = 6e9
     num_params: int = 10**9
+    vocab_size: int = 50_257
     flops: float = 5e12
     size: int = 8192
     now: float = 0.0

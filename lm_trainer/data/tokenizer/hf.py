@@ -32,9 +32,36 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
     path = Path(config.name).expanduser()
     if path.exists():
         return _from_path(path, config.eos_token)
-    if config.name.startswith((".", "/", "~")) or config.name.endswith(".json") or config.name.count("/") > 1:
+    if _is_path(config.name):
         raise UserError(f"data.tokenizer: there is no file or directory {config.name}{_did_you_mean(path)}")
     return _from_hub(config)
+
+
+def load_local(config: Pretrained) -> HfTokenizer | None:
+    """Reads a tokenizer from its path, or from what was downloaded of the hub before; None if neither is there.
+
+    Raises:
+        UserError: if `name` is a path and nothing is there, or what is there is no fast tokenizer.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if _is_path(config.name):
+        return load_pretrained(config)
+    try:
+        file = try_to_load_from_cache(config.name, TOKENIZER_FILE, revision=config.revision)
+    except HFValidationError:
+        return load_pretrained(config)
+    return _from_path(Path(file), config.eos_token) if isinstance(file, str) else None
+
+
+def _is_path(name: str) -> bool:
+    return (
+        Path(name).expanduser().exists()
+        or name.startswith((".", "/", "~"))
+        or name.endswith(".json")
+        or name.count("/") > 1
+    )
 
 
 def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
