@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +34,8 @@ class _Pending(NamedTuple):
     tokens: int
     total_tokens: int
     loading: float
+    done: Future[float]
+    """When it was done, in seconds of `time.perf_counter`."""
 
 
 class Recorder:
@@ -56,6 +60,8 @@ class Recorder:
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
         self._watcher, self._evidence = watcher, evidence
         self._pending: _Pending | None = None
+        # By the time that a step is read, the next one may be half done: enqueueing can block.
+        self._waiting = ThreadPoolExecutor(1, "step done")
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
         self.chain = ""
@@ -64,7 +70,13 @@ class Recorder:
         """Takes a step that was just enqueued, and records the one before."""
         self.flush()
         self._pending = _Pending(
-            info.step, info.metrics, info.learning_rate, info.tokens, info.total_tokens, info.loading
+            info.step,
+            info.metrics,
+            info.learning_rate,
+            info.tokens,
+            info.total_tokens,
+            info.loading,
+            self._waiting.submit(_when_done, info.metrics["loss"]),
         )
 
     def flush(self) -> None:
@@ -77,7 +89,7 @@ class Recorder:
             return
         pending, self._pending = self._pending, None
         values = {name: scalar(x) for name, x in pending.metrics.items()}
-        speed = self._meter.step(pending.tokens, loading=pending.loading)
+        speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
         self.train_loss = values["loss"]
         self.chain = link(self.chain, pending.step, values["loss"], values["grad_norm"])
         metrics = {
@@ -114,6 +126,10 @@ class Recorder:
         self._trackers.log_record({"fingerprint": proof}, step=state.step)
         return {"fingerprint": proof, "chain": self.chain, "hashes": found}
 
+    def close(self) -> None:
+        """Ends the thread that waits for steps; safe to call twice."""
+        self._waiting.shutdown()
+
     def finish(self, step: int, sample: str | None) -> None:
         """Records what the run came to."""
         self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
@@ -135,6 +151,11 @@ class Recorder:
             f"{what}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
             f"trainer.crash_on_nan and trainer.crash_on_inf to false to skip such steps"
         )
+
+
+def _when_done(x: jax.Array) -> float:
+    x.block_until_ready()
+    return time.perf_counter()
 
 
 def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str, float]:

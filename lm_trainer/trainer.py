@@ -272,9 +272,8 @@ class Trainer:
         )
         axes = self.program.model.axes
         self._watcher = Watcher(self.config.watch, self.program.placement, axes)
-        self._recorder = Recorder(
-            self.config, self._tracker, self.progress, self._meter, self._watcher, evidence=self._evidence
-        )
+        parts = (self._tracker, self.progress, self._meter, self._watcher)
+        self._recorder = self._stack.enter_context(closing(Recorder(self.config, *parts, evidence=self._evidence)))
         self._recorder.chain = self.store.record(state.step).get("chain", "")
         if self.config.profiler and is_lead():
             self._profile(state.step)

@@ -33,19 +33,20 @@ class Meter:
         self._clock = clock
         self._last: float | None = None
 
-    def step(self, tokens: float, *, loading: float = 0.0) -> dict[str, float]:
+    def step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
         """Called when a step is done, that is, when its result has been waited for.
 
         Args:
             tokens: of the step, over all hosts.
             loading: seconds that the step waited for data.
+            done: when it was done, by the clock; None: now.
 
         Returns:
             `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
             start or pause, and with them `data_wait`, the share of the time of those steps that was spent waiting for
             data, from 0 to 1; `mfu` in percent where the peak is known.
         """
-        now, last = self._clock(), self._last
+        now, last = self._clock() if done is None else done, self._last
         self._last = now
         metrics: dict[str, float] = {"throughput/loading_time": loading}
         if last is not None and now > last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,12 +139,26 @@ def test_an_average_that_comes_to_rest_is_the_formula() -> None:
     np.testing.assert_allclose(state.averaged["table"], expected, atol=1e-6)
 
 
-def recorder(**flags: bool) -> Recorder:
-    trackers = open_trackers([], run_dir=".", run_id="r")
+def recorder(trackers: Any = None, **flags: bool) -> Recorder:
+    trackers = trackers or open_trackers([], run_dir=".", run_id="r")
     watcher: Any = mock.Mock(report=lambda **_: [])
     meter = Meter(flops_per_token=0.0, peak_flops=None)
     evidence = Evidence(Path("non-finite"))
     return Recorder(settings(**flags), trackers, Progress(STEPS), meter, watcher, evidence=evidence)
+
+
+def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
+    told = mock.Mock()
+    it = recorder(trackers=told)
+    metrics = {name: jnp.float32(1) for name in ("loss", "grad_norm", "tokens")}
+    for number in (1, 2):
+        it.step_done(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
+        time.sleep(0.5 * (2 - number))
+    it.flush()
+    it.close()
+    first, second = (call.args[0] for call in told.log.call_args_list)
+    assert "throughput/step_time" not in first
+    assert second["throughput/step_time"] > 0.25
 
 
 @pytest.mark.parametrize(("value", "flag"), [(np.nan, "crash_on_nan"), (np.inf, "crash_on_inf")])
