@@ -23,9 +23,9 @@ ROW_AXES = ("pipeline", "expert")
 """The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
 
 
-def axes_in_use(mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut a microbatch on this mesh."""
-    return tuple(axis for axis in GROUP_AXES if mesh.shape[axis] > 1)
+def axes_in_use(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that cut a microbatch on a mesh of these sizes."""
+    return tuple(axis for axis in GROUP_AXES if sizes[axis] > 1)
 
 
 def cut_over_group(
@@ -45,7 +45,7 @@ def cut_over_group(
         layouts: of the parameters.
         names: the parameters that the tree has.
     """
-    axes, names = axes_in_use(mesh), tuple(names)
+    axes, names = axes_in_use(mesh.shape), tuple(names)
     if not axes:
         return function
     # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
@@ -66,12 +66,8 @@ def cut_over_group(
     def whole(params: Any, batch: Batch, key: jax.Array) -> Any:
         rows, length = batch.tokens.shape
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        check_rows(rows // shards, mesh)
-        if length % mesh.shape["context"]:
-            raise UserError(
-                f"rows of {length} positions cannot be cut into context_axis_size={mesh.shape['context']} pieces; "
-                f"choose a divisor of model.seq_len"
-            )
+        check_rows(rows // shards, mesh.shape)
+        check_length(length, mesh.shape)
         cut: Any = PartitionSpec(ROW_AXES, "context")
         mapped = jax.shard_map(
             part,
@@ -103,28 +99,37 @@ def _free_dim(x: jax.Array, layout: LeafLayout, mesh: Mesh, axes: Iterable[str])
     return next((d for d, size in enumerate(x.shape) if not cut[d] and size % pieces == 0), None)
 
 
-def check_rows(rows: int, mesh: Mesh) -> None:
-    """Raises UserError when the `rows` of a microbatch cannot be shared by the axes that cut rows."""
-    sizes = {f"{axis}_axis_size": mesh.shape[axis] for axis in ROW_AXES if mesh.shape[axis] > 1}
-    if rows % math.prod(sizes.values()):
+def check_length(length: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when rows of so many positions cannot be cut over the context axis."""
+    if length % sizes["context"]:
         raise UserError(
-            f"a microbatch of {rows} rows cannot be shared by "
-            f"{' x '.join(f'{key}={size}' for key, size in sizes.items())} devices; set "
-            f"trainer.per_device_parallelism to a multiple of {math.prod(sizes.values())}"
+            f"rows of {length} positions cannot be cut into context_axis_size={sizes['context']} pieces; choose a "
+            f"divisor of model.seq_len"
         )
 
 
-def check_model(spec: DecoderSpec | None, mesh: Mesh) -> None:
+def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when the `rows` of a microbatch cannot be shared by the axes that cut rows."""
+    cuts = {f"{axis}_axis_size": sizes[axis] for axis in ROW_AXES if sizes[axis] > 1}
+    if rows % math.prod(cuts.values()):
+        raise UserError(
+            f"a microbatch of {rows} rows cannot be shared by "
+            f"{' x '.join(f'{key}={size}' for key, size in cuts.items())} devices; set "
+            f"trainer.per_device_parallelism to a multiple of {math.prod(cuts.values())}"
+        )
+
+
+def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
     """Finds what the axes of a group cannot do with a model.
 
     Args:
         spec: of the model; None for one that is no `Decoder`.
-        mesh: the mesh.
+        sizes: of the axes of the mesh.
 
     Raises:
         UserError: names the axis and what hinders it.
     """
-    axes = axes_in_use(mesh)
+    axes = axes_in_use(sizes)
     if not axes:
         return
     if spec is None:
@@ -139,7 +144,7 @@ def check_model(spec: DecoderSpec | None, mesh: Mesh) -> None:
             "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
             "microbatches; set it to 1, and expert_axis_size instead"
         )
-    stages, layers = mesh.shape["pipeline"], len(spec.blocks)
+    stages, layers = sizes["pipeline"], len(spec.blocks)
     if layers % (spec.period * stages):
         pattern = f", which repeat every {spec.period} layers," if spec.period > 1 else ""
         raise UserError(

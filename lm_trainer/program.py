@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,15 +159,15 @@ def plan_program(
 
 def _check_cut(trainer: TrainerConfig, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:
     """Refuses what the axes that cut a microbatch cannot do."""
-    axes = axes_in_use(mesh)
+    axes = axes_in_use(mesh.shape)
     if not axes:
         return
     built = nnx.eval_shape(model.build)
-    check_model(built.spec if isinstance(built, Decoder) else None, mesh)
+    check_model(built.spec if isinstance(built, Decoder) else None, mesh.shape)
     if optimizer.curvature is not None:
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
     for plan in (*trainer.microbatches().values, trainer.eval_plan()):
-        check_rows(plan.rows, mesh)
+        check_rows(plan.rows, mesh.shape)
 
 
 def _curvature(optimizer: OptimizerConfig, loss: LossFn, dtype: Any) -> CurvatureFn | None:
@@ -264,6 +264,19 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{mesh.devices.size} x {kind}" + (f": {sizes}" if sizes else "")
 
 
+def caveats(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
+    """What a user should know of a configuration that can be meant, but need not be."""
+    if instead := promise(trainer, mesh):
+        yield instead
+    if "float16" in (trainer.mp.param, trainer.mp.compute):
+        yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
+    elif trainer.mp.param == "bfloat16":
+        yield (
+            "trainer.mp: weights and the optimizer's state are bfloat16, which loses small updates; p=f32,c=bfloat16 "
+            "keeps them in float32 and computes in bfloat16"
+        )
+
+
 def promise(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     """What is promised instead of the same bits on every mesh; None where nothing is lost."""
     if trainer.determinism == "fast":
@@ -280,6 +293,11 @@ def promise(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     axes = [axis for axis in names if mesh.shape[axis] > 1]
     if not axes:
         return None
+    if "model" in axes and not any("model" in over for over in trainer.compute_rules().values()):
+        return (
+            f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "
+            f"same: name what they are to share as tensor_parallel_axes, such as [heads, mlp, vocab]"
+        )
     dropout = "" if axes == ["model"] else " and draw dropout of their own"
     sizes = ", ".join(f"{axis}_axis_size={mesh.shape[axis]}" for axis in axes)
     return (

@@ -30,7 +30,7 @@ from lm_trainer.peers import joined
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.profile.trace import Profiler
-from lm_trainer.program import Program, Selection, check_devices, plan_program, promise, trace_module
+from lm_trainer.program import Program, Selection, caveats, check_devices, plan_program, trace_module
 from lm_trainer.recorder import Recorder
 from lm_trainer.resume import Fingerprint, save_state, start_state
 from lm_trainer.run_dir import RunDirectory
@@ -249,8 +249,8 @@ class Trainer:
         state = start_state(self.config, program, self.store, init, self._fingerprint, allow_other_data=other_data)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
-        if instead := promise(self.config, program.placement.mesh):
-            self.progress.note(instead)
+        for note in caveats(self.config, program.placement.mesh):
+            self.progress.note(note)
         self._open_trackers(state)
         return state
 

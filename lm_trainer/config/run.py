@@ -12,7 +12,9 @@ from pydantic import PositiveInt, model_validator
 from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.cut import axes_in_use, check_length, check_model, check_rows
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora import AnyAdapter
@@ -126,6 +128,21 @@ class RunConfig(Config):
                 "adapter: there is no model to adapt; name a run or checkpoint as trainer.initialize_from, or a "
                 "Hugging Face checkpoint as initialize_from_hf"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _microbatches_can_be_cut(self) -> RunConfig:
+        sizes = self.trainer.mesh_shape()._asdict()
+        # Which model it is, is not known yet where config.json tells.
+        if self.use_hf_model_config or not axes_in_use(sizes):
+            return self
+        try:
+            check_model(self.model.spec(vocab_size=1), sizes)
+            check_length(self.model.seq_len, sizes)
+            for plan in (*self.trainer.microbatches().values, self.trainer.eval_plan()):
+                check_rows(plan.rows, sizes)
+        except UserError as error:
+            raise ValueError(f"trainer: {error}") from None
         return self
 
     @model_validator(mode="after")

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, Seed
 from lm_trainer.core.mesh import BATCH_AXES, MESH_AXES, RULE_AXES, MeshShape, check_logical_axis, parse_rules
 from lm_trainer.core.precision import Policy, PrecisionPolicy
+from lm_trainer.core.runtime import check_settings
 from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
 from lm_trainer.data.cluster import RayConfig
 from lm_trainer.distributed import DistributedConfig
@@ -37,13 +38,15 @@ class TrainerConfig(Config):
         "wandb": "deprecated; use `tracker` with `type: wandb`",
     }
 
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Decides initial weights, data order and dropout."""
     id: str | None = None
     """Name of the run; the same name again resumes it. Default: the environment's RUN_ID, else the name of the
     configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
     mp: PrecisionPolicy = Policy()
-    """Mixed precision: `f32`, `bfloat16`, or parts as in `p=f32,c=bfloat16` (parameters, computation, output)."""
+    """Mixed precision: parts as in `p=f32,c=bfloat16` (parameters with gradients and optimizer state, computation), or
+    one dtype for both: `f32`. `bfloat16` alone keeps weights in bfloat16 too, which loses small updates; with `float16`
+    no loss is scaled."""
     quantization: AnyQuantization | None = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
     determinism: Literal["elastic", "fast"] = "elastic"
@@ -166,6 +169,12 @@ class TrainerConfig(Config):
     def _id_is_a_file_name(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[\w][\w.-]*", value):
             raise ValueError(f"{value!r} cannot name a directory; use letters, digits, '.', '_' and '-'")
+        return value
+
+    @field_validator("jax_config")
+    @classmethod
+    def _settings_exist(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        check_settings(value)
         return value
 
     @field_validator("per_device_parallelism", "per_device_eval_parallelism")

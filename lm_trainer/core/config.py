@@ -111,5 +111,8 @@ def _is_fraction_or_steps(value: float) -> float:
     return value
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Of random numbers; JAX would take no more bits of it."""
+
 FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_is_fraction_or_steps)]
 """Part of a length as people write it: `0.1` is a tenth, `100` so many steps."""

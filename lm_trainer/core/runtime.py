@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     """Applies JAX settings by name, turns the persistent compilation cache on, and does as `set_cpu_threads`.
 
     Raises:
-        UserError: for a setting that this version of JAX does not have, or a value that it refuses.
+        UserError: for a value that JAX refuses.
     """
     import jax
 
@@ -97,14 +98,22 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
     values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
     for name, value in {**values, **settings}.items():
-        if name not in jax.config.values:
-            raise UserError(f"trainer.jax_config: this version of JAX ({jax.__version__}) has no setting {name!r}")
         if jax.config.values[name] == value:
             continue
         try:
             jax.config.update(name, value)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"trainer.jax_config: {name}: {error}") from error
+
+
+def check_settings(settings: Iterable[str]) -> None:
+    """Raises ValueError for the name of a setting that this version of JAX does not have."""
+    import jax
+
+    for name in settings:
+        if name not in jax.config.values:
+            near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, jax.config.values, 1))
+            raise ValueError(f"this version of JAX ({jax.__version__}) has no setting {name!r}{near}")
 
 
 def default_compilation_cache() -> Path:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from lm_trainer.config.run import RunConfig
 from lm_trainer.config.trainer import TrainerConfig
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, Seed
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.config import SetConfig
@@ -90,7 +90,7 @@ class ModelLadder(Config):
     """Tokens in a row."""
     tokenizer: str | AnyTokenizer | None = None
     """As `data.tokenizer` of a run."""
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Decides initial weights, data order and dropout of every run."""
     num_seeds: PositiveInt = 1
     """Runs of each size: with `seed`, `seed` + 1 and so on."""

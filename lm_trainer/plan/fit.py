@@ -52,7 +52,7 @@ def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
     try:
         for plan in trainer.model_copy(update={"per_device_parallelism": rows}).microbatches().values:
             plan.per_shard(mesh)
-            check_rows(plan.rows, mesh)
+            check_rows(plan.rows, mesh.shape)
     except (ValueError, UserError):
         return False
     return True
