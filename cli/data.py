@@ -42,12 +42,19 @@ def build(
     from lm_trainer.core.runtime import keep_freed_memory
     from lm_trainer.data import RayConfig
     from lm_trainer.data.caches import plan_caches
+    from lm_trainer.data.worker import Stopped
+    from lm_trainer.signals import Interruption
 
     keep_freed_memory()
     cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
-    with _progress() as show:
+    with Interruption("what was tokenised is kept, and the same command goes on") as signals, _progress() as show:
         plan = plan_caches(run.data, show, cluster)
-        ledgers = [(cache.name, cache.run()) for cache in plan.builds.values()]
+        for cache in plan.builds.values():
+            cache.stopped = signals.requested
+        try:
+            ledgers = [(cache.name, cache.run()) for cache in plan.builds.values()]
+        except Stopped:
+            raise signals.error() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
         typer.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")

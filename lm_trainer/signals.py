@@ -1,4 +1,4 @@
-"""Turns SIGTERM and SIGINT into a request that the training loop reads between two steps."""
+"""What SIGTERM and SIGINT do: ask the training loop to stop between two steps, or end other long work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from lm_trainer.core.errors import Preempted
 
@@ -48,6 +48,48 @@ class StopRequest:
             os.write(2, f"\n{name}: stopping after this step; once more stops at once\n".encode())
         else:
             raise preempted(name, 0)
+
+
+class Interruption:
+    """While active, SIGTERM and SIGINT end what goes on by an exception; the second ends the process at once.
+
+    Python loses an exception that is raised while it collects garbage, which is why `requested` can be asked as well.
+
+    Args:
+        kept: what to tell the user of the work that was done.
+    """
+
+    def __init__(self, kept: str):
+        self.name: str | None = None
+        self._kept = kept
+        self._before: dict[int, Any] = {}
+
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self.name is not None
+
+    def error(self) -> BaseException:
+        """What ends the work."""
+        if self.name == "SIGINT":
+            return KeyboardInterrupt()
+        return Preempted(f"stopped by {self.name}; {self._kept}")
+
+    def __enter__(self) -> Self:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.name:
+            sys.stderr.flush()
+            os._exit(128 + number)
+        self.name = signal.Signals(number).name
+        raise self.error()
 
 
 def preempted(signal: str | None, step: int) -> Preempted:

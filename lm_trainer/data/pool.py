@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.synchronize import Event
+from multiprocessing.connection import Connection
 from typing import Any
 
 from lm_trainer.core.cores import cores
@@ -24,7 +24,7 @@ THREAD_VARIABLES = ("RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS")
 """By which `tokenizers` and `fastokens` are told with how many threads to encode, before they do so first."""
 
 _stop: Any = None
-"""In a worker: the event that ends it between two batches of rows."""
+"""In a worker: the end of a pipe whose closing ends it between two batches of rows."""
 
 
 def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], None]) -> None:
@@ -36,9 +36,11 @@ def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], N
         MachineError: if a worker was killed from outside.
     """
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
+    # No event: to set one waits for everyone who waits for it, also for a worker that was killed meanwhile.
+    stopped, stop = context.Pipe(duplex=False)
     threads = max(1, cores() // num_workers)
-    with ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=(stop, threads)) as pool:
+    arguments = (stopped, threads)
+    with stopped, ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=arguments) as pool:
         try:
             waiting = {pool.submit(_run, job) for job in jobs}
             while waiting:
@@ -52,13 +54,13 @@ def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], N
                 "set data.num_workers lower. What was built is kept; start again to go on"
             ) from None
         finally:
-            stop.set()
+            stop.close()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(stop: Event, threads: int) -> None:
+def _start(stopped: Connection, threads: int) -> None:
     global _stop
-    _stop = stop
+    _stop = stopped
     for name in THREAD_VARIABLES:
         os.environ[name] = str(threads)
     keep_freed_memory()
@@ -70,7 +72,7 @@ def _start(stop: Event, threads: int) -> None:
 
 def _die_when_stopped() -> None:
     """Ends a worker that a batch of rows holds up, such as one whose server does not answer."""
-    _stop.wait()
+    _stop.poll(None)
     time.sleep(_GRACE_SECONDS)
     os._exit(1)
 
@@ -83,4 +85,4 @@ def _die_with_parent() -> None:
 
 
 def _run(job: Job) -> None:
-    build_shard(job, stopped=_stop.is_set)
+    build_shard(job, stopped=_stop.poll)

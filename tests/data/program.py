@@ -26,6 +26,12 @@ class SlowBytes(ByteTokenizer):
         return super().encode_batch(texts)
 
 
+class Sleepy(SlowBytes):
+    """The same in any process."""
+
+    delay = 0.5
+
+
 def main(corpus: Path, directory: Path, delay: float) -> None:
     """Builds `corpus` as `make_build` does, in a process that can be killed."""
     from lm_trainer.data.builder import BuildOptions
