@@ -340,9 +340,11 @@ def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[st
         if saved.get(name) != wanted.get(name)
     ]
     more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+    other = "model" if any(line.startswith("  params.") for line in lines) else "optimizer"
     raise UserError(
-        f"{where} is a checkpoint of another model:\n" + "\n".join(lines[:8]) + more + "\n"
-        "Set trainer.id to start another run, or use the configuration that it was trained with"
+        f"{where} is a checkpoint of another {other}:\n" + "\n".join(lines[:8]) + more + "\n"
+        "Use the configuration that it was trained with, or set trainer.id to start another run, from these weights by "
+        "trainer.initialize_from if they are to stay"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveInt, model_validator
 
@@ -73,6 +73,10 @@ _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_lo
 
 class RunConfig(Config):
     """A run is a function of this value, of the data that it names, and of the code."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("model_configurator", "run_configurator"), "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
+    )
 
     model: AnyModel = Gpt2Config()
     """What is trained: a family of models and its sizes."""

@@ -86,6 +86,12 @@ def test_a_checkpoint_of_another_model(finished: Path, train: Train, in_tmp_path
     assert (in_tmp_path / "checkpoints/run/4").is_dir()
 
 
+def test_a_checkpoint_of_another_optimizer(finished: Path, train: Train) -> None:
+    options = ("trainer.id=other", "trainer.load_checkpoint_path=checkpoints/run")
+    result = train(finished, *options, "optimizer={type: lion, learning_rate: 0.001}")
+    refused(result, "checkpoints/run/4 is a checkpoint of another optimizer", "trainer.initialize_from")
+
+
 def test_a_checkpoint_of_other_data(finished: Path, train: Train, text_files: tuple[Path, Path]) -> None:
     result = train(
         finished, "trainer.id=other", f"data.train_urls={text_files[1]}", "trainer.load_checkpoint_path=checkpoints/run"
