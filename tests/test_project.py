@@ -164,7 +164,7 @@ def declared_packages(*extras: str) -> set[str]:
 def test_every_import_is_a_declared_dependency():
     distributions = importlib.metadata.packages_distributions()
     own = {"lm_trainer", "cli", *sys.stdlib_module_names}
-    declared = declared_packages("gpu", "tpu", "fast", "ray", "eval", "test")
+    declared = declared_packages("gpu", "tpu", "fast", "ray", "test")
     # These belong to jax and pydantic, which fix their versions.
     declared |= {"jaxlib", "ml-dtypes", "pydantic-core"}
     missing = {}
