@@ -158,10 +158,14 @@ def _visit(
                 yield from _visit(computations[called], times, computations, parts)
         elif op.opcode not in _FREE:
             inner = [computations[called] for called in op.called("calls")]
-            flops = _flops(op, computation) + sum(_flops(i, c) for c in inner for i in c.values())
+            products = [(_flops(i, c), i) for c in inner for i in c.values()]
+            flops = _flops(op, computation) + sum(count for count, _ in products)
+            # A fusion is called after its last operation; where it holds a product, that is what it is there for.
+            product = max(products, key=lambda found: found[0], default=(0.0, op))
+            named = product[1] if product[0] and "op_name=" in product[1].rest else op
             moved = _fused_bytes(op, inner[0]) if inner else _bytes_of(op, computation)
             shape = re.sub(r"\{[^}]*\}", "", op.shape)
-            yield Operation(f"{_kind(op.name)} {shape}", _part(op.rest, parts), times * flops, times * moved)
+            yield Operation(f"{_kind(op.name)} {shape}", _part(named.rest, parts), times * flops, times * moved)
 
 
 def _kind(name: str) -> str:

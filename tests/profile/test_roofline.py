@@ -69,3 +69,22 @@ def test_each_operation_is_bound_by_what_takes_it_longer():
         ("dot", 10.0, "compute"),
         ("add", 32.0, "memory"),
     ]
+
+
+def test_a_product_counts_where_it_belongs_whatever_it_is_fused_with():
+    hlo = """
+%fused (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[16,4]{1,0} parameter(1)
+  %dot = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit/wide/dot"}
+  ROOT %add = f32[8,4]{1,0} add(%dot, %dot), metadata={op_name="jit/elsewhere/add"}
+}
+
+ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %y = f32[16,4]{1,0} parameter(1)
+  ROOT %out = f32[8,4]{1,0} fusion(%x, %y), kind=kOutput, calls=%fused, metadata={op_name="jit/elsewhere/add"}
+}
+"""
+    (found,) = operations(hlo, {"wide"})
+    assert (found.part, found.flops) == ("wide, forward", 2 * 8 * 16 * 4)
