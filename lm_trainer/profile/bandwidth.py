@@ -6,6 +6,7 @@ Shape letters: N elements.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,3 +38,7 @@ class CopyProbe:
         started = time.perf_counter()
         self._y_N = jax.block_until_ready(self._copy(self._x_N, self._y_N, 0.0))
         return time.perf_counter() - started
+
+    def compiled(self) -> Any:
+        """The program of one `run`: `jax.stages.Compiled`."""
+        return self._copy.lower(self._x_N, self._y_N, 0.0).compile()

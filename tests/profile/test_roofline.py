@@ -76,7 +76,7 @@ def test_a_product_counts_where_it_belongs_whatever_it_is_fused_with():
 %fused (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
   %a = f32[8,16]{1,0} parameter(0)
   %b = f32[16,4]{1,0} parameter(1)
-  %dot = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit/wide/dot"}
+  %dot = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="wide/dot"}
   ROOT %add = f32[8,4]{1,0} add(%dot, %dot), metadata={op_name="jit/elsewhere/add"}
 }
 
