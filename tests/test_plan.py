@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -97,7 +98,9 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
     for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
         found = find_largest(memory, limit)
         assert found.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
-        if found.rows is not None:
+        if found.rows is None:
+            assert found.bytes == peaks[found.least_rows] == min(peaks.values())
+        else:
             assert found.bytes == peaks[found.rows] <= limit
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
@@ -112,6 +115,18 @@ def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
         return phase.parts["temporary"]
 
     assert microbatch(remat=True) < 0.6 * microbatch(remat=False)
+
+
+def test_the_table_says_what_is_as_good_as_it_gets():
+    schedule = [{"start": 0, "value": 8}, {"start": 5, "value": 16}]
+    config = config_of({"model": LLAMA, "trainer": {"train_batch_size": schedule, "num_train_steps": 10}})
+    group, places = DeviceGroup(8, "NVIDIA H100 80GB HBM3"), jax.devices()
+
+    def text(memory: int | None) -> str:
+        return "\n".join(lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
+
+    assert re.search(r"largest microbatch +2 rows, as it is", text(None))
+    assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
 
 
 def test_the_table_says_what_is_not_known():

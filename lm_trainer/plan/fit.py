@@ -29,7 +29,7 @@ class Fit:
     bytes: int
     """The peak with so many; where none fits, the least of all."""
     least_rows: int
-    """The microbatch with which a step takes least."""
+    """The microbatch with which a step takes least, where none fits."""
     microbatches: int | None
     """In the largest step, which are also the most devices along the data axes."""
     next_rows: int | None
