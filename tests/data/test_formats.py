@@ -192,13 +192,50 @@ class TestChat:
         escape = "{% generation %}{{ messages.__class__.__mro__ }}{% endgeneration %}"
         self.unusable(ChatFormat(chat_template=escape), CONVERSATION, tokenizer, "does not take this conversation")
 
+    def test_a_list_of_texts_is_one_text(self, chatml: HfTokenizer) -> None:
+        parts = [
+            {**message, "content": [{"type": "text", "text": part} for part in message["content"].partition("n")]}
+            for message in CONVERSATION
+        ]
+        one, other = (encode(ChatFormat(), {"messages": messages}, chatml) for messages in (CONVERSATION, parts))
+        assert list(one.ids) == list(other.ids)
+        np.testing.assert_array_equal(one.learn, other.learn)  # pyright: ignore[reportArgumentType]
+
+    @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}])
+    def test_calls_of_tools_need_no_content(self, chatml: HfTokenizer, message: dict[str, Any]) -> None:
+        template = (
+            "{% for m in messages %}{% generation %}{% if m.tool_calls and m.content is not string %}{{ "
+            "m.tool_calls[0] | tojson }}{% else %}{{ m.content }}{% endif %}{% endgeneration %}|{% endfor %}"
+        )
+        messages = [{"role": "assistant", "tool_calls": ["look"], **message}, {"role": "tool", "content": "7"}]
+        document = encode(ChatFormat(chat_template=template), {"messages": messages}, chatml)
+        assert bytes(document.ids) == (b"|7|" if message.get("content") == "" else b'"look"|7|')
+
+    def test_an_empty_answer_beside_another_one_is_kept(self, chatml: HfTokenizer) -> None:
+        messages = [*CONVERSATION, {"role": "assistant", "content": ""}]
+        document = encode(ChatFormat(), {"messages": messages}, chatml)
+        assert document.learn is not None
+        ends = np.asarray(document.ids)[document.learn] == chatml.special_tokens()["<|im_end|>"]
+        assert ends.sum() == 3
+
     @pytest.mark.parametrize(
         ("messages", "reason"),
         [
             ("hello", "is a string, not a list of messages"),
             ([{"content": "x"}], "message 0 .* is no object with a role"),
             ([{"role": "user", "content": "x"}], "the assistant says nothing"),
-            ([{"role": "user", "content": "\ufdd0"}], "noncharacter"),
+            ([*CONVERSATION, {"role": "user", "content": "\ufdd0"}], "noncharacter"),
+            ([{"role": "assistant", "content": None}], "content of message 0 of 'messages' is null, .* tool_calls"),
+            ([{"role": "assistant", "content": None, "tool_calls": []}], "content of message 0 .* is null"),
+            ([{"role": "user"}], "content of message 0 of 'messages' is missing"),
+            ([{"role": "user", "content": 3}], "content of message 0 of 'messages' is a number, not a string"),
+            ([{"role": "user", "content": {"a": 1}}], "is an object, not a string"),
+            ([{"role": "user", "content": ["hi"]}], "is a list with a string in it"),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "an item of type 'image_url'"),
+            ([{"role": "user", "content": [{"type": "text", "text": None}]}], "an item whose text is null"),
+            ([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], "the assistant says nothing"),
+            ([{"role": "assistant", "content": [{"type": "text", "text": ""}]}], "the assistant says nothing"),
+            ([{"role": "assistant", "content": None, "tool_calls": [{"f": 1}]}], "write out a null as the word None"),
         ],
     )
     def test_bad_conversations_are_named(self, chatml: HfTokenizer, messages: Any, reason: str) -> None:

@@ -18,6 +18,9 @@ from lm_trainer.data.sources.base import kind_of
 from lm_trainer.data.text import clean
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
+_SAYING = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Where what the assistant says may stand in a message."""
+
 
 class ChatFormat(FormatConfig):
     """Every row is a list of messages, each with a `role` and a `content`.
@@ -46,12 +49,11 @@ class ChatFormat(FormatConfig):
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
             raise Unusable(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
-        for number, message in enumerate(value):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                raise Unusable(f"message {number} of {self.messages_field!r} is no object with a role and a content")
+        messages = [_checked(message, f"message {i} of {self.messages_field!r}") for i, message in enumerate(value)]
+        if self.mask_user_turns and not _has_answer(messages):
+            raise Unusable("the assistant says nothing in this conversation")
         counts = [0, 0]
-        messages = [_cleaned(message, counts) for message in value]
-        return Prepared(messages, counts[0], replaced=bool(counts[1]))
+        return Prepared([_cleaned(message, counts) for message in messages], counts[0], replaced=bool(counts[1]))
 
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
         template = self._template(tokenizer)
@@ -98,6 +100,41 @@ def _read(path: str) -> str:
         return Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
+
+
+def _checked(message: Any, where: str) -> dict[str, Any]:
+    """The message, with the texts of a list of them joined to one; a template would write out the list itself.
+
+    Raises:
+        Unusable: if it has no role, or a content that is no text.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Unusable(f"{where} is no object with a role and a content")
+    content = message.get("content")
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if isinstance(content, list):
+        return {**message, "content": "".join(_text_of(item, where) for item in content)}
+    if content is None:
+        kind = "null" if "content" in message else "missing"
+        raise Unusable(f"the content of {where} is {kind}, which it may only be beside tool_calls")
+    raise Unusable(f"the content of {where} is {kind_of(content)}, not a string")
+
+
+def _text_of(item: Any, where: str) -> str:
+    if not isinstance(item, dict):
+        raise Unusable(f"the content of {where} is a list with {kind_of(item)} in it; it may hold objects of type text")
+    if item.get("type") != "text":
+        raise Unusable(f"the content of {where} is a list with an item of type {item.get('type')!r}; only text is read")
+    if not isinstance(text := item.get("text"), str):
+        raise Unusable(f"the content of {where} is a list with an item whose text is {kind_of(text)}, not a string")
+    return text
+
+
+def _has_answer(messages: list[dict[str, Any]]) -> bool:
+    """Whether the assistant says anything; True where no message has that role, and only the template can tell."""
+    said = [message for message in messages if message["role"] == "assistant"]
+    return not said or any(message.get(key) for message in said for key in _SAYING)
 
 
 def _cleaned(value: Any, counts: list[int]) -> Any:
