@@ -268,12 +268,19 @@ class TestIds:
             ([-1], "there is no token -1"),
             ([1.5], "something else than token ids"),
             (["a"], "something else than token ids"),
+            ([[1], [1, 2]], "something else than token ids"),
+            ([[1], [2]], "something else than token ids"),
+            ([5, True, 2], "something else than token ids"),
+            ([False, 2], "something else than token ids"),
             ("a", "is a string, not a list of token ids"),
         ],
     )
     def test_bad_rows_are_named(self, tmp_path: Path, ids: Any, reason: str) -> None:
         with pytest.raises(UserError, match=rf"data\.source\.train\[0\]: .*{reason}"):
             opened(tmp_path, IdsFormat(field="x"), {"x": ids})
+        records = [{"x": ids}, {"x": [*range(12)]}]
+        data = opened(tmp_path, IdsFormat(field="x"), *records, on_bad_row="skip", max_bad_rows=0.5)
+        assert data.caches["train/train"].ledger.num_tokens == 13
 
 
 class TestCache:

@@ -36,8 +36,11 @@ class IdsFormat(FormatConfig):
         value = (row.record or {})[self.field]
         if not isinstance(value, list):
             raise Unusable(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
-        ids = np.asarray(value) if value else np.zeros(0, np.int64)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        try:
+            ids = np.asarray(value) if value else np.zeros(0, np.int64)
+        except ValueError:  # lists of several lengths
+            ids = np.zeros(0)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or _holds_booleans(value, ids):
             raise Unusable(f"the field {self.field!r} holds something else than token ids")
         return Prepared(ids, 2 * len(ids))
 
@@ -51,3 +54,8 @@ class IdsFormat(FormatConfig):
                 f"there is no token {wrong[0]} in the vocabulary of {vocab_size}, which data.tokenizer names"
             )
         return Document(ids)
+
+
+def _holds_booleans(value: list[Any], ids: np.ndarray) -> bool:
+    """Whether true or false stand in a list of which NumPy made 1 and 0; only those are looked at one by one."""
+    return any(isinstance(value[index], bool) for index in np.flatnonzero(ids <= 1))
