@@ -19,6 +19,7 @@ from lm_trainer.data.formats import ChatFormat, Document, IdsFormat, SupervisedF
 from lm_trainer.data.marks import END, LEARN, pack_marks, unpack_marks
 from lm_trainer.data.opened import Data
 from lm_trainer.data.sources import Row
+from lm_trainer.data.sources.base import all_text
 from lm_trainer.data.sources.memory import InMemory
 from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -200,6 +201,35 @@ class TestChat:
         one, other = (encode(ChatFormat(), {"messages": messages}, chatml) for messages in (CONVERSATION, parts))
         assert list(one.ids) == list(other.ids)
         np.testing.assert_array_equal(one.learn, other.learn)  # pyright: ignore[reportArgumentType]
+
+    @pytest.mark.parametrize(
+        ("expression", "reason"),
+        [
+            ("1 / 0", "division by zero"),
+            ("range(10 ** 9)", "Range too big"),
+            ("raise_exception('no such role')", "no such role"),
+            ("messages[9].content", "has no element 9"),
+            ("'{:Q}'.format(1)", "Unknown format code"),
+        ],
+    )
+    def test_what_a_template_raises_makes_a_bad_row(
+        self, chatml: HfTokenizer, tmp_path: Path, expression: str, reason: str
+    ) -> None:
+        template = f"{{% if messages[0].content == 'x' %}}{{{{ {expression} }}}}{{% endif %}}{CHATML}"
+        bad, good = ({"messages": [{"role": "assistant", "content": text}]} for text in ("x", "fine words"))
+        self.unusable(ChatFormat(chat_template=template), bad["messages"], chatml, reason)
+        chatml.save(tmp_path / "tokenizer")
+        options = {"tokenizer": str(tmp_path / "tokenizer"), "on_bad_row": "skip", "max_bad_rows": 0.5}
+        data = opened(tmp_path, ChatFormat(chat_template=template), bad, good, **options)
+        assert data.caches["train/train"].ledger.num_documents == 1
+
+    def test_messages_nested_as_deeply_as_json_can_be(self, chatml: HfTokenizer) -> None:
+        value: Any = "deep"
+        for _ in range(900):
+            value = [value]
+        messages = [{"role": "assistant", "content": "a", "note": value}]
+        assert all_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
+        self.unusable(ChatFormat(), messages, chatml, "'messages' is nested too deeply")
 
     @pytest.mark.parametrize("message", [{"content": None}, {"content": ""}, {}])
     def test_calls_of_tools_need_no_content(self, chatml: HfTokenizer, message: dict[str, Any]) -> None:

@@ -53,7 +53,11 @@ class ChatFormat(FormatConfig):
         if self.mask_user_turns and not _has_answer(messages):
             raise Unusable("the assistant says nothing in this conversation")
         counts = [0, 0]
-        return Prepared([_cleaned(message, counts) for message in messages], counts[0], replaced=bool(counts[1]))
+        try:
+            messages = [_cleaned(message, counts) for message in messages]
+        except RecursionError:
+            raise Unusable(f"the field {self.messages_field!r} is nested too deeply") from None
+        return Prepared(messages, counts[0], replaced=bool(counts[1]))
 
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
         template = self._template(tokenizer)

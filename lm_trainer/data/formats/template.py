@@ -67,14 +67,16 @@ class ChatTemplate:
         Raises:
             Unusable: if the template refuses them.
         """
-        jinja2 = _jinja()
-        quoted = [self._quote(message) for message in messages]
         try:
+            quoted = [self._quote(message) for message in messages]
             text = self._template.render(
                 messages=quoted, tools=None, documents=None, add_generation_prompt=False, **self._variables
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise Unusable(f"the chat template does not take this conversation: {error}") from None
+        except Unusable:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            reason = str(error) or type(error).__name__
+            raise Unusable(f"the chat template does not take this conversation: {reason}") from None
         return self._resolve(text)
 
     def _quote(self, value: Any) -> Any:

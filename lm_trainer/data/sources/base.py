@@ -112,11 +112,14 @@ def all_text(row: Row) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(item)
+    """Every string in a record, in order. JSON may be nested more deeply than functions may call themselves."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping | list):
+            left += reversed(list(value.values()) if isinstance(value, Mapping) else value)
 
 
 def bad(reason: str) -> BadRow:
