@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import sys
 from pathlib import Path
 
@@ -163,8 +164,35 @@ def test_missing_files_are_named_with_a_near_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the directory .* does not exist either"):
         rows_of(tmp_path / "no" / "x.jsonl")
     (tmp_path / "sub.jsonl").mkdir()
-    with pytest.raises(UserError, match=r"is a directory; write which files"):
-        rows_of(tmp_path / "sub.jsonl")
+    with pytest.raises(UserError, match=r"there is no file .*train\.dat; did you mean .*train\.jsonl\?"):
+        rows_of(tmp_path / "train.dat")
+
+
+@pytest.mark.parametrize("name", ["sub.jsonl", "sub", "sub/"])
+def test_a_directory_is_named_as_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    inside = f"{tmp_path}/{name.rstrip('/')}/*.jsonl"
+    with pytest.raises(UserError, match=rf"is a directory; write which files in it, such as {re.escape(inside)}$"):
+        rows_of(f"{tmp_path}/{name}")
+
+
+def test_the_files_that_a_glob_finds_say_how_to_read_them(tmp_path: Path) -> None:
+    line = '{"text": "x"}\n'
+    (tmp_path / "a-0.jsonl").write_text(line)
+    (tmp_path / "a-1.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    (tmp_path / "a-2.json").write_text(line)
+    (tmp_path / "sub.txt").mkdir()
+    for url, count in {"*": 3, "a-*.gz": 1, "a-{0..1}.jsonl*": 2, "a-[02].*": 2}.items():
+        assert texts(rows_of(tmp_path / url)) == ["x"] * count, url
+    (tmp_path / "b.txt").write_text("x")
+    both = rf"{tmp_path}/\* matches files that are read in different ways, .*/a-2\.json and .*/b\.txt"
+    with pytest.raises(UserError, match=rf"data\.train_urls: {both}; list them apart"):
+        rows_of(tmp_path / "*")
+    shards = shards_of_urls("train", [f"{tmp_path}/{{b,a-0}}.*"], "text")
+    assert [row.where.rpartition("/")[2] for shard in shards for row in shard.rows()] == ["b.txt", "a-0.jsonl:1"]
+    (tmp_path / "c.dat").write_text("x")
+    with pytest.raises(UserError, match=r"cannot tell from its name how to read .*/c\.dat \(known: "):
+        rows_of(tmp_path / "*")
 
 
 def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:

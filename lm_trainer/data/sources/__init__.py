@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.jsonl import JsonLines
@@ -17,7 +17,7 @@ from lm_trainer.data.sources.memory import InMemory
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
-from lm_trainer.data.sources.urls import expand_braces, suffix
+from lm_trainer.data.sources.urls import File, match_files, suffix
 
 AnySource = Annotated[
     Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,
@@ -26,19 +26,27 @@ AnySource = Annotated[
 
 SOURCES: tuple[type[SourceConfig], ...] = get_args(get_args(AnySource)[0])
 
+_FILE_SOURCES = [source for source in SOURCES if issubclass(source, FileSource)]
+
 
 def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
-    """Reads each URL by the source whose suffixes it has; order is that of the list.
+    """Reads each file by the source whose suffixes it has; order is that of the list.
 
     Raises:
-        UserError: for a suffix that no source reads, naming those that exist.
+        UserError: if files are missing, for a suffix that no source reads, naming those that exist, and for a glob
+            whose files are not all read by one source.
     """
-    names = [name for url in urls for name in expand_braces(url)]
-    return [
-        shard
-        for source, run in groupby(names, lambda name: _source_of(name, split))
-        for shard in checked_shards(source(), split, list(run), text_key, fields)
+    found = [
+        (_source_of(name, files, split), file)
+        for name, files in match_files(urls, f"data.{split}_urls")
+        for file in files
     ]
+    shards: list[Shard] = []
+    for source, run in groupby(found, lambda pair: pair[0]):
+        files = [file for _, file in run]
+        _check_fields(source, files[0].name, fields)
+        shards += source().shards_of_files(files, text_key, fields)
+    return shards
 
 
 def checked_shards(
@@ -49,23 +57,38 @@ def checked_shards(
     Raises:
         UserError: if its rows are bare text.
     """
-    if fields and not source.has_fields:
-        which = f"{urls[0]} is" if urls else "this source is"
-        raise UserError(
-            f"data.format reads the fields {', '.join(fields)}, but {which} text without fields; "
-            "use JSON lines or Parquet, or remove data.format"
-        )
+    _check_fields(type(source), urls[0] if urls else "this source", fields)
     return source.shards(split, urls, text_key, fields)
 
 
-def _source_of(url: str, split: Split) -> type[SourceConfig]:
-    ending = suffix(url)
-    for source in SOURCES:
+def _check_fields(source: type[SourceConfig], what: str, fields: tuple[str, ...]) -> None:
+    if fields and not source.has_fields:
+        raise UserError(
+            f"data.format reads the fields {', '.join(fields)}, but {what} is text without fields; "
+            "use JSON lines or Parquet, or remove data.format"
+        )
+
+
+def _source_of(name: str, files: Sequence[File], split: Split) -> type[FileSource]:
+    """What reads the files that one path, URL or glob names."""
+    sources = {_source_of_file(file, split): file for file in files}
+    if len(sources) > 1:
+        one, other, *_ = sources.values()
+        raise UserError(
+            f"data.{split}_urls: {name} matches files that are read in different ways, {one.name} and {other.name}; "
+            "list them apart, such as *.jsonl and *.txt, or say how to read them with data.source.type"
+        )
+    return next(iter(sources))
+
+
+def _source_of_file(file: File, split: Split) -> type[FileSource]:
+    ending = suffix(file.url)
+    for source in _FILE_SOURCES:
         if ending in source.suffixes:
             return source
-    known = ", ".join(ending for source in SOURCES for ending in source.suffixes)
+    known = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
     raise UserError(
-        f"data.{split}_urls: cannot tell from its name how to read {url} (known: {known}); "
+        f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known}); "
         "say it with data.source.type: text, jsonl or parquet"
     )
 
@@ -74,6 +97,7 @@ __all__ = [
     "SOURCES",
     "AnySource",
     "BadRow",
+    "FileSource",
     "Row",
     "Shard",
     "SourceConfig",

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
+from lm_trainer.data.sources.urls import File, list_files
 
 Split = Literal["train", "validation"]
 
@@ -68,8 +69,6 @@ class SourceConfig(Config):
     """Whether the source reads `data.train_urls` and `data.validation_urls`."""
     has_fields: ClassVar[bool] = True
     """Whether its rows are records, of which a format can ask for several fields."""
-    suffixes: ClassVar[tuple[str, ...]] = ()
-    """Names of files, without a compression suffix, that are read by this source when none is named."""
 
     @abstractmethod
     def shards(
@@ -86,6 +85,22 @@ class SourceConfig(Config):
         Raises:
             UserError: if files are missing or the source has nothing to give.
         """
+
+
+class FileSource(SourceConfig):
+    """The base of the sources that read files named by `data.train_urls` and `data.validation_urls`."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Endings of files, without a compression suffix, that are read by this source when none is named."""
+
+    def shards(
+        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        return self.shards_of_files(list_files(urls, f"data.{split}_urls"), text_key, fields)
+
+    @abstractmethod
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
+        """The shards of files that exist, in their order; see `shards` for the other arguments."""
 
 
 def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:

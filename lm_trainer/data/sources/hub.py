@@ -12,18 +12,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import Shard, SourceConfig, Split
-from lm_trainer.data.sources.jsonl import JsonLines, JsonShard
-from lm_trainer.data.sources.parquet import Parquet, ParquetShard
-from lm_trainer.data.sources.text import TextFiles, TextShard
-from lm_trainer.data.sources.urls import File, group, suffix
+from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
+from lm_trainer.data.sources.jsonl import JsonLines
+from lm_trainer.data.sources.parquet import Parquet
+from lm_trainer.data.sources.text import TextFiles
+from lm_trainer.data.sources.urls import File, suffix
 
 _ALIASES = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "eval"),
 }
-_READERS: tuple[type[SourceConfig], ...] = (Parquet, JsonLines, TextFiles)
+_READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, TextFiles)
 
 
 class HuggingFace(SourceConfig):
@@ -69,9 +69,7 @@ class HuggingFace(SourceConfig):
             files = [repository.file(path, download=not self.stream) for path in run]
             if reader is TextFiles and fields:
                 raise UserError(f"data.format reads the fields {', '.join(fields)}, but {files[0].url} is bare text")
-            for part in group(files):
-                kind = ParquetShard if reader is Parquet else JsonShard
-                shards.append(TextShard(part) if reader is TextFiles else kind(part, text_key, fields))
+            shards += reader().shards_of_files(files, text_key, fields)
         return shards
 
 
@@ -143,11 +141,11 @@ def _is_readable(path: str) -> bool:
     )
 
 
-def _find_reader(path: str) -> type[SourceConfig] | None:
+def _find_reader(path: str) -> type[FileSource] | None:
     return next((reader for reader in _READERS if suffix(path) in reader.suffixes), None)
 
 
-def _reader(path: str) -> type[SourceConfig]:
+def _reader(path: str) -> type[FileSource]:
     reader = _find_reader(path)
     if reader is None:
         known = ", ".join(ending for reader in _READERS for ending in reader.suffixes)

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import IO, Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, read_record
-from lm_trainer.data.sources.urls import File, group, list_files, numbered, open_binary, suffix, total_text_size
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.urls import File, group, numbered, open_binary, suffix, total_text_size
 
 _BLOCK_BYTES = 1 << 20
 
@@ -19,7 +19,7 @@ _CERTAIN_DEPTH = 256
 """Both decoders read what is nested less deeply; beyond, each has a limit of its own."""
 
 
-class JsonLines(SourceConfig):
+class JsonLines(FileSource):
     """Files with one JSON object per line; the document stands under `data.text_key`.
 
     A file whose name ends in `.json` may also be one array of such objects; it is then read at once.
@@ -29,10 +29,7 @@ class JsonLines(SourceConfig):
 
     suffixes: ClassVar[tuple[str, ...]] = (".jsonl", ".json", ".ndjson")
 
-    def shards(
-        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
-    ) -> list[Shard]:
-        files = list_files(urls, f"data.{split}_urls")
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         return [JsonShard(run, text_key, fields) for run in group(files)]
 
 

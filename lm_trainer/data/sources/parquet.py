@@ -7,23 +7,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, read_record
-from lm_trainer.data.sources.urls import File, damaged, group, list_files, open_binary
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.urls import File, damaged, group, open_binary
 
 _BATCH_ROWS = 1024
 
 
-class Parquet(SourceConfig):
+class Parquet(FileSource):
     """Parquet files; the document stands in the column `data.text_key`. Needs the package `pyarrow`."""
 
     type: Literal["parquet"] = "parquet"
 
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
-    def shards(
-        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
-    ) -> list[Shard]:
-        files = list_files(urls, f"data.{split}_urls")
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         return [ParquetShard(run, text_key, fields) for run in group(files)]
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
-from lm_trainer.data.sources.urls import File, group, list_files, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
+from lm_trainer.data.sources.urls import File, group, numbered, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
 """A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document."""
@@ -20,7 +20,7 @@ _BOM = b"\xef\xbb\xbf"
 _LINE_START = re.compile(rb"\n(?=[^\s])")
 
 
-class TextFiles(SourceConfig):
+class TextFiles(FileSource):
     """Text files in UTF-8, each one document."""
 
     type: Literal["text"] = "text"
@@ -28,11 +28,9 @@ class TextFiles(SourceConfig):
     has_fields: ClassVar[bool] = False
     suffixes: ClassVar[tuple[str, ...]] = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".html", ".c", ".h", ".js")
 
-    def shards(
-        self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
-    ) -> list[Shard]:
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key, fields
-        return [TextShard(files) for files in group(list_files(urls, f"data.{split}_urls"))]
+        return [TextShard(run) for run in group(files)]
 
 
 @dataclass(frozen=True)

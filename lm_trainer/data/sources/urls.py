@@ -97,13 +97,18 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
     Raises:
         UserError: for anything that does not exist, is a directory, or is listed twice.
     """
-    files = [file for url in urls for name in expand_braces(url) for file in _find(name, key)]
+    return [file for _, files in match_files(urls, key) for file in files]
+
+
+def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
+    """As `list_files`, the files of every path, URL or glob apart: (what it is, its files)."""
+    matches = [(name, _find(name, key)) for url in urls for name in expand_braces(url)]
     seen: set[str] = set()
-    for file in files:
+    for file in (file for _, files in matches for file in files):
         if file.url in seen:
             raise UserError(f"{key}: {file.url} is listed twice; each file may appear once")
         seen.add(file.url)
-    return files
+    return matches
 
 
 def _find(url: str, key: str) -> list[File]:
@@ -115,7 +120,7 @@ def _find(url: str, key: str) -> list[File]:
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
     except Exception as error:
-        # A chained URL is opened as it is parsed, and each file system of fsspec fails in a way of its own.
+        # A chained URL is opened as it is parsed, and each file system fails in a way of its own.
         raise UserError(f"{key}: cannot open {url}: {str(error) or type(error).__name__}") from None
     try:
         if any(character in path for character in "*?["):
@@ -131,9 +136,13 @@ def _find(url: str, key: str) -> list[File]:
             raise UserError(f"{key}: cannot read {url}: {cause}") from None
         raise UserError(f"{key}: there is no file {url}{_did_you_mean(filesystem, path)}") from None
     except IsADirectoryError:
-        raise UserError(f"{key}: {url} is a directory; write which files in it, such as {url}/*.jsonl") from None
-    except OSError as error:
-        raise UserError(f"{key}: cannot read {url}: {error}") from None
+        inside = f"{url.rstrip('/')}/*.jsonl"
+        raise UserError(f"{key}: {url} is a directory; write which files in it, such as {inside}") from None
+    except UserError:
+        raise
+    except Exception as error:
+        # OSError, and what the package of a file system raises of its own.
+        raise UserError(f"{key}: cannot read {url}: {str(error) or type(error).__name__}") from None
 
 
 def _file(filesystem: Any, path: str, url: str) -> File:
