@@ -201,6 +201,26 @@ def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "a.jsonl", tmp_path / "*.jsonl")
 
 
+@pytest.mark.parametrize("name", ["br[1]", "{a,b}", "col::on", "what?", "all*", "{x}", "a?b=c", "memory:x"])
+def test_a_file_that_exists_is_read_whatever_its_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ("br1", "a", "b", "on", "whats", "all-0"):
+        (tmp_path / f"{other}.jsonl").write_text('{"text": "another"}\n')
+    file = tmp_path / f"{name}.jsonl.gz"
+    file.write_bytes(gzip.compress(b'{"text": "this"}\n'))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for url in (str(file), file.name, f"~/{file.name}", f"{tmp_path}/*.jsonl.gz"):
+        (row,) = rows_of(url)
+        assert texts([row]) == ["this"], url
+        assert row.where == f"{file.name if url == file.name else file}:1"
+    (shard,) = shards_of_urls("train", [str(file)], "text")
+    file.unlink()
+    with pytest.raises(UserError, match="has disappeared since"):
+        list(shard.rows())
+
+
 def test_a_name_that_says_nothing_needs_a_source_type(tmp_path: Path) -> None:
     (tmp_path / "a.dat").write_text("hello")
     with pytest.raises(UserError, match=r"data\.source\.type"):

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
 import fsspec
+from fsspec.core import OpenFile
+from fsspec.implementations.local import LocalFileSystem
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
@@ -47,6 +49,8 @@ class File(NamedTuple):
     version: str
     download: bool = False
     """Whether a file of the Hugging Face hub is copied into the hub's cache before it is read."""
+    local: bool = False
+    """Whether `url` is a path of this machine as it stands, whatever signs of globs, braces or chains are in it."""
 
     @property
     def compressed(self) -> bool:
@@ -91,7 +95,7 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
     """The files that `urls` name, in the order of the list; what one glob matches is sorted by name.
 
     Args:
-        urls: paths, fsspec URLs, globs and braces.
+        urls: paths, fsspec URLs, globs and braces. What is the path of a file here is that file and nothing else.
         key: the configuration key that holds them, for messages.
 
     Raises:
@@ -102,7 +106,8 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
 
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     """As `list_files`, the files of every path, URL or glob apart: (what it is, its files)."""
-    matches = [(name, _find(name, key)) for url in urls for name in expand_braces(url)]
+    names = [name for url in urls for name in ([url] if _is_file(url) else expand_braces(url))]
+    matches = [(name, _find(name, key)) for name in names]
     seen: set[str] = set()
     for file in (file for _, files in matches for file in files):
         if file.url in seen:
@@ -111,10 +116,16 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     return matches
 
 
-def _find(url: str, key: str) -> list[File]:
-    url = os.path.expanduser(url)
+def _is_file(url: str) -> bool:
+    return os.path.isfile(os.path.expanduser(url))
+
+
+def _file_system(url: str, key: str) -> tuple[Any, str]:
+    """The file system of fsspec that `url` names, and the path in it."""
+    if _is_file(url):
+        return LocalFileSystem(), os.path.abspath(url)
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        return fsspec.core.url_to_fs(url)
     except ImportError as error:
         if url.startswith(("http://", "https://")):
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
@@ -122,8 +133,13 @@ def _find(url: str, key: str) -> list[File]:
     except Exception as error:
         # A chained URL is opened as it is parsed, and each file system fails in a way of its own.
         raise UserError(f"{key}: cannot open {url}: {str(error) or type(error).__name__}") from None
+
+
+def _find(url: str, key: str) -> list[File]:
+    url = os.path.expanduser(url)
+    filesystem, path = _file_system(url, key)
     try:
-        if any(character in path for character in "*?["):
+        if not _is_file(url) and any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
             if not paths:
                 raise UserError(f"{key}: no file matches {url}")
@@ -150,7 +166,8 @@ def _file(filesystem: Any, path: str, url: str) -> File:
     if info.get("type") == "directory":
         raise IsADirectoryError(url)
     version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
-    return File(url, int(info.get("size") or 0), version)
+    local = isinstance(filesystem, LocalFileSystem) and _is_file(url)
+    return File(url, int(info.get("size") or 0), version, local=local)
 
 
 def _did_you_mean(filesystem: Any, path: str) -> str:
@@ -177,7 +194,8 @@ def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[F
 
 def suffix(url: str) -> str:
     """The lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
-    name = url.lower().split("?")[0].rpartition("/")[2]
+    path = url.split("?")[0] if "://" in url else url
+    name = path.lower().rpartition("/")[2]
     for compression in COMPRESSIONS:
         name = name.removesuffix(compression)
     return os.path.splitext(name)[1]
@@ -192,8 +210,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     """
     packed = file.url.lower().endswith(".zst")
     try:
-        url = _local_copy(file.url) if file.download else file.url
-        with fsspec.open(url, "rb", compression=None if packed else "infer") as stream:
+        with _stored(file, None if packed else "infer") as stream:
             yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise damaged(file, error) from None
@@ -215,6 +232,12 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         raise UserError(
             f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
         ) from None
+
+
+def _stored(file: File, compression: str | None) -> Any:
+    if file.local:
+        return OpenFile(LocalFileSystem(), os.path.abspath(file.url), "rb", compression)
+    return fsspec.open(_local_copy(file.url) if file.download else file.url, "rb", compression)
 
 
 def damaged(file: File, error: Exception) -> UserError:
