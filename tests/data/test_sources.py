@@ -201,6 +201,21 @@ def test_a_file_listed_twice_is_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "a.jsonl", tmp_path / "*.jsonl")
 
 
+def test_a_file_listed_by_two_paths_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    file = tmp_path / "data" / "a.jsonl"
+    file.write_text('{"text": "x"}\n')
+    (tmp_path / "b.txt").write_text("y")
+    monkeypatch.chdir(tmp_path)
+    others = ["./data/a.jsonl", "data/../data/a.jsonl", str(file), f"file://{file}", "linked/*.jsonl"]
+    for other in others:
+        with pytest.raises(UserError, match=r"a\.jsonl is listed twice \(as data/a\.jsonl before\)"):
+            rows_of("data/a.jsonl", "b.txt", other)
+    (tmp_path / "link.jsonl").symlink_to(file)
+    assert texts(rows_of("data/a.jsonl", "link.jsonl")) == ["x", "x"]
+
+
 @pytest.mark.parametrize("name", ["br[1]", "{a,b}", "col::on", "what?", "all*", "{x}", "a?b=c", "memory:x"])
 def test_a_file_that_exists_is_read_whatever_its_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

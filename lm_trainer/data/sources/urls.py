@@ -108,12 +108,24 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     """As `list_files`, the files of every path, URL or glob apart: (what it is, its files)."""
     names = [name for url in urls for name in ([url] if _is_file(url) else expand_braces(url))]
     matches = [(name, _find(name, key)) for name in names]
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for file in (file for _, files in matches for file in files):
-        if file.url in seen:
-            raise UserError(f"{key}: {file.url} is listed twice; each file may appear once")
-        seen.add(file.url)
+        if (before := seen.get(place := _place(file))) is not None:
+            other = f" (as {before} before)" if before != file.name else ""
+            raise UserError(f"{key}: {file.name} is listed twice{other}; each file may appear once")
+        seen[place] = file.name
     return matches
+
+
+def _place(file: File) -> str:
+    """The same for every way to write the path of one file.
+
+    A link to a file is a file of its own: caches of the hub keep equal files as links to one.
+    """
+    if not file.local and not file.url.startswith("file://"):
+        return file.url
+    directory, name = os.path.split(os.path.abspath(file.url.removeprefix("file://")))
+    return os.path.join(os.path.realpath(directory), name)
 
 
 def _is_file(url: str) -> bool:
