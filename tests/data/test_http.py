@@ -32,6 +32,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root, self.lock = root, threading.Lock()
         self.ranges, self.at_once, self.most_at_once = 0, 0, 0
+        self.knows_ranges = True
 
     @property
     def url(self) -> str:
@@ -62,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not path.is_file():
             return self._send(404, b"", body=body)
         content, wanted = path.read_bytes(), self.headers.get("Range")
-        if not wanted:
+        if not wanted or not self.server.knows_ranges:
             return self._send(200, content, body=body)
         first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
         self.server.ranges += 1
@@ -72,7 +73,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, *, body: bool, **headers: str) -> None:
         self.send_response(status)
         length = len(content) * (2 if self.path.endswith("cut.jsonl") else 1)
-        headers |= {"Content-Length": str(length), "Accept-Ranges": "bytes", "Last-Modified": "yesterday"}
+        ranges = "bytes" if self.server.knows_ranges else "none"
+        headers |= {"Content-Length": str(length), "Accept-Ranges": ranges, "Last-Modified": "yesterday"}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -128,6 +130,20 @@ def test_a_server_that_does_not_answer(server: Server) -> None:
         url = f"{gone.url}/a.jsonl"
     with pytest.raises(UserError, match=r"cannot read http://127\.0\.0\.1:\d+/a\.jsonl: Cannot connect"):
         shards_of_urls("train", [url], "text")
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_server_that_knows_no_ranges(server: Server, monkeypatch: pytest.MonkeyPatch, *, says_so: bool) -> None:
+    pytest.importorskip("aiohttp")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": [f"{i * i} {i}" for i in range(50_000)]}), server.root / "a.parquet")
+    server.knows_ranges = False
+    if not says_so:
+        send = Handler.send_header
+        monkeypatch.setattr(Handler, "send_header", lambda self, k, v: None if v == "none" else send(self, k, v))
+    (shard,) = shards_of_urls("train", [f"{server.url}/a.parquet"], "text")
+    with pytest.raises(UserError, match=r"a\.parquet: its server does not send parts of a file .* download it"):
+        list(shard.rows())
 
 
 def test_the_package_for_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,11 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     except OSError as error:
         raise UserError(f"cannot read {file.url}: {error}") from None
     except ValueError as error:
+        if _wants_ranges(error):
+            raise UserError(
+                f"cannot read {file.name}: its server does not send parts of a file (byte ranges); "
+                "download it, and name your copy"
+            ) from None
         if "compression" not in str(error).lower():
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
@@ -244,6 +249,11 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         raise UserError(
             f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
         ) from None
+
+
+def _wants_ranges(error: ValueError) -> bool:
+    """Whether fsspec says that a server gives whole files alone; it has no type of error for that."""
+    return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
 
 
 def _stored(file: File, compression: str | None) -> Any:
