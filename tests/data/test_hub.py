@@ -66,12 +66,29 @@ def parquet(texts: list[str]) -> bytes:
     return out.getvalue()
 
 
-def read(hub: FakeDatasets, tmp_path: Path, *sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each `data` section gives: texts, files and places, or an error."""
+OPEN_UNREACHABLE = """
+import sys
+import huggingface_hub
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.urls import File, open_binary
+
+if sys.argv[1] == "copy":
+    get = huggingface_hub.hf_hub_download
+    huggingface_hub.hf_hub_download = lambda *args, **options: get(*args, **options, local_files_only=True)
+url = "hf://datasets/org/plain@0123456789012345678901234567890123456789/a.jsonl"
+try:
+    with open_binary(File(url, 10, "", download=sys.argv[1] == "copy")) as stream:
+        stream.read()
+except UserError as error:
+    print(error)
+"""
+
+
+def run(program: str, argument: str, tmp_path: Path, endpoint: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    settings = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.endpoint}
+    settings = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(sections)],
+        [sys.executable, "-c", program, argument],
         env={**clean, **settings, "HF_HUB_DISABLE_XET": "1"},
         capture_output=True,
         text=True,
@@ -79,7 +96,12 @@ def read(hub: FakeDatasets, tmp_path: Path, *sections: dict[str, Any]) -> list[d
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return done.stdout
+
+
+def read(hub: FakeDatasets, tmp_path: Path, *sections: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each `data` section gives: texts, files and places, or an error."""
+    return json.loads(run(PROGRAM, json.dumps(sections), tmp_path, hub.endpoint))
 
 
 def test_splits_configurations_and_revisions(hub: FakeDatasets, tmp_path: Path) -> None:
@@ -133,3 +155,17 @@ def test_what_is_not_there_is_named(hub: FakeDatasets, tmp_path: Path) -> None:
     assert "no files for the split 'dev'" in split["error"]
     assert "data/train-00000-of-00002.parquet" in split["error"]
     assert "table.csv" in odd["error"]
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"
+    for url in ("hf://datasets/org/plain/a.jsonl", "hf://datasets/org/plain/*.jsonl"):
+        (found,) = json.loads(run(PROGRAM, json.dumps([{"train_urls": url}]), tmp_path, nowhere))
+        assert found["error"].startswith(f"data.train_urls: the Hugging Face hub gave no {url}: ")
+        assert found["error"].endswith("Without network name local files")
+
+
+@pytest.mark.parametrize("how", ["stream", "copy"])
+def test_a_hub_that_no_longer_answers_is_named(tmp_path: Path, how: str) -> None:
+    said = run(OPEN_UNREACHABLE, how, tmp_path, "http://127.0.0.1:9")
+    assert said.startswith("cannot read hf://datasets/org/plain@0123456789012345678901234567890123456789/a.jsonl: ")

@@ -170,7 +170,13 @@ def _find(url: str, key: str) -> list[File]:
         raise
     except Exception as error:
         # OSError, and what the package of a file system raises of its own.
-        raise UserError(f"{key}: cannot read {url}: {str(error) or type(error).__name__}") from None
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if url.startswith("hf://"):
+            raise UserError(
+                f"{key}: the Hugging Face hub gave no {url}: {type(error).__name__}: {reason}. "
+                "Without network name local files"
+            ) from None
+        raise UserError(f"{key}: cannot read {url}: {reason}") from None
 
 
 def _file(filesystem: Any, path: str, url: str) -> File:
@@ -240,11 +246,11 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
             raise
         raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
     except Exception as error:
-        # Packages that may not be installed: what fsspec unpacks gzip with, and what it reads http with.
+        # Packages that may not be installed: what fsspec unpacks gzip with, and what it reads http and hf with.
         package = type(error).__module__.partition(".")[0]
         if package == "igzip_lib":
             raise damaged(file, error) from None
-        if package != "aiohttp":
+        if package not in ("aiohttp", "httpx", "httpx2", "huggingface_hub"):
             raise
         raise UserError(
             f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
@@ -273,10 +279,14 @@ def damaged(file: File, error: Exception) -> UserError:
 def _local_copy(url: str) -> str:
     """Where the hub's cache holds the file `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it does not."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     name, _, rest = url.removeprefix("hf://datasets/").partition("@")
     commit, _, path = rest.partition("/")
-    return hf_hub_download(name, path, repo_type="dataset", revision=commit)
+    try:
+        return hf_hub_download(name, path, repo_type="dataset", revision=commit)
+    except LocalEntryNotFoundError as error:  # a FileNotFoundError that means: no answer, and no copy
+        raise UserError(f"cannot read {url}: {error}") from None
 
 
 def total_text_size(files: Sequence[File]) -> int | None:
