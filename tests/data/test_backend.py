@@ -15,7 +15,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.caches import plan_caches
-from lm_trainer.data.sources import Shard
+from lm_trainer.data.sources import Shard, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.memory import InMemory
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
@@ -79,6 +79,26 @@ def test_a_difference_in_any_source_is_announced(
     for wanted, built_with in (("fastokens", None), ("auto", "fastokens")):
         with pytest.raises(UserError, match=r"fastokens cannot be used: .*tokenizer_backend: tokenizers"):
             choose_backend(slow, wanted, sources, built_with)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("wanted", "built_with"), [("auto", None), ("auto", "fastokens"), ("fastokens", None)])
+def test_a_damaged_file_is_not_the_fault_of_the_package(
+    slow: HfTokenizer, tmp_path: Path, wanted: Any, built_with: str | None
+) -> None:
+    (tmp_path / "a.jsonl.gz").write_text('{"text": "not packed"}\n')
+    damaged = shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/a\.jsonl\.gz is truncated or damaged: "):
+        choose_backend(slow, wanted, [shards("fine"), damaged], built_with)
+
+
+def test_what_the_package_cannot_run_is_announced(slow: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such model")
+
+    monkeypatch.setattr("lm_trainer.data.tokenizer.fast.FastTokenizer.__init__", refuse)
+    assert choose_backend(slow, "auto", [shards("fine")], None) is slow
+    with pytest.raises(UserError, match=r"fastokens cannot be used: it cannot run this tokenizer \(no such model\)"):
+        choose_backend(slow, "fastokens", [shards("fine")], None)
 
 
 def test_a_missing_package_is_named(slow: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def choose_backend(
         built_with: the backend of a cache that exists, which `auto` keeps to.
 
     Raises:
-        UserError: where the wanted backend is not installed or disagrees.
+        UserError: where the wanted backend is not installed or disagrees, or a source cannot be read.
     """
     if type(tokenizer) is not HfTokenizer:
         return tokenizer
@@ -74,6 +74,8 @@ def choose_backend(
     try:
         fast = tokenizer.with_backend(FastTokenizer)
         problem = find_difference(tokenizer, fast, sources)
+    except UserError:  # of a source
+        raise
     except Exception as error:  # what the package cannot run, it says in errors of its own
         fast, problem = tokenizer, f"it cannot run this tokenizer ({error})"
     if problem is None:
