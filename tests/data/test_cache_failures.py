@@ -21,6 +21,7 @@ import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
+from lm_trainer.data.documents import document_lengths
 from lm_trainer.data.layout import Ledger
 from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.store import Store
@@ -59,12 +60,25 @@ class TestBadRows:
         with pytest.raises(UserError, match=r"was built with data\.on_bad_row: skip and leaves out 1 bad rows"):
             make_build(urls=[bad]).run()
 
-    def test_in_the_middle_of_a_large_file_end_no_document(self, make_build: MakeBuild, tmp_path: Path) -> None:
-        content = bytearray(b"some words to fill a line\n" * (4 * PIECE_BYTES // 26))
-        content[2 * PIECE_BYTES + 7] = 0xFF
+    @pytest.mark.parametrize(
+        ("places", "count"), [((0.5,), 2), ((0.0,), 1), ((0.99,), 1), ((0.2, 0.7), 3), ((0.4, 0.5), 2)]
+    )
+    def test_in_a_large_text_file_end_the_document(
+        self, make_build: MakeBuild, tmp_path: Path, places: tuple[float, ...], count: int
+    ) -> None:
+        content = bytearray(b"some words to fill a line\n" * (8 * PIECE_BYTES // 26))
+        for place in places:
+            content[int(place * len(content))] = 0xFF
         (tmp_path / "a.txt").write_bytes(content)
-        ledger = make_build(urls=[str(tmp_path / "a.txt")], raise_on_bad_row=False, max_bad_rows=0.5).run()
-        assert (ledger.num_documents, ledger.bad) == (1, 1)
+        options = {"urls": [str(tmp_path / "a.txt")], "raise_on_bad_row": False, "max_bad_rows": 0.9}
+        build = make_build(**options)
+        ledger = build.run()
+        assert ledger.num_documents == count
+        assert 1 <= ledger.bad <= len(places)
+        assert len(document_lengths(build.store, ledger)) == count
+        assert document_lengths(build.store, ledger).sum() == ledger.num_tokens
+        parts = make_build("parts", **options, part_bytes=(PIECE_BYTES, PIECE_BYTES)).run()
+        assert (parts.num_documents, parts.num_tokens) == (count, ledger.num_tokens)
 
 
 class TestAnotherCache:

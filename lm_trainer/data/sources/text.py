@@ -58,7 +58,8 @@ class TextShard:
             except UnicodeDecodeError as error:
                 line = _line(file, place + error.start)
                 near = bytes(piece[max(0, error.start - 8) : error.start + 8])
-                yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}", last)
+                # It ends the document: what comes after the gap does not go on from what came before.
+                yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}")
 
 
 def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryview, bool]]:
