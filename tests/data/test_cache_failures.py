@@ -151,7 +151,7 @@ class TestFailures:
         urls = [str(corpus / "a.jsonl"), str(tmp_path / "z.jsonl.gz")]
         for workers in (0, 2):
             build = make_build(f"cache{workers}", urls=urls, num_workers=workers)
-            with pytest.raises(UserError, match=r"z\.jsonl\.gz is truncated"):
+            with pytest.raises(UserError, match=r"z\.jsonl\.gz is damaged"):
                 build.run()
             assert not Ledger.read(build.store).finished
             assert not build.store.read("builder.json")

@@ -65,7 +65,7 @@ def test_a_cluster_gives_the_same_bytes(corpus: Path, tmp_path: Path, reference:
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "started") == reference
     assert contents(tmp_path / "joined") == reference
-    assert "z.jsonl.gz is truncated" in done.stdout, done.stdout
+    assert "z.jsonl.gz is damaged" in done.stdout, done.stdout
 
 
 class FakeRay:

@@ -72,7 +72,7 @@ def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
     rows = iter(shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
     assert sum(isinstance(next(rows), Row) for _ in range(8000)) == 8000
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
         list(rows)
 
 

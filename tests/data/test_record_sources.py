@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -126,7 +127,7 @@ class TestParquet:
         content = bytearray((tmp_path / "a.parquet").read_bytes())
         content[100:400] = bytes(300)
         (tmp_path / "a.parquet").write_bytes(content)
-        with pytest.raises(UserError, match=r"a\.parquet is truncated or damaged"):
+        with pytest.raises(UserError, match=r"a\.parquet is damaged: "):
             rows_of(tmp_path / "a.parquet")
 
     def test_several_fields(self, tmp_path: Path) -> None:
@@ -155,6 +156,18 @@ class TestJsonArrays:
         with pytest.raises(UserError, match=r"a\.json begins like an array of JSON objects"):
             rows_of(tmp_path / "a.json")
 
+    @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+    @pytest.mark.parametrize("content", [{"text": "one"}, [{"text": "one"}]])
+    def test_json_over_several_lines_is_named(self, tmp_path: Path, name: str, content: Any) -> None:
+        (tmp_path / name).write_text(json.dumps(content, indent=1))
+        first = rows_of(tmp_path / name)[0]
+        if name == "a.json" and isinstance(content, list):
+            assert texts([first]) == ["one"]
+        else:
+            assert isinstance(first, BadRow)
+            assert first.where == f"{tmp_path}/{name}:1"
+            assert first.reason.startswith("a bracket alone: the file holds neither a whole object on each line nor")
+
 
 class TestInMemory:
     def test_documents_and_held_out_documents(self) -> None:
@@ -179,10 +192,10 @@ def test_zst_of_several_frames_and_of_files_that_are_none_or_cut_short(tmp_path:
     assert texts(rows_of(tmp_path / "frames.jsonl.zst")) == ["0", "1", "2"]
     content = zstd("".join(json.dumps({"text": f"{i} {i * i}"}) + "\n" for i in range(10_000)).encode())
     (tmp_path / "a.jsonl.zst").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"a\.jsonl\.zst is truncated or damaged"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst is damaged: truncated"):
         rows_of(tmp_path / "a.jsonl.zst")
     (tmp_path / "b.jsonl.zst").write_text('{"text": "not packed"}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl\.zst is truncated or damaged"):
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst is damaged: truncated"):
         rows_of(tmp_path / "b.jsonl.zst")
 
 

@@ -143,13 +143,20 @@ def test_a_damaged_gzip_is_named(tmp_path: Path, kept: int, then: bytes) -> None
     content = gzip.compress("".join(json.dumps({"text": str(i)}) + "\n" for i in range(1000)).encode())
     assert len(content) > kept
     (tmp_path / "a.jsonl.gz").write_bytes(content[:kept] + then)
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
+        rows_of(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize("tail", [b"g", b"garbage", b"garbage" * 100])
+def test_something_after_the_end_of_a_gzip_is_damage(tmp_path: Path, tail: bytes) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000) + tail)
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged: .*(followed by something else|Not a gzipped file)"):
         rows_of(tmp_path / "a.jsonl.gz")
 
 
 def test_something_else_named_gz_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_text('{"text": "not packed"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl\.gz is truncated or damaged"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
         rows_of(tmp_path / "a.jsonl.gz")
 
 

@@ -88,6 +88,11 @@ class JsonShard:
                 f"invalid UTF-8 at byte {error.start} of the line, near {item[max(0, error.start - 8) :][:16]!r}"
             )
         except json.JSONDecodeError as error:
+            if item.strip() in (b"{", b"["):
+                return bad(
+                    "a bracket alone: the file holds neither a whole object on each line nor, in a file named .json, "
+                    "an array of them; write one object per line"
+                )
             return bad(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
         except ValueError:
             return bad("JSON with a number of several thousand digits")

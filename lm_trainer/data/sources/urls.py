@@ -270,9 +270,10 @@ def _stored(file: File, compression: str | None) -> Any:
 
 def damaged(file: File, error: Exception) -> UserError:
     """What to raise where a file turns out truncated or damaged while it is read."""
+    # Where too little follows the end of a packed file to be a packed file, its unpacker misses another end.
+    reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
     return UserError(
-        f"{file.url} is truncated or damaged: {error}. Replace the file and start again: "
-        "what was read from other files is kept"
+        f"{file.url} is damaged: {reason}. Replace the file and start again: what was read from other files is kept"
     )
 
 
