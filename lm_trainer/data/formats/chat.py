@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
+from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
@@ -31,6 +32,8 @@ class ChatFormat(FormatConfig):
     type: Literal["chat"] = "chat"
     messages_field: str = "messages"
     """The field with the list of messages."""
+    tools_field: str | None = None
+    """The field with the list of tools that a conversation may call, or null; the template gets none, if absent."""
     chat_template: str | None = None
     """A Jinja template, or the path of a file that holds one; the tokenizer's own, if absent."""
     mask_user_turns: bool = True
@@ -39,11 +42,18 @@ class ChatFormat(FormatConfig):
     marks: ClassVar[bool] = True
     adds_bos: ClassVar[bool] = False
 
+    @model_validator(mode="after")
+    def _two_fields(self) -> Self:
+        if self.messages_field == self.tools_field:
+            raise ValueError(f"messages_field and tools_field are both {self.tools_field!r}; name two fields")
+        return self
+
     def fields(self) -> tuple[str, ...]:
-        return (self.messages_field,)
+        return (self.messages_field,) if self.tools_field is None else (self.messages_field, self.tools_field)
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        return {**self.model_dump(), "chat_template": self._template(tokenizer).source}
+        unused = {"tools_field"} if self.tools_field is None else set()
+        return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
 
     def prepare(self, row: Row) -> Prepared:
         value = (row.record or {})[self.messages_field]
@@ -54,19 +64,25 @@ class ChatFormat(FormatConfig):
             raise Unusable("the assistant says nothing in this conversation")
         counts = [0, 0]
         try:
-            messages = [_cleaned(message, counts) for message in messages]
+            conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
         except RecursionError:
-            raise Unusable(f"the field {self.messages_field!r} is nested too deeply") from None
-        return Prepared(messages, counts[0], replaced=bool(counts[1]))
+            raise Unusable("the conversation is nested too deeply") from None
+        return Prepared(conversation, counts[0], replaced=bool(counts[1]))
+
+    def _tools(self, row: Row) -> list[Any] | None:
+        tools = None if self.tools_field is None else (row.record or {})[self.tools_field]
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise Unusable(f"the field {self.tools_field!r} holds something else than a list of tools, each an object")
+        return tools
 
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
         template = self._template(tokenizer)
-        return [self._encode(template, messages, tokenizer) for messages in values]
+        return [self._encode(template, conversation, tokenizer) for conversation in values]
 
-    def _encode(self, template: ChatTemplate, messages: list[Any], tokenizer: Tokenizer) -> Document | Unusable:
+    def _encode(self, template: ChatTemplate, conversation: list[Any], tokenizer: Tokenizer) -> Document | Unusable:
         assert isinstance(tokenizer, HfTokenizer)
         try:
-            rendered = template.render(messages)
+            rendered = template.render(*conversation)
         except Unusable as error:
             return error
         ids, spans = _tokenize(rendered, tokenizer)

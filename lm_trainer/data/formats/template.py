@@ -61,16 +61,19 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"data.format.chat_template: the template is wrong: {error}") from None
 
-    def render(self, messages: list[Any]) -> Rendered:
-        """Writes messages out.
+    def render(self, messages: list[Any], tools: list[Any] | None = None) -> Rendered:
+        """Writes messages out, and the tools that they may call.
 
         Raises:
             Unusable: if the template refuses them.
         """
         try:
-            quoted = [self._quote(message) for message in messages]
             text = self._template.render(
-                messages=quoted, tools=None, documents=None, add_generation_prompt=False, **self._variables
+                messages=self._quote(messages),
+                tools=self._quote(tools),
+                documents=None,
+                add_generation_prompt=False,
+                **self._variables,
             )
         except Unusable:
             raise
