@@ -37,13 +37,13 @@ _LATER = "not available yet"
 class SetConfig(Config):
     """One set of documents: where they come from, and how they are read."""
 
-    train_urls: Urls = []
+    train_urls: Urls | None = None
     """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz` and
     `.zst` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row under `text_key`, `.txt`,
     `.md`, `.py` and the like hold one."""
     validation_urls: Urls = []
-    """Files to evaluate on, like `train_urls`. If absent, nothing is held out from `train_urls` and evaluation is left
-    out."""
+    """Files to evaluate on, like `train_urls`. If absent or empty, nothing is held out from `train_urls` and evaluation
+    is left out."""
     id: str | None = None
     """A data set of the Hugging Face hub, such as `org/dataset`, in place of `train_urls`."""
     name: str | None = None
@@ -91,6 +91,10 @@ class SetConfig(Config):
     def _check_urls(self) -> Self:
         if self._only_evaluated():
             return self
+        if self.train_urls == [] and not (self.source or self.id):
+            raise ValueError(
+                "train_urls is an empty list; name files, or leave the key out (or null) for the embedded corpus"
+            )
         if self.id is not None and (self.source or self.train_urls or self.validation_urls):
             raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
         if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.changed_fields):
@@ -122,7 +126,7 @@ class SetConfig(Config):
         Raises:
             UserError: if files are missing.
         """
-        urls = self.train_urls if split == "train" else self.validation_urls
+        urls = (self.train_urls or []) if split == "train" else self.validation_urls
         source, fields = self.source_config, self.format.fields()
         text_key = getattr(self.format, "text_key", None) or self.text_key
         if source is None:

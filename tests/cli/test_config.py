@@ -225,7 +225,7 @@ def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
     assert (run.trainer.mp.param, run.trainer.mp.compute) == ("float32", "bfloat16")
     assert [entry.until for entry in run.trainer.checkpointer.keep] == [10000, 40000, None]
     assert [tracker.type for tracker in run.trainer.trackers] == ["wandb"]
-    assert run.data.train_urls[0].startswith("gs://my_bucket/")
+    assert (run.data.train_urls or [""])[0].startswith("gs://my_bucket/")
     assert run.trainer.num_train_steps == 1_000_000
 
 

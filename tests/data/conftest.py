@@ -75,7 +75,7 @@ def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
 
 def one_per_file(config: DataConfig) -> list[Shard]:
     """The shards of the configuration, had each file been large."""
-    files = [file.url for file in list_files(config.train_urls, "data.train_urls")]
+    files = [file.url for file in list_files(config.train_urls or [], "data.train_urls")]
     return [shard for file in files for shard in config.model_copy(update={"train_urls": [file]}).shards("train")]
 
 

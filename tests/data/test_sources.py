@@ -355,6 +355,8 @@ class TestConfig:
             ({"source": {"type": "embedded"}, "train_urls": ["a.jsonl"]}, "train_urls does not fit; remove one"),
             ({"validation_urls": ["a.jsonl"]}, "validation_urls does not fit; name your own"),
             ({"source": {"type": "jsonl"}}, "needs train_urls"),
+            ({"train_urls": []}, r"train_urls is an empty list; name files, or leave the key out \(or null\)"),
+            ({"configs": {"a": {"train_urls": []}}, "train_weights": {"a": 1}}, "train_urls is an empty list"),
             ({"source": {"type": "csv"}}, "'embedded', 'huggingface', 'memory', 'jsonl', 'parquet', 'cache', 'text'"),
             ({"source": {"type": "memory", "train": ["a"]}, "train_urls": ["a.txt"]}, "the memory source brings"),
             ({"id": "org/set", "train_urls": ["a.txt"]}, "remove it, or source, train_urls"),
@@ -364,6 +366,15 @@ class TestConfig:
     def test_contradictions_are_refused(self, section: dict, message: str) -> None:
         with pytest.raises(ValidationError, match=message):
             DataConfig.model_validate(section)
+
+    @pytest.mark.parametrize(
+        "section",
+        [{"train_urls": None}, {"train_urls": [], "id": "org/set"}, {"train_urls": ["a.txt"], "validation_urls": []}],
+    )
+    def test_an_empty_list_is_no_contradiction_where_nothing_else_takes_its_place(self, section: dict) -> None:
+        config = DataConfig.model_validate(section)
+        assert DataConfig.model_validate(config.model_dump()) == config
+        assert not config.validation_urls
 
     def test_every_later_key_is_refused_with_a_reason(self) -> None:
         assert not DataConfig.refused_keys.keys() & DataConfig.model_fields.keys()
