@@ -72,8 +72,9 @@ def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[R
         is_open: whether the row continues a document.
 
     Raises:
-        UserError: for a bad row where the job does not skip them, or an unreadable file.
+        UserError: for a bad row where the job does not skip them, an unreadable file, or one that changes meanwhile.
     """
+    files = _Files(job)
     first, largest = job.part_bytes
     limit, text_bytes = min(first << min(part, 40), largest), 0
     batch, part_start = RowBatch(row), row
@@ -85,14 +86,55 @@ def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[R
         text_bytes += batch.text_bytes - before
         batch.ends_part = text_bytes >= limit
         if batch.ends_part or batch.text_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
+            if batch.ends_part:
+                files.check(part, found.where)
             yield batch
             if batch.ends_part:
                 part, text_bytes, part_start = part + 1, 0, batch.row_end
                 limit = min(first << min(part, 40), largest)
             batch = RowBatch(batch.row_end)
+    files.check(part, None)
     if batch.row_end > part_start:
         batch.ends_part = True
         yield batch
+
+
+class _Files:
+    """The files of a shard, looked at again before what was read of them is kept: a change has a new identity."""
+
+    def __init__(self, job: Job):
+        self._job, self._left = job, list(getattr(job.shard, "files", ()))
+
+    def check(self, part: int, where: str | None) -> None:
+        """Looks at the files up to that of the row at `where`; at all, if None.
+
+        Raises:
+            UserError: if one is not what the manifest says.
+        """
+        last = len(self._left) if where is None else self._find(where)
+        for file in self._left[: last + 1]:
+            if (now := file.now()) != file:
+                raise UserError(
+                    f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
+                    f"now {now.size} (version {now.version}). {self._way_out(part)}"
+                )
+        self._left = self._left[last:]
+
+    def _find(self, where: str) -> int:
+        """Which of the files that are left the row is in."""
+        for index, file in enumerate(self._left):
+            if where == file.name or where.startswith((f"{file.name}:", f"{file.name}[")):
+                return index
+        return len(self._left)
+
+    def _way_out(self, part: int) -> str:
+        if part == 0:
+            return "Nothing of it is kept; start again when nothing writes to it any more"
+        url = self._job.store.url
+        return (
+            "What was kept is from before; when nothing writes to it any more, start again with another "
+            f"data.cache_dir, or remove {url}"
+        )
 
 
 def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:

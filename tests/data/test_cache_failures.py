@@ -143,6 +143,72 @@ class TestAnotherCache:
             make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
 
 
+class TestASourceThatChangesMeanwhile:
+    """Batches of one row, so that a file can change between two of them."""
+
+    @pytest.fixture
+    def change(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Grows by a line when the document `now` has been encoded."""
+        file = tmp_path / "b.jsonl"
+        encode = ByteTokenizer.encode_batch
+
+        def encode_batch(self: ByteTokenizer, texts: list[str]) -> list[object]:
+            if any(text.startswith("now") for text in texts):
+                with file.open("a") as stream:
+                    stream.write('{"text": "late"}\n')
+            return encode(self, texts)
+
+        monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
+        monkeypatch.setattr("lm_trainer.data.reading.BATCH_ROWS", 1)
+        monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
+        return file
+
+    @staticmethod
+    def lines(*texts: str) -> str:
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+    def test_gives_no_cache(self, make_build: MakeBuild, change: Path, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(self.lines("first", "second"))
+        change.write_text(self.lines("now", *(f"document {i}" for i in range(9))))
+        urls = [str(tmp_path / "a.jsonl"), str(change)]
+        build = make_build(urls=urls)
+        with pytest.raises(UserError, match=r"b\.jsonl changed while it was tokenised: it had 2\d+ bytes .*Nothing of"):
+            build.run()
+        assert not Ledger.read(build.store).finished
+        assert build.store.list("shards/") == ["shards/00000.json"]
+
+    def test_that_nobody_had_read_is_built_again(
+        self, make_build: MakeBuild, change: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        change.write_text(self.lines("now", "and then"))
+        with pytest.raises(UserError, match="Nothing of it is kept; start again"):
+            make_build(urls=[str(change)]).run()
+        monkeypatch.undo()
+        assert make_build(urls=[str(change)]).run().num_documents == 3
+
+    def test_keeps_only_parts_of_what_it_was(
+        self, make_build: MakeBuild, change: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = [f"before {i} " * 100 for i in range(50)]
+        change.write_text(self.lines(*before, "now", *(f"after {i} " * 100 for i in range(20))))
+        urls, old = [str(change)], change.read_bytes()
+        times = change.stat()
+        build = make_build(urls=urls, part_bytes=(2000, 2000))
+        with pytest.raises(UserError, match=r"What was kept is from before; .* another data\.cache_dir, or remove"):
+            build.run()
+        assert build.store.list("parts/"), "something was committed before the file changed"
+        monkeypatch.undo()
+        with pytest.raises(UserError, match=r"b\.jsonl has changed since: .*\n.*Set data\.cache_dir to another"):
+            make_build(urls=urls, part_bytes=(2000, 2000)).run()
+        # What was kept is of the old file alone: with that in its place again the cache is that of the old file.
+        change.write_bytes(old)
+        os.utime(change, ns=(times.st_atime_ns, times.st_mtime_ns))
+        make_build(urls=urls, part_bytes=(2000, 2000)).run()
+        make_build("other", urls=urls, part_bytes=(2000, 2000)).run()
+        whole = [contents(Path(make_build(name).store.url)) for name in ("cache", "other")]
+        assert whole[0] == whole[1]
+
+
 class TestFailures:
     def test_a_bad_file_among_good_ones_is_named_and_the_good_ones_stay(
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path

@@ -19,6 +19,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.opened import Data
 from lm_trainer.data.sources import Row, shards_of_urls
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
 TEXTS = [f"document {i} of the server" for i in range(40)]
 
@@ -32,7 +33,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.root, self.lock = root, threading.Lock()
         self.ranges, self.at_once, self.most_at_once = 0, 0, 0
-        self.knows_ranges = True
+        self.knows_ranges, self.etag = True, ""
 
     @property
     def url(self) -> str:
@@ -78,6 +79,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         length = len(content) * (2 if self.path.endswith("cut.jsonl") else 1)
         ranges = "bytes" if self.server.knows_ranges else "none"
         headers |= {"Content-Length": str(length), "Accept-Ranges": ranges, "Last-Modified": "yesterday"}
+        headers |= {"ETag": self.server.etag} if self.server.etag else {}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -125,6 +127,25 @@ def test_text_of_a_server(server: Server) -> None:
         shards_of_urls("train", [f"{server.url}/forbidden.jsonl"], "text")
     with pytest.raises(UserError, match=r"cannot read http://127\.0\.0\.1:\d+/cut\.jsonl: "):
         list(shards_of_urls("train", [f"{server.url}/cut.jsonl"], "text")[0].rows())
+
+
+def test_a_file_that_changes_while_it_is_tokenised(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp")
+    (server.root / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    server.etag = "first"
+    encode = ByteTokenizer.encode_batch
+
+    def encode_batch(self: ByteTokenizer, texts: list[str]) -> list[Any]:
+        server.etag = "second"
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
+    monkeypatch.setattr("lm_trainer.data.reading.BATCH_ROWS", 4)
+    keys = {"train_urls": f"{server.url}/a.jsonl", "tokenizer": "bytes", "cache_dir": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match=r"a\.jsonl changed while .* \(version first\), now \d+ \(version second\)"):
+        open_data(DataConfig.model_validate(keys), seq_len=8, seed=0)
 
 
 def test_a_server_that_does_not_answer(server: Server) -> None:

@@ -64,6 +64,25 @@ class File(NamedTuple):
     def identity(self) -> dict[str, Any]:
         return {"url": self.name, "size": self.size, "version": self.version}
 
+    def now(self) -> File:
+        """The file as it is now; not asked for where the URL names its version.
+
+        Raises:
+            UserError: if it cannot be found any more.
+        """
+        if self.version and f"@{self.version}/" in self.url:
+            return self
+        try:
+            here = (LocalFileSystem(), os.path.abspath(self.url))
+            filesystem, path = here if self.local else fsspec.core.url_to_fs(self.url)
+            filesystem.invalidate_cache()
+            return _file(filesystem, path, self.url)._replace(download=self.download)
+        except OSError as error:
+            raise UserError(
+                f"cannot find {self.url} any more: {error.__cause__ or error}. Start again: what was read from other "
+                "files is kept"
+            ) from None
+
 
 def expand_braces(url: str) -> list[str]:
     """Expands `{1..128}`, `{001..128}` and `{a,b}` as a shell does, leftmost slowest.
