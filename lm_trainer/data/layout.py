@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.formats import FormatConfig
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.store import Store, canonical_json
@@ -84,9 +84,17 @@ def check_manifest(store: Store, manifest: dict[str, Any], ledger: Ledger) -> in
 
     Raises:
         UserError: if the store is the cache of something else; says what differs.
+        MachineError: if it does not say what it is the cache of.
     """
     found = store.read_json(MANIFEST)
-    if found is None or found == manifest:
+    if found is None:
+        if ledger.begun:
+            raise MachineError(
+                f"{store.url}/{MANIFEST} is missing, so nothing says what the cache was made of; remove {store.url} to "
+                "build it again"
+            )
+        return 0
+    if found == manifest:
         return len(manifest["shards"])
     old, new = found.get("shards", []), manifest["shards"]
     fitting = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
@@ -223,6 +231,11 @@ class Ledger:
                 return
             if store.write_json(LEDGER, asdict(self), if_generation=generation):
                 return
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was taken in."""
+        return self.finished or self.next != [0, 0]
 
     @property
     def _progress(self) -> tuple[bool, list[int]]:

@@ -143,6 +143,26 @@ class TestAnotherCache:
             make_build(urls=urls, part_bytes=(1_000_000, 1_000_000)).run()
 
 
+class TestALostManifest:
+    def test_is_refused_whatever_is_asked_for(self, make_build: MakeBuild, corpus: Path) -> None:
+        build = make_build()
+        build.run()
+        (Path(build.store.url) / "manifest.json").unlink()
+        for urls in (None, [str(corpus / "a.jsonl")]):
+            with pytest.raises(MachineError, match=r"manifest\.json is missing, .*; remove .*/cache to build it again"):
+                make_build(urls=urls).run()
+
+    def test_leaves_nothing_of_parts_that_no_ledger_lists(self, make_build: MakeBuild, corpus: Path) -> None:
+        build = make_build(urls=[str(corpus / "c.jsonl")])
+        build.run()
+        for name in ("manifest.json", "ledger.json"):
+            (Path(build.store.url) / name).unlink()
+        make_build(urls=[str(corpus / "a.jsonl")]).run()
+        alone = make_build("alone", urls=[str(corpus / "a.jsonl")])
+        alone.run()
+        assert contents(Path(build.store.url)) == contents(Path(alone.store.url))
+
+
 class TestASourceThatChangesMeanwhile:
     """Batches of one row, so that a file can change between two of them."""
 
