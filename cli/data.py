@@ -109,7 +109,7 @@ def inspect(
     from lm_trainer.data import report
     from lm_trainer.generate.text import for_terminal
 
-    for shown in report.inspect(run.data, cache, first, count):
+    for shown in report.inspect(run.data, cache, first, count, chars):
         typer.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.learnt} of them learnt")
         cut = chars and len(shown.text) > chars
         typer.echo(for_terminal(shown.text[:chars] + " ..." if cut else shown.text))

@@ -33,6 +33,14 @@ from lm_trainer.data.tokenizer import Tokenizer
 FORMAT = 1
 MANIFEST, LEDGER, BUILDER = "manifest.json", "ledger.json", "builder.json"
 
+RECORD_KEYS = frozenset(
+    {
+        *("shard", "part", "rows", "documents", "continues", "open", "text_bytes", "tokens"),
+        *("empty", "replaced", "bad", "bad_examples", "blobs"),
+    }
+)
+"""What a commit record holds."""
+
 PART_BYTES = (1 << 20, 16 << 20)
 """Text bytes after which the first part of a shard is cut; doubles with each part up to the second figure."""
 
@@ -47,6 +55,23 @@ def part_key(name: str, kind: str) -> str:
 
 def shard_key(shard: int) -> str:
     return f"shards/{shard:05d}.json"
+
+
+def read_record(store: Store, name: str) -> dict[str, Any] | None:
+    """The commit record of a part; None if it is not committed.
+
+    Raises:
+        MachineError: if it is not what was written.
+    """
+    record = store.read_json(part_key(name, "json"))
+    if record is None or (isinstance(record, dict) and record.keys() >= RECORD_KEYS):
+        return record
+    raise damaged(store, part_key(name, "json"))
+
+
+def damaged(store: Store, key: str, what: str = "is damaged") -> MachineError:
+    """What to raise where a file of a cache is not as it was written."""
+    return MachineError(f"{store.url}/{key} {what}; remove {store.url} to build it again")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -89,10 +114,7 @@ def check_manifest(store: Store, manifest: dict[str, Any], ledger: Ledger) -> in
     found = store.read_json(MANIFEST)
     if found is None:
         if ledger.begun:
-            raise MachineError(
-                f"{store.url}/{MANIFEST} is missing, so nothing says what the cache was made of; remove {store.url} to "
-                "build it again"
-            )
+            raise damaged(store, MANIFEST, "is missing, so nothing says what the cache was made of")
         return 0
     if found == manifest:
         return len(manifest["shards"])
@@ -184,22 +206,35 @@ class Ledger:
 
     @classmethod
     def read(cls, store: Store) -> Self:
+        """The ledger that is kept; an empty one, if there is none.
+
+        Raises:
+            UserError: if it is damaged, or was written by another version.
+        """
         found = store.read_json(LEDGER)
         if found is None:
             return cls()
-        if found.get("format") != FORMAT:
+        if not isinstance(found, dict) or "format" not in found:
+            raise damaged(store, LEDGER)
+        if found["format"] != FORMAT:
             raise UserError(
-                f"{store.url} has the format {found.get('format')}, this version reads {FORMAT}; "
+                f"{store.url} has the format {found['format']}, this version reads {FORMAT}; "
                 "set data.cache_dir to another directory"
             )
-        return cls(**found)
+        try:
+            ledger = cls(**found)
+        except TypeError:
+            raise damaged(store, LEDGER) from None
+        if len({len(each) for each in (ledger.parts, ledger.tokens, ledger.documents, ledger.sha256)}) != 1:
+            raise damaged(store, LEDGER)
+        return ledger
 
     def advance(self, store: Store, num_shards: int) -> bool:
         """Takes in what has been committed since; True if there was anything."""
         before = list(self.next)
         while self.next[0] < num_shards:
             name = part_name(*self.next)
-            record = store.read_json(part_key(name, "json"))
+            record = read_record(store, name)
             if record is not None:
                 self._append(name, record)
                 self.next[1] += 1

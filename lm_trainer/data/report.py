@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.builder import Build
 from lm_trainer.data.caches import CachePlan, Place, find_caches, plan_caches
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.documents import document_lengths, read_lengths
-from lm_trainer.data.layout import BUILDER, MANIFEST, Ledger, fingerprint, part_key, token_dtype
-from lm_trainer.data.marks import LEARN, unpack_marks
+from lm_trainer.data.documents import begin_of, document_lengths, read_lengths
+from lm_trainer.data.layout import BUILDER, MANIFEST, Ledger, fingerprint, part_key, read_record, token_dtype
+from lm_trainer.data.marks import LEARN, MarkStream
 from lm_trainer.data.packing import PackingStats, packing_stats
 from lm_trainer.data.store import Store
+from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.trace import where
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,11 @@ def verify(store: Store, ledger: Ledger) -> list[str]:
     """Reads every file of a cache and compares it with its record; what is wrong, one line for each file."""
     wrong = []
     for name, tokens in zip(ledger.parts, ledger.tokens, strict=True):
-        record = store.read_json(part_key(name, "json"))
+        try:
+            record = read_record(store, name)
+        except UserError:
+            wrong.append(f"{store.url}/{part_key(name, 'json')} is damaged")
+            continue
         if record is None:
             wrong.append(f"{store.url}/{part_key(name, 'json')} is missing")
             continue
@@ -128,9 +135,10 @@ class Shown(NamedTuple):
     learnt: int
     """How many of them the loss counts."""
     text: str
+    """All of it, or its beginning: more than so many characters as were asked for."""
 
 
-def inspect(config: DataConfig, name: str, first: int, count: int) -> Iterator[Shown]:
+def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[Shown]:
     """Some documents of a built cache, as the model sees them.
 
     Args:
@@ -138,6 +146,7 @@ def inspect(config: DataConfig, name: str, first: int, count: int) -> Iterator[S
         name: `NAME/train` or `NAME/validation`; `train` and `validation` where there is one set.
         first: number of the first document.
         count: how many.
+        chars: how much of its text will be looked at; 0: all.
 
     Raises:
         UserError: for a cache that does not exist, or has no such document.
@@ -147,35 +156,45 @@ def inspect(config: DataConfig, name: str, first: int, count: int) -> Iterator[S
     ledger = Ledger.read(build.store)
     if first >= ledger.num_documents:
         raise UserError(f"{build.store.url} holds {ledger.num_documents} documents; there is no number {first}")
-    number = 0
-    for part, documents in zip(ledger.parts, ledger.documents, strict=True):
-        if number + documents > first:
-            for shown in _documents(plan, build.store, build.shards, part):
-                if first <= number < first + count:
-                    yield shown._replace(number=number)
-                number += 1
-        else:
-            number += documents
-        if number >= first + count:
-            return
+    documents = _Documents(build, ledger, chars)
+    for number in range(first, min(first + count, ledger.num_documents)):
+        yield documents[number]
 
 
-def _documents(plan: CachePlan, store: Store, shards: list[Any], part: str) -> Iterator[Shown]:
-    """The documents and pieces of documents of one part."""
-    record = store.read_json(part_key(part, "json"))
-    tokens = np.frombuffer(store.read(part_key(part, "bin")) or b"", token_dtype(plan.tokenizer.vocab_size))
-    rows = np.frombuffer(store.read(part_key(part, "row")) or b"", "<u4")
-    learn = np.ones(len(tokens), bool)
-    if "msk" in record["blobs"]:
-        packed = np.frombuffer(store.read(part_key(part, "msk")) or b"", np.uint8)
-        learn = (unpack_marks(packed, 0, len(tokens)) & LEARN) != 0
-    start = 0
-    for row, length in zip(rows.tolist(), read_lengths(store, part).tolist(), strict=True):
-        ids = tokens[start : start + length]
-        where = next(shards[record["shard"]].rows(record["rows"][0] + row)).where
-        text = plan.tokenizer.decode(ids.tolist())
-        yield Shown(0, where, length, int(learn[start : start + length].sum()), text)
-        start += length
+class _Documents:
+    """The documents of a cache by their numbers, each whole, though it may begin in an earlier part than it ends in."""
+
+    def __init__(self, build: Build, ledger: Ledger, chars: int):
+        self._build, self._ledger, self._chars = build, ledger, chars
+        self._ended = np.cumsum(ledger.documents)
+        self._tokens = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
+        self._marks = MarkStream(build.store, ledger, np.dtype(np.uint8)) if ledger.marks else None
+
+    def __getitem__(self, number: int) -> Shown:
+        store, ledger = self._build.store, self._ledger
+        part = int(np.searchsorted(self._ended, number, side="right"))
+        index = number - (int(self._ended[part - 1]) if part else 0)
+        lengths = read_lengths(store, ledger, part)
+        start, length = sum(ledger.tokens[:part]) + int(lengths[:index].sum()), int(lengths[index])
+        if index == 0:
+            first, before = begin_of(store, ledger, part)
+            if first != part:
+                part, index = first, len(read_lengths(store, ledger, first)) - 1
+            start, length = start - before, length + before
+        learnt = length
+        if self._marks is not None:
+            learnt = int(((self._marks.read(np.array([start]), length) & LEARN) != 0).sum())
+        source = where(store, ledger, self._build.shards, part, index)
+        return Shown(number, source, length, learnt, self._text(start, length))
+
+    def _text(self, start: int, length: int) -> str:
+        """More characters than are asked for, where there are more: a document may be larger than memory."""
+        count = 8 * self._chars if self._chars else length
+        while True:
+            text = self._build.tokenizer.decode(self._tokens.read(np.array([start]), min(count, length))[0].tolist())
+            if count >= length or len(text) > self._chars:
+                return text
+            count *= 8
 
 
 def full_name(plan: CachePlan, name: str) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.steps import BatchSchedule
-from lm_trainer.data.documents import read_lengths
-from lm_trainer.data.layout import part_key
+from lm_trainer.data.documents import begin_of, need_record, read_lengths, read_rows
+from lm_trainer.data.layout import Ledger, damaged, part_key
 from lm_trainer.data.opened import Data, OpenSet
 from lm_trainer.data.order import Origin
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import Tokenizer
 
 
@@ -58,37 +60,30 @@ def trace(data: Data, schedule: BatchSchedule, step: int, row: int | None = None
 
 def passages(cache: OpenSet, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
     """The documents, or parts of them, that the tokens [start, start + count) of a stream are."""
-    ends = np.cumsum(np.asarray(cache.ledger.tokens, np.int64))
+    ledger = cache.ledger
+    ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
     part = int(np.searchsorted(ends, start, side="right"))
     while count:
-        begin = int(ends[part]) - cache.ledger.tokens[part]
-        pieces = np.cumsum(read_lengths(cache.store, cache.ledger.parts[part])) + begin
+        begin = int(ends[part]) - ledger.tokens[part]
+        pieces = np.cumsum(read_lengths(cache.store, ledger, part)) + begin
         for index in range(int(np.searchsorted(pieces, start, side="right")), len(pieces)):
             piece_start = int(pieces[index - 1]) if index else begin
             taken = min(count, int(pieces[index]) - start)
-            offset = start - piece_start + (0 if index else _before(cache, part))
+            offset = start - piece_start + (0 if index else begin_of(cache.store, ledger, part)[1])
             ids = cache.stream.read(np.array([start]), taken)[0].tolist()
-            yield Passage(_where(cache, part, index), offset, taken, tokenizer.decode(ids))
+            yield Passage(where(cache.store, ledger, cache.shards, part, index), offset, taken, tokenizer.decode(ids))
             start, count = start + taken, count - taken
             if not count:
                 return
         part += 1
 
 
-def _where(cache: OpenSet, part: int, index: int) -> str:
-    name = cache.ledger.parts[part]
-    record = cache.store.read_json(part_key(name, "json"))
-    rows = np.frombuffer(cache.store.read(part_key(name, "row")) or b"", "<u4")
-    return next(cache.shards[record["shard"]].rows(record["rows"][0] + int(rows[index]))).where
-
-
-def _before(cache: OpenSet, part: int) -> int:
-    """Tokens in earlier parts of the document with which a part begins."""
-    count = 0
-    while cache.store.read_json(part_key(cache.ledger.parts[part], "json"))["continues"]:
-        part -= 1
-        pieces = read_lengths(cache.store, cache.ledger.parts[part])
-        count += int(pieces[-1]) if len(pieces) else 0
-        if len(pieces) > 1:
-            break
-    return count
+def where(store: Store, ledger: Ledger, shards: Sequence[Shard], part: int, index: int) -> str:
+    """Where a document, or a piece of one, in a part came from: the file and the line or row."""
+    row, number = int(read_rows(store, ledger, part)[index]), need_record(store, ledger, part)["shard"]
+    # All of a cache that was built elsewhere stands for the shards that it was built from.
+    whole = len(shards) == 1 and number > 0
+    found = next(iter(shards[0 if whole else number].rows(row)), None)
+    if found is None:
+        raise damaged(store, part_key(ledger.parts[part], "row"))
+    return f"{found.where}, shard {number}" if whole else found.where

@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats import Document, Unusable
-from lm_trainer.data.layout import part_key, part_name, shard_key, token_dtype
+from lm_trainer.data.layout import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.marks import pack_marks
 from lm_trainer.data.reading import Behind, Job, RowBatch, ahead, read_batches
 from lm_trainer.data.sources import BadRow, Row
@@ -80,7 +80,7 @@ class _ShardBuild:
     def _resume(self) -> tuple[int, int, bool]:
         """The first part that is not committed, its first row, and whether a document is open there."""
         index, row, is_open = 0, 0, False
-        while (record := self.job.store.read_json(part_key(part_name(self.job.index, index), "json"))) is not None:
+        while (record := read_record(self.job.store, part_name(self.job.index, index))) is not None:
             index, row, is_open = index + 1, record["rows"][1], record["open"]
         return index, row, is_open
 
