@@ -13,6 +13,7 @@ from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.data.builder import BuildProgress
+    from lm_trainer.data.report import CacheStatus
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
 
@@ -63,35 +64,49 @@ def build(
 
 @app.command(context_settings=OVERRIDES)
 def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Say how far each cache of a configuration is."""
+    """Say how far each cache of a configuration is, and whether it fits the configuration still."""
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import report
 
-    for found in report.status(run.data):
+    caches = report.status(run.data)
+    for found in caches:
         typer.echo(str(found))
+    _refuse_misfits(caches)
+
+
+def _refuse_misfits(caches: "list[CacheStatus]") -> None:
+    if misfits := dict.fromkeys(cache.misfit for cache in caches if cache.misfit):
+        raise UserError("\n".join(misfits))
 
 
 @app.command(context_settings=OVERRIDES)
 def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Read every file of the caches and compare it with the digests that were noted when it was written."""
+    """Read every file of the caches and compare it with the digests that were noted when it was written.
+
+    Fails as well where a cache is not finished, or does not fit the configuration.
+    """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.errors import MachineError
     from lm_trainer.data import report
-    from lm_trainer.data.caches import find_caches
-    from lm_trainer.data.layout import Ledger
     from lm_trainer.data.store import Store
 
     wrong: list[str] = []
-    for place in find_caches(run.data)[1].values():
-        store = Store(place.url)
-        ledger = Ledger.read(store)
-        found = report.verify(store, ledger)
+    caches = report.status(run.data)
+    for cache in caches:
+        if not cache.begun:
+            typer.echo(f"{cache.name}: not built")
+            continue
+        found = report.verify(Store(cache.url), cache.ledger)
         wrong += found
-        outcome = f"{len(found)} files wrong" if found else "all whole"
-        typer.echo(f"{place.title}: {len(ledger.parts)} parts, {outcome}")
+        parts = len(cache.ledger.parts)
+        outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
+        typer.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
     if wrong:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise MachineError(f"the caches are damaged:\n{lines}\nRemove the directory to build it again")
+    _refuse_misfits(caches)
+    if missing := [cache.name for cache in caches if not cache.ledger.finished]:
+        raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -120,16 +135,15 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
     run = load_settled_config(ctx, config, overrides)
     from lm_trainer.data import report
-    from lm_trainer.data.caches import find_caches
-    from lm_trainer.data.layout import Ledger
     from lm_trainer.data.store import Store
 
-    seq_len = run.model.seq_len
-    for place in find_caches(run.data)[1].values():
-        store = Store(place.url)
-        found = report.stats(store, Ledger.read(store), seq_len)
+    seq_len, caches = run.model.seq_len, report.status(run.data)
+    _refuse_misfits(caches)
+    for cache in caches:
+        found = report.stats(Store(cache.url), cache.ledger, seq_len)
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
-        typer.echo(f"{place.title}: {counts}, {found.text_bytes / found.tokens:.2f} bytes per token")
+        so_far = "" if cache.ledger.finished else " (so far)"
+        typer.echo(f"{cache.name}: {counts}{so_far}, {found.text_bytes / found.tokens:.2f} bytes per token")
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
         typer.echo(f"  tokens per document: {lengths}")
         for name, packed in found.packing.items():

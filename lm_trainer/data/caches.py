@@ -51,6 +51,12 @@ class Place:
     def prebuilt(self) -> bool:
         return isinstance(self.config.source, PrebuiltCache)
 
+    @property
+    def begun(self) -> bool:
+        """Whether anything was built there, even if it has lost its manifest."""
+        store = Store(self.url)
+        return store.read(MANIFEST) is not None or Ledger.read(store).begun
+
 
 class OpenPrebuilt(Build):
     """Opens a cache that was built elsewhere, and builds nothing."""
@@ -80,17 +86,59 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
         UserError: for missing data, or a tokenizer that was trained by another recipe.
     """
     directory, places = find_caches(config)
-    everything = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
-    tokenizer = _tokenizer(config, directory, everything, on_progress)
+    tokenizer = _tokenizer(config, directory, places, on_progress)
     missing = [place.shards for place in places.values() if not Ledger.read(Store(place.url)).finished]
     tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(places))
+    return CachePlan(directory, tokenizer, _builds(config, places, tokenizer, on_progress, ray))
+
+
+def open_builds(config: DataConfig, directory: str, places: dict[str, Place]) -> dict[str, Build]:
+    """The builds of `plan_caches`, to `look` at what is there: trains no tokenizer, and reads no text to compare any.
+
+    Args:
+        config: what is or was built.
+        directory: as `find_caches` gives it, with the places.
+        places: where it is.
+
+    Raises:
+        UserError: for a tokenizer that is not there.
+    """
+    tokenizer = _tokenizer(config, directory, places, train=False)
+    return _builds(config, places, choose_backend(tokenizer, config.tokenizer_backend, [], _built_with(places)))
+
+
+def find_misfits(config: DataConfig, directory: str, places: dict[str, Place]) -> dict[str, str]:
+    """Why training would refuse caches that were begun, by `NAME/train` and `NAME/validation`; changes nothing."""
+    begun = [name for name, place in places.items() if place.begun]
+    if not begun:
+        return {}
+    found: dict[str, str] = {}
+    try:
+        builds = open_builds(config, directory, places)
+    except UserError as error:
+        return dict.fromkeys(begun, str(error))
+    for name in begun:
+        try:
+            builds[name].look()
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def _builds(
+    config: DataConfig,
+    places: dict[str, Place],
+    tokenizer: HfTokenizer,
+    on_progress: OnProgress | None = None,
+    ray: RayConfig | None = None,
+) -> dict[str, Build]:
     options = BuildOptions(config.num_workers, config.on_bad_row == "raise", config.max_bad_rows, ray=ray)
     builds: dict[str, Build] = {}
     for name, place in places.items():
         kind = OpenPrebuilt if place.prebuilt else Build
         store, format = Store(place.url), place.config.format
         builds[name] = kind(place.title, store, place.shards, tokenizer, options, on_progress, format)
-    return CachePlan(directory, tokenizer, builds)
+    return builds
 
 
 def _built_with(places: dict[str, Place]) -> str | None:
@@ -147,7 +195,12 @@ def _default_directory(config: DataConfig, one: SetConfig, shards: Shards) -> st
 
 
 def _tokenizer(
-    config: DataConfig, cache_dir: str, shards: Sequence[Shard], on_progress: OnProgress | None
+    config: DataConfig,
+    cache_dir: str,
+    places: dict[str, Place],
+    on_progress: OnProgress | None = None,
+    *,
+    train: bool = True,
 ) -> HfTokenizer:
     wanted = config.tokenizer_config
     if config.tokenizer is None and isinstance(config.source, PrebuiltCache):
@@ -160,7 +213,14 @@ def _tokenizer(
     if isinstance(wanted, Pretrained):
         return load_pretrained(wanted)
     assert isinstance(wanted, TrainedBpe)
-    return _trained(wanted, Store(cache_dir), shards, on_progress)
+    shards = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
+    store = Store(cache_dir)
+    if not train and store.read(_RECIPE) is None:
+        raise UserError(
+            f"no tokenizer was trained in {store.url}/tokenizer, so the caches were built with another one, or it was "
+            "lost; lmt data build trains it and compares"
+        )
+    return _trained(wanted, store, shards, on_progress)
 
 
 def _trained(config: TrainedBpe, store: Store, shards: Sequence[Shard], on_progress: OnProgress | None) -> HfTokenizer:
@@ -182,8 +242,7 @@ def _trained(config: TrainedBpe, store: Store, shards: Sequence[Shard], on_progr
             f"{store.url}/tokenizer was trained by another recipe ({fingerprint(found)}, now {fingerprint(recipe)}); "
             f"what differs: {', '.join(changed)}. Set data.cache_dir to another directory, or remove {store.url}"
         )
-    contents = {key.removeprefix("tokenizer/"): store.read(key) for key in store.list("tokenizer/")}
-    content = contents["tokenizer.json"]
+    content = store.read("tokenizer/tokenizer.json")
     if content is None:
         raise UserError(f"{store.url}/tokenizer has lost tokenizer.json; remove {store.url} to build it again")
     return HfTokenizer(content.decode(), origin=f"{store.url}/tokenizer")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.builder import Build
-from lm_trainer.data.caches import CachePlan, Place, find_caches, plan_caches
+from lm_trainer.data.caches import Place, find_caches, find_misfits, open_builds
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.documents import begin_of, document_lengths, read_lengths
 from lm_trainer.data.layout import BUILDER, MANIFEST, Ledger, fingerprint, part_key, read_record, token_dtype
@@ -39,10 +39,16 @@ class CacheStatus:
     num_shards: int
     builder: str | None
     """Who builds it, and when it was last heard of."""
+    misfit: str | None
+    """Why training would refuse it, if it would."""
+
+    @property
+    def begun(self) -> bool:
+        return self.fingerprint is not None or self.ledger.begun
 
     def __str__(self) -> str:
         ledger = self.ledger
-        if self.fingerprint is None:
+        if not self.begun:
             return f"{self.name}: not begun ({self.url})"
         state = "finished" if ledger.finished else f"{ledger.next[0]} of {self.num_shards} shards done"
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
@@ -50,23 +56,25 @@ class CacheStatus:
         return (
             f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
             f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{bad}{by} "
-            f"({self.url}, {self.fingerprint})"
+            f"({self.url}, {self.fingerprint or 'no manifest'})"
         )
 
 
 def status(config: DataConfig) -> list[CacheStatus]:
-    """How far each cache is; reads no source and changes nothing."""
-    return [_status(place) for place in find_caches(config)[1].values()]
+    """How far each cache is, and whether it fits the configuration; reads no text and changes nothing."""
+    directory, places = find_caches(config)
+    misfits = find_misfits(config, directory, places)
+    return [_status(place, misfits.get(name)) for name, place in places.items()]
 
 
-def _status(place: Place) -> CacheStatus:
+def _status(place: Place, misfit: str | None) -> CacheStatus:
     store = Store(place.url)
     manifest, builder = store.read_json(MANIFEST), store.read_json(BUILDER)
     who = None
     if builder is not None:
         who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
     found = None if manifest is None else fingerprint(manifest)
-    return CacheStatus(place.title, store.url, found, Ledger.read(store), len(place.shards), who)
+    return CacheStatus(place.title, store.url, found, Ledger.read(store), len(place.shards), who, misfit)
 
 
 def verify(store: Store, ledger: Ledger) -> list[str]:
@@ -149,13 +157,17 @@ def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 
         chars: how much of its text will be looked at; 0: all.
 
     Raises:
-        UserError: for a cache that does not exist, or has no such document.
+        UserError: for a cache that does not exist, does not fit the configuration, or has no such document.
     """
-    plan = plan_caches(config)
-    build = plan.builds[full_name(plan, name)]
-    ledger = Ledger.read(build.store)
+    directory, places = find_caches(config)
+    name = full_name(places, name)
+    if not places[name].begun:
+        raise UserError(f"{places[name].url} is not built yet; run: lmt data build")
+    build = open_builds(config, directory, places)[name]
+    ledger = build.look()
     if first >= ledger.num_documents:
-        raise UserError(f"{build.store.url} holds {ledger.num_documents} documents; there is no number {first}")
+        so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
+        raise UserError(f"there is no document {first}: {build.store.url} holds {ledger.num_documents}{so_far}")
     documents = _Documents(build, ledger, chars)
     for number in range(first, min(first + count, ledger.num_documents)):
         yield documents[number]
@@ -197,13 +209,13 @@ class _Documents:
             count *= 8
 
 
-def full_name(plan: CachePlan, name: str) -> str:
+def full_name(names: Collection[str], name: str) -> str:
     """The name of a cache: `train` means that of the only set.
 
     Raises:
         UserError: naming those that exist.
     """
-    for known in plan.builds:
-        if name in (known, known.partition("/")[2] if len({k.partition("/")[0] for k in plan.builds}) == 1 else known):
+    for known in names:
+        if name in (known, known.partition("/")[2] if len({k.partition("/")[0] for k in names}) == 1 else known):
             return known
-    raise UserError(f"there is no cache {name}; there are: {', '.join(plan.builds)}")
+    raise UserError(f"there is no cache {name}; there are: {', '.join(names)}")

@@ -25,7 +25,11 @@ def config(in_tmp_path: Path) -> Path:
 
 def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert "train: not begun" in lmt("data", "status", config).stdout
-    refused(lmt("data", "inspect", config), "holds 0 documents")
+    refused(lmt("data", "inspect", config), "mine/train is not built yet; run: lmt data build")
+    unbuilt = lmt("data", "verify", config)
+    assert unbuilt.stdout == "train: not built\nvalidation: not built\n"
+    refused(unbuilt, "not finished: train, validation; run: lmt data build")
+    assert not Path("mine").exists()
     refused(lmt("data", "stats", config), "holds no documents yet; run: lmt data build")
     built = lmt("data", "build", config)
     assert built.returncode == 0, built.stderr
@@ -57,6 +61,42 @@ def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert "00000-00000.bin has changed since it was written" in damaged.stderr
     part.unlink()
     assert "00000-00000.bin is missing" in lmt("data", "verify", config).stderr
+
+
+def test_what_does_not_fit_any_more_is_said(lmt: Lmt, config: Path) -> None:
+    commands = ("status", "verify", "stats", "inspect")
+    lmt("data", "build", config)
+    other = ("data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300")
+    for command in commands:
+        refused(lmt("data", command, config, *other), "no tokenizer was trained in", "mine/tokenizer")
+    assert not Path("mine/tokenizer/recipe.json").exists()
+    lmt("data", "train-tokenizer", config, "--output", "words", *other)
+    for command in commands:
+        refused(
+            lmt("data", command, config, "data.tokenizer=words"), "was built from something else", "tokenizer.sha256"
+        )
+    Path("train.jsonl").write_text('{"text": "another"}\n')
+    for command in commands:
+        refused(lmt("data", command, config), "train.jsonl has changed since: it had")
+    assert "train: finished; 1 parts, 40 documents" in lmt("data", "status", config).stdout
+    assert "train: 1 parts, all whole" in lmt("data", "verify", config).stdout
+
+
+def test_a_cache_without_its_ledger_or_manifest_is_not_whole(lmt: Lmt, config: Path) -> None:
+    lmt("data", "build", config)
+    ledger, manifest = Path("mine/train/ledger.json"), Path("mine/train/manifest.json")
+    content = ledger.read_text()
+    ledger.unlink()
+    found = lmt("data", "verify", config)
+    assert found.stdout == "train: no parts, not finished\nvalidation: 1 parts, all whole\n"
+    refused(found, "not finished: train; run: lmt data build")
+    refused(lmt("data", "inspect", config), "there is no document 0", "holds 0 so far; lmt data build goes on with it")
+    ledger.write_text(content)
+    manifest.unlink()
+    for command in ("status", "verify", "stats", "inspect"):
+        failed = lmt("data", command, config)
+        assert failed.returncode in (1, 2)
+        assert "mine/train/manifest.json is missing" in failed.stderr
 
 
 def test_a_second_build_changes_nothing_and_another_tokenizer_is_refused(lmt: Lmt, config: Path) -> None:
