@@ -1,18 +1,16 @@
 """`lmt data`: build caches ahead of training, and look into them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli import data_at
+from cli.build_progress import build_progress
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.data.builder import BuildProgress
     from lm_trainer.data.report import CacheStatus
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
@@ -48,7 +46,8 @@ def build(
 
     keep_freed_memory()
     cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
-    with Interruption("what was tokenised is kept, and the same command goes on") as signals, _progress() as show:
+    kept = "what was tokenised is kept, and the same command goes on"
+    with Interruption(kept) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
         for cache in plan.builds.values():
             cache.stopped = signals.requested
@@ -181,28 +180,3 @@ def train_tokenizer(
     tokenizer = train_bpe(wanted, shards)
     tokenizer.save(output)
     typer.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[["BuildProgress"], None]]:
-    """Shows how far a build is: a bar with rate and time left on a terminal, otherwise a line now and then."""
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
-    last = {"name": "", "time": 0.0}
-
-    def line(at: "BuildProgress") -> None:
-        if at.name != last["name"] or time.monotonic() - last["time"] > 30:
-            last.update(name=at.name, time=time.monotonic())
-            typer.echo(str(at), err=True)
-
-    if not console.is_terminal:
-        yield line
-        return
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda at: bar.update(task, completed=at.share, description=str(at))

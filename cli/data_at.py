@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.build_progress import build_progress
 from cli.common import ConfigArgument, OverridesArgument, load_settled_config
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ def at(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    step: Annotated[int, typer.Option("--step", metavar="N", min=0, help="The step, counted from 0.")] = 0,
+    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="As metrics.jsonl counts: from 1.")] = 1,
     row: Annotated[
         int | None,
         typer.Option("--row", metavar="R", min=0, help="One row of its batch, counted from 0.", show_default="all"),
@@ -22,6 +23,8 @@ def at(
     chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 200,
 ) -> None:
     """Print the documents that a step trains on: where each comes from, from which token on, and its text.
+
+    Text that is not tokenised yet is tokenised first.
 
     For example:
 
@@ -31,7 +34,10 @@ def at(
     from lm_trainer.data import open_data
     from lm_trainer.data.trace import trace
 
-    data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed)
+    with build_progress() as show:
+        data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
+    if step > run.trainer.num_train_steps:
+        typer.echo(f"the run ends after step {run.trainer.num_train_steps}; a longer one would go on so:", err=True)
     for traced in trace(data, run.trainer.batch_schedule, step, row):
         typer.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
 

@@ -41,16 +41,24 @@ class TracedRow(NamedTuple):
 def trace(data: Data, schedule: BatchSchedule, step: int, row: int | None = None) -> Iterator[TracedRow]:
     """What the rows of one step hold, or one of them.
 
+    Args:
+        data: what is trained on.
+        schedule: rows of the global batch at each step.
+        step: as metrics.jsonl counts, from 1.
+        row: which row of its batch, counted from 0; None: all.
+
     Raises:
-        UserError: if the data end before, or there is no such row.
+        UserError: if the data end before, or there is no such step or row.
     """
-    size, most = schedule.at(step), data.max_steps(schedule)
-    if most is not None and step >= most:
+    if step < 1:
+        raise UserError(f"there is no step {step}: steps are counted from 1, as in metrics.jsonl")
+    size, most = schedule.at(step - 1), data.max_steps(schedule)
+    if most is not None and step > most:
         raise UserError(f"the data end after {most} steps, by data.stop_strategy; there is no step {step}")
     if row is not None and not 0 <= row < size:
         raise UserError(f"the batch of step {step} has {size} rows, counted from 0; there is no row {row}")
     rows = np.arange(size) if row is None else np.array([row])
-    origins = data.order(schedule).origins(schedule.rows_before(step) + rows)
+    origins = data.order(schedule).origins(schedule.rows_before(step - 1) + rows)
     for number, origin in zip(rows.tolist(), origins, strict=True):
         cache = data.caches[f"{origin.set.name}/train"]
         spans = origin.set.rows.spans(origin.row)

@@ -137,7 +137,7 @@ def replay(
             now,
             look.norms(),
             hardest(losses, batch, data.tokenizer, top_k),
-            list(trace(data, config.trainer.batch_schedule, step - 1)),
+            list(trace(data, config.trainer.batch_schedule, step)),
             None if where is None else _write(where / f"gradients-{step}.safetensors", look),
         )
 

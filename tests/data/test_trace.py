@@ -76,7 +76,7 @@ def make_config(tmp_path: Path, documents: list[str]) -> Callable[..., DataConfi
 def test_a_trace_is_what_the_batch_holds(make_config: Callable[..., DataConfig], packing: str) -> None:
     data = open_data(make_config(packing=packing), seq_len=256, seed=0)
     (batch,) = data.train(SCHEDULE, rows=range, first_step=5, num_steps=1)
-    traced = list(trace(data, SCHEDULE, 5))
+    traced = list(trace(data, SCHEDULE, 6))
     assert [row.row for row in traced] == list(range(6))
     assert {row.origin.set.name for row in traced} == {"a", "b"}
     for row in traced:
@@ -85,12 +85,18 @@ def test_a_trace_is_what_the_batch_holds(make_config: Callable[..., DataConfig],
         text = "".join(passage.text for passage in row.passages)
         assert text == data.tokenizer.decode(real.tolist())
         assert all(f"/{row.origin.set.name}.jsonl:" in passage.where for passage in row.passages)
-    (alone,) = trace(data, SCHEDULE, 5, row=4)
+    (alone,) = trace(data, SCHEDULE, 6, row=4)
     assert alone.passages == traced[4].passages
     with pytest.raises(UserError, match="has 6 rows, counted from 0; there is no row 6"):
-        list(trace(data, SCHEDULE, 5, row=6))
-    with pytest.raises(UserError, match="the data end after"):
-        list(trace(open_data(make_config(stop_strategy="first_exhausted"), seq_len=256, seed=0), SCHEDULE, 10**6))
+        list(trace(data, SCHEDULE, 6, row=6))
+    with pytest.raises(UserError, match="there is no step 0: steps are counted from 1"):
+        list(trace(data, SCHEDULE, 0))
+    ending = open_data(make_config(stop_strategy="first_exhausted"), seq_len=256, seed=0)
+    most = ending.max_steps(SCHEDULE)
+    assert most is not None
+    assert list(trace(ending, SCHEDULE, most))
+    with pytest.raises(UserError, match=f"the data end after {most} steps, .*; there is no step {most + 1}"):
+        list(trace(ending, SCHEDULE, most + 1))
 
 
 def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: RunLmt) -> None:
@@ -98,16 +104,21 @@ def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: Ru
     keys = {
         "data": {"train_urls": "a.jsonl", "tokenizer": "bytes", "shuffle": False, "cache_dir": "cache"},
         "model": {"type": "gpt2", "seq_len": 8, "hidden_dim": 8, "num_heads": 1},
-        "trainer": {"train_batch_size": 2, "elastic_shards": 2},
+        "trainer": {"train_batch_size": 2, "elastic_shards": 2, "num_train_steps": 3},
     }
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps(keys))
-    result = run_lmt("data", "at", str(config), "--step", "0", "--row", "1", "data.on_bad_row=skip")
+    result = run_lmt("data", "at", str(config), "--step", "1", "--row", "1", "data.on_bad_row=skip")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
-        "step 0, row 1: row 1, epoch 0",
+        "step 1, row 1: row 1, epoch 0",
         "  a.jsonl:1, 7 tokens from 8 on:",
         "    | cument",
         "  a.jsonl:2, 1 tokens from 0 on:",
         "    | t",
     ]
+    assert "tokenising the train text" in result.stderr
+    result = run_lmt("data", "at", str(config), "--step", "4")
+    assert "step 4, row 0:" in result.stdout
+    assert result.stderr == "the run ends after step 3; a longer one would go on so:\n"
+    assert "--step" in run_lmt("data", "at", str(config), "--step", "0").stderr

@@ -1,0 +1,43 @@
+"""How far the tokenising of text is, on the terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from lm_trainer.data.builder import BuildProgress
+
+
+@contextmanager
+def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
+    """Shows how far a build is, if there is one: on a terminal a bar with rate and time left, else a line at times."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
+    last = {"name": "", "time": 0.0}
+
+    def line(at: "BuildProgress") -> None:
+        if at.name != last["name"] or time.monotonic() - last["time"] > 30:
+            last.update(name=at.name, time=time.monotonic())
+            typer.echo(str(at), err=True)
+
+    if not console.is_terminal:
+        yield line
+        return
+    bar = Progress(*columns, console=console)
+    task = bar.add_task("", total=1.0)
+
+    def draw(at: "BuildProgress") -> None:
+        bar.start()
+        bar.update(task, completed=at.share, description=str(at))
+
+    try:
+        yield draw
+    finally:
+        bar.stop()
