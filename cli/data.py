@@ -58,7 +58,7 @@ def build(
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
         typer.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")
-    typer.echo(f"in {plan.directory}")
+    typer.echo(f"in {', '.join(plan.directories)}")
 
 
 @app.command(context_settings=OVERRIDES)

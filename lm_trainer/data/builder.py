@@ -101,6 +101,8 @@ class Build:
     format: FormatConfig = field(default_factory=TextFormat)
     on_ledger: Callable[[Ledger], None] | None = None
     """Told again and again how far the ledger is, whoever builds; it goes on changing."""
+    on_begin: Callable[[], None] = field(default=lambda: None)
+    """Called once the cache is known to be this one's to build."""
     stopped: Callable[[], bool] = field(default=lambda: False)
     """Asked again and again; ends the build by `Stopped`."""
     _begun: tuple[float, int, float] | None = field(default=None, init=False)
@@ -142,6 +144,7 @@ class Build:
         claim(self.store, manifest, ledger)
         if ledger.finished:
             return ledger
+        self.on_begin()
         keeper = _Keeper(self, ledger, lock)
         keeper.tick(force=True)
         todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from lm_trainer.data.sources import Shard
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.store import MISSING, Store
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TrainedBpe, train_bpe
+from lm_trainer.data.tokenizer.base import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.data.tokenizer.fast import choose_backend
 from lm_trainer.data.tokenizer.hf import load_pretrained
 
 DEFAULT_CACHE = "cache"
-_RECIPE = "tokenizer/recipe.json"
+_CONTENT, _RECIPE = f"tokenizer/{TOKENIZER_FILE}", "tokenizer/recipe.json"
 
 Shards = dict[str, dict[str, list[Shard]]]
 """The shards of every split of every set."""
@@ -36,6 +38,14 @@ class CachePlan:
     tokenizer: HfTokenizer
     builds: dict[str, Build]
     """By `NAME/train` and `NAME/validation`."""
+
+    @property
+    def directories(self) -> list[str]:
+        """Where the caches are: `directory`, if any is there, and those outside of it."""
+        root = Store(self.directory).url
+        found = dict.fromkeys(build.store.url.rpartition("/")[0] for build in self.builds.values())
+        outside = [url for url in found if url != root and not url.startswith(f"{root}/")]
+        return [*([self.directory] if len(outside) < len(found) else []), *outside]
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,9 @@ def _builds(
     for name, place in places.items():
         kind = OpenPrebuilt if place.prebuilt else Build
         store, format = Store(place.url), place.config.format
-        builds[name] = kind(place.title, store, place.shards, tokenizer, options, on_progress, format)
+        build = kind(place.title, store, place.shards, tokenizer, options, on_progress, format)
+        build.on_begin = partial(_keep_beside, tokenizer, Store(store.url.rpartition("/")[0]))
+        builds[name] = build
     return builds
 
 
@@ -207,6 +219,11 @@ def _tokenizer(
         beside = Store(config.source.path)
         if beside.local is None:
             raise UserError(f"data.tokenizer: name the tokenizer that {beside.url} was built with")
+        if not (beside.local / _CONTENT).is_file():
+            raise UserError(
+                f"data.tokenizer: none lies beside the cache, in {beside.local}/tokenizer; name the one that it was "
+                "built with"
+            )
         wanted = Pretrained(name=f"{beside.local}/tokenizer")
     if isinstance(wanted, BytesTokenizer):
         return ByteTokenizer()
@@ -220,7 +237,31 @@ def _tokenizer(
             f"no tokenizer was trained in {store.url}/tokenizer, so the caches were built with another one, or it was "
             "lost; lmt data build trains it and compares"
         )
-    return _trained(wanted, store, shards, on_progress)
+    tokenizer = _trained(wanted, store, shards, on_progress)
+    if store.read(_RECIPE) is None and _fits(places, tokenizer):
+        _write(tokenizer, store)
+        # The recipe is the commit: without it the files beside it do not count.
+        store.write_json(_RECIPE, wanted.recipe(shards), if_generation=MISSING)
+    return tokenizer
+
+
+def _fits(places: dict[str, Place], tokenizer: HfTokenizer) -> bool:
+    """Whether what is there already was built with this tokenizer; the one beside another cache stays there."""
+    manifests = [Store(place.url).read_json(MANIFEST) for place in places.values()]
+    wanted = tokenizer.identity()["sha256"]
+    return all(found is None or found.get("tokenizer", {}).get("sha256") == wanted for found in manifests)
+
+
+def _keep_beside(tokenizer: HfTokenizer, store: Store) -> None:
+    """Saves the tokenizer for those who open the cache without the configuration that built it."""
+    if store.read(_CONTENT) is None:
+        _write(tokenizer, store)
+
+
+def _write(tokenizer: HfTokenizer, store: Store) -> None:
+    """The file that tells that there is a tokenizer comes last."""
+    for name, content in sorted(tokenizer.files().items(), key=lambda file: file[0] == TOKENIZER_FILE):
+        store.write(f"tokenizer/{name}", content)
 
 
 def _trained(config: TrainedBpe, store: Store, shards: Sequence[Shard], on_progress: OnProgress | None) -> HfTokenizer:
@@ -230,19 +271,14 @@ def _trained(config: TrainedBpe, store: Store, shards: Sequence[Shard], on_progr
     if found is None:
         if on_progress:
             on_progress(BuildProgress("tokenizer", 0, config.sample_bytes, 0))
-        tokenizer = train_bpe(config, shards)
-        for name, content in tokenizer.files().items():
-            store.write(f"tokenizer/{name}", content)
-        # The recipe is the commit: without it the files beside it do not count.
-        store.write_json(_RECIPE, recipe, if_generation=MISSING)
-        return tokenizer
+        return train_bpe(config, shards)
     if found != recipe:
         changed = [key for key in recipe if found.get(key) != recipe[key]]
         raise UserError(
             f"{store.url}/tokenizer was trained by another recipe ({fingerprint(found)}, now {fingerprint(recipe)}); "
             f"what differs: {', '.join(changed)}. Set data.cache_dir to another directory, or remove {store.url}"
         )
-    content = store.read("tokenizer/tokenizer.json")
+    content = store.read(_CONTENT)
     if content is None:
         raise UserError(f"{store.url}/tokenizer has lost tokenizer.json; remove {store.url} to build it again")
     return HfTokenizer(content.decode(), origin=f"{store.url}/tokenizer")

@@ -120,7 +120,29 @@ def test_train_tokenizer_writes_one_that_can_be_named(lmt: Lmt, config: Path) ->
     refused(lmt("data", "train-tokenizer", config, "--output", "x"), "data.tokenizer is bytes, which is not trained")
     built = lmt("data", "build", config, "data.tokenizer=words", "data.cache_dir=other")
     assert built.returncode == 0, built.stderr
-    assert not Path("other/tokenizer").exists()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert Path("other/tokenizer", name).read_bytes() == Path("words", name).read_bytes()
+
+
+def test_a_cache_is_opened_with_the_tokenizer_beside_it(lmt: Lmt, config: Path) -> None:
+    assert lmt("data", "build", config).stdout.endswith("in mine\n")
+    Path("mine").rename("moved")
+    Path("pre.yaml").write_text("model: {seq_len: 64}\ndata: {source: {type: cache, path: moved}}\n")
+    opened = lmt("data", "build", "pre.yaml")
+    assert opened.returncode == 0, opened.stderr
+    assert opened.stdout.endswith(f"in {Path.cwd()}/moved\n")
+    shown = lmt("data", "inspect", "pre.yaml", "--first", "2", "--count", "1", "--chars", "20").stdout
+    assert shown.splitlines()[1] == "document 2 document  ..."
+    Path("moved/tokenizer/tokenizer.json").unlink()
+    refused(lmt("data", "build", "pre.yaml"), "data.tokenizer: none lies beside the cache", "name the one that it was")
+
+
+def test_a_refused_tokenizer_does_not_replace_the_one_beside_the_cache(lmt: Lmt, config: Path) -> None:
+    lmt("data", "build", config)
+    before = {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()}
+    other = ("data.tokenizer.type=trained_bpe", "data.tokenizer.vocab_size=300")
+    refused(lmt("data", "build", config, *other), "was built from something else")
+    assert {path: path.read_bytes() for path in Path("mine/tokenizer").iterdir()} == before
 
 
 def test_bad_rows_are_named_and_counted(lmt: Lmt, config: Path) -> None:

@@ -128,7 +128,7 @@ class TestData:
     def test_each_set_has_its_cache_and_its_validation_set(self, make_config: Callable[..., DataConfig]) -> None:
         data = opened(make_config())
         assert sorted(path.name for path in Path("caches").iterdir()) == ["a", "b", "c"]
-        assert sorted(path.name for path in Path("caches/c").iterdir()) == ["train", "validation"]
+        assert sorted(path.name for path in Path("caches/c").iterdir()) == ["tokenizer", "train", "validation"]
         assert list(data.validation()) == ["c"]
         (iterator, order) = data.train(10, rows=range(10), first_step=3, num_steps=2), data.order(10)
         for step, batch in zip((3, 4), iterator, strict=True):

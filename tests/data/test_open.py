@@ -116,7 +116,7 @@ class TestOwnText:
         assert isinstance(evals, EvalSet)
         assert evals.num_tokens == sum(len(text.encode()) + 1 for text in documents[10:13])
         assert evals.text_bytes == sum(len(text.encode()) for text in documents[10:13])
-        assert sorted(path.name for path in Path("mine").iterdir()) == ["train", "validation"]
+        assert sorted(path.name for path in Path("mine").iterdir()) == ["tokenizer", "train", "validation"]
 
     def test_nothing_is_held_out_unasked(self, files: DataConfig, documents: list[str]) -> None:
         data = open_data(files.model_copy(update={"validation_urls": []}), seq_len=32, seed=0)
