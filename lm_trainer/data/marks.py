@@ -12,6 +12,7 @@ import tensorstore as ts
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.layout import part_key
+from lm_trainer.data.store import reason_of
 from lm_trainer.data.stream import TokenStream
 
 LEARN, END = 1, 2
@@ -82,7 +83,9 @@ class MarkStream(TokenStream):
             try:
                 content = np.frombuffer(future.result().value, np.uint8)
             except (ValueError, OSError) as error:
-                raise MachineError(f"cannot read {self._store.url}/parts/{self._names[part]}.msk: {error}") from None
+                raise MachineError(
+                    f"cannot read {self._store.url}/parts/{self._names[part]}.msk: {reason_of(error)}"
+                ) from None
             marks = unpack_marks(content, offset, count)
             if len(marks) != count:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")

@@ -19,6 +19,15 @@ _REFUSED = re.compile(
     r"PERMISSION_DENIED|FAILED_PRECONDITION|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|Errno (13|20|30)"
 )
 
+_ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
+
+
+def reason_of(error: object) -> str:
+    """What TensorStore says went wrong. It escapes paths, and ends the directories in them by zero bytes."""
+    text = str(error).split(" [source locations")[0].encode()
+    plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
+    return plain.replace(b"\0", b"/").decode(errors="replace")
+
 
 class Store:
     """Keys with bytes below one directory or URL (`gs://`, `s3://`, `file://`, `memory://`, to be read `http(s)://`)."""
@@ -36,7 +45,7 @@ class Store:
         try:
             self._kv = ts.KvStore.open(spec).result()
         except (ValueError, OSError, NotImplementedError) as error:
-            raise UserError(f"cannot use {self.url} as a cache directory: {error}") from None
+            raise UserError(f"cannot use {self.url} as a cache directory: {reason_of(error)}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url,)
@@ -107,7 +116,7 @@ class Store:
             ) from None
         # The cause of a failed write is an error raised while another was handled.
         text = f"{error} {error.__context__ or ''}".strip()
-        reason = text.split(" [source locations")[0]
+        reason = reason_of(text)
         if _FULL.search(text):
             raise MachineError(
                 f"the disk is full: cannot {verb} {self.url}/{key}. Everything written before is kept and used again; "

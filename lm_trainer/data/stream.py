@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.layout import Ledger, part_key
-from lm_trainer.data.store import Store
+from lm_trainer.data.store import Store, reason_of
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
 """Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
@@ -154,7 +154,9 @@ class TokenStream:
             try:
                 value = future.result().value
             except (ValueError, OSError) as error:
-                raise MachineError(f"cannot read {self._store.url}/parts/{self._names[part]}.bin: {error}") from None
+                raise MachineError(
+                    f"cannot read {self._store.url}/parts/{self._names[part]}.bin: {reason_of(error)}"
+                ) from None
             if len(value) != count * size:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
             out[place : place + count] = np.frombuffer(value, self._dtype)

@@ -257,6 +257,11 @@ class TestFailures:
             make_build(name).run()
         assert caught.value.exit_code == 2
 
+    def test_paths_of_the_store_are_readable(self) -> None:
+        with pytest.raises(UserError, match=r'directory: "/proc/new é \[1\]/train/builder.json": No such') as caught:
+            Store("/proc/new é [1]/train").write("builder.json", b"{}")
+        assert "\\x" not in str(caught.value)
+
     def test_a_damaged_ledger_is_named(self, make_build: MakeBuild) -> None:
         build = make_build()
         build.run()
