@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import load_tokenizer
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import (
@@ -82,6 +84,23 @@ def test_saved_and_loaded_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> N
     loaded.save(tmp_path / "two")
     for file in (tmp_path / "one").iterdir():
         assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_full_disk_leaves_what_was_there(trained: HfTokenizer, tmp_path: Path, there: bool) -> None:
+    if there:
+        ByteTokenizer().save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, hard))
+    try:
+        with pytest.raises(MachineError, match=f"cannot write the tokenizer to {tmp_path}: File too large"):
+            trained.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_pickled_is_the_same(tokenizer: Tokenizer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -231,12 +233,22 @@ class HfTokenizer:
         }
 
     def save(self, directory: str | Path) -> None:
+        """Writes all files or, on a full disk, none."""
+        drafts = {name: Path(directory) / f".{name}.tmp" for name in self.files()}
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
             for name, content in self.files().items():
-                (Path(directory) / name).write_bytes(content)
+                with drafts[name].open("wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+            for name, draft in drafts.items():
+                draft.replace(Path(directory) / name)
         except OSError as error:
-            raise MachineError(f"cannot write the tokenizer to {directory}: {error}") from None
+            for draft in drafts.values():
+                with contextlib.suppress(OSError):
+                    draft.unlink()
+            raise MachineError(f"cannot write the tokenizer to {directory}: {error.strerror or error}") from None
 
 
 def _with_offsets(rust: RustTokenizer, text: str) -> tuple[list[int], np.ndarray]:
