@@ -118,7 +118,10 @@ def inspect(
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many documents.")] = 3,
     chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 300,
 ) -> None:
-    """Print documents as the cache holds them: where they came from, their tokens, and their text."""
+    """Print documents as the cache holds them: where they came from, their tokens, and their text.
+
+    Where a format masks tokens, what is learnt stands between ⟦ and ⟧.
+    """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import report
     from lm_trainer.generate.text import for_terminal

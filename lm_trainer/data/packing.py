@@ -7,6 +7,7 @@ positions, N runs of a batch: its pieces and its padding.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -200,21 +201,32 @@ class PackingStats(NamedTuple):
     """The share of documents that do not lie in one row."""
 
 
-def packing_stats(lengths_D: np.ndarray, seq_len: int) -> dict[str, PackingStats]:
-    """How `data.packing: concat` and `best_fit` would use rows, by their names."""
+def packing_stats(
+    lengths_D: np.ndarray, seq_len: int, targets: Callable[[int], int] | None = None
+) -> dict[str, PackingStats]:
+    """How `data.packing: concat` and `best_fit` would use rows, by their names.
+
+    Args:
+        lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
+        seq_len: of the rows.
+        targets: how many of the first N tokens some position is to predict; if None, all but each document's first.
+    """
     ends_D = np.cumsum(lengths_D)
     starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
+    if targets is None:
+        targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
     windows = tokens // seq_len
     # The last token of a document is the target of the position before it, so it may lie in the next row.
     crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
     whole = windows * seq_len
-    learnt = whole - int((ends_D <= whole).sum())
     plan = best_fit(lengths_D, seq_len)
     return {
-        "concat": PackingStats(windows, learnt / max(whole, 1), crossing / len(lengths_D)),
+        "concat": PackingStats(
+            windows, targets(min(whole + 1, tokens)) / whole if whole else 0.0, crossing / len(lengths_D)
+        ),
         "best_fit": PackingStats(
             plan.num_rows,
-            float(plan.lengths_P.sum()) / max(plan.num_rows * seq_len, 1),
+            targets(tokens) / max(plan.num_rows * seq_len, 1),
             int((lengths_D - 1 > seq_len).sum()) / len(lengths_D),
         ),
     }

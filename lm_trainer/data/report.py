@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,7 +131,23 @@ def stats(store: Store, ledger: Ledger, seq_len: int) -> CacheStats:
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
     text_bytes = sum(ledger.text_bytes)
-    return CacheStats(len(lengths_D), ledger.num_tokens, text_bytes, quantiles, packing_stats(lengths_D, seq_len))
+    targets = partial(_targets, store, ledger, lengths_D) if ledger.marks else None
+    packing = packing_stats(lengths_D, seq_len, targets)
+    return CacheStats(len(lengths_D), ledger.num_tokens, text_bytes, quantiles, packing)
+
+
+def _targets(store: Store, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
+    """How many of the first `count` tokens are learnt and follow another token of their document."""
+    marks, starts_D = MarkStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
+    found = begin = 0
+    for tokens in ledger.tokens:
+        end = min(begin + tokens, count)
+        if end <= begin:
+            break
+        learnt = (marks.read(np.array([begin]), end - begin)[0] & LEARN) != 0
+        firsts = starts_D[np.searchsorted(starts_D, begin) : np.searchsorted(starts_D, end)] - begin
+        found, begin = found + int(learnt.sum()) - int(learnt[firsts].sum()), end
+    return found
 
 
 class Shown(NamedTuple):
@@ -143,7 +160,8 @@ class Shown(NamedTuple):
     learnt: int
     """How many of them the loss counts."""
     text: str
-    """All of it, or its beginning: more than so many characters as were asked for."""
+    """All of it, or its beginning: more than so many characters as were asked for. Where the cache says which tokens
+    are learnt, these stand between `⟦` and `⟧`."""
 
 
 def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[Shown]:
@@ -193,20 +211,32 @@ class _Documents:
             if first != part:
                 part, index = first, len(read_lengths(store, ledger, first)) - 1
             start, length = start - before, length + before
-        learnt = length
+        learn = None
         if self._marks is not None:
-            learnt = int(((self._marks.read(np.array([start]), length) & LEARN) != 0).sum())
+            learn = (self._marks.read(np.array([start]), length)[0] & LEARN) != 0
         source = where(store, ledger, self._build.shards, part, index)
-        return Shown(number, source, length, learnt, self._text(start, length))
+        return Shown(
+            number, source, length, length if learn is None else int(learn.sum()), self._text(start, length, learn)
+        )
 
-    def _text(self, start: int, length: int) -> str:
+    def _text(self, start: int, length: int, learn: np.ndarray | None) -> str:
         """More characters than are asked for, where there are more: a document may be larger than memory."""
         count = 8 * self._chars if self._chars else length
         while True:
-            text = self._build.tokenizer.decode(self._tokens.read(np.array([start]), min(count, length))[0].tolist())
+            ids = self._tokens.read(np.array([start]), min(count, length))[0]
+            text = self._decode(ids) if learn is None else self._with_marks(ids, learn[:count])
             if count >= length or len(text) > self._chars:
                 return text
             count *= 8
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return self._build.tokenizer.decode(ids.tolist())
+
+    def _with_marks(self, ids: np.ndarray, learn: np.ndarray) -> str:
+        changes = np.flatnonzero(np.diff(learn)) + 1
+        texts = [self._decode(run) for run in np.split(ids, changes)]
+        learnt = [learn[place] for place in [0, *changes.tolist()]]
+        return "".join(f"⟦{text}⟧" if marked else text for text, marked in zip(texts, learnt, strict=True))
 
 
 def full_name(names: Collection[str], name: str) -> str:

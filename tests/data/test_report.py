@@ -6,6 +6,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
@@ -96,3 +97,36 @@ class TestDamage:
         (tmp_path / "cache/train/parts/00000-00000.json").write_text("{}")
         with pytest.raises(MachineError, match=r"00000-00000\.json is damaged; remove .*/cache/train"):
             open_data(config, seq_len=64, seed=0)
+
+
+class TestMasks:
+    @pytest.fixture
+    def config(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
+        monkeypatch.setattr("lm_trainer.data.caches.BuildOptions", partial(BuildOptions, part_bytes=(300, 300)))
+        rows = [{"prompt": f"how much is {i} and {i}?", "response": f"it is {2 * i}" * (1 + i % 5)} for i in range(40)]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        keys = {"train_urls": str(tmp_path / "a.jsonl"), "tokenizer": "bytes", "num_workers": 0, "shuffle": False}
+        return DataConfig.model_validate({**keys, "format": {"type": "supervised"}, "cache_dir": str(tmp_path / "c")})
+
+    def test_are_shown(self, config: DataConfig) -> None:
+        open_data(config, seq_len=32, seed=0)
+        (shown,) = report.inspect(config, "train", 3, 1)
+        assert shown.text == "how much is 3 and 3?⟦it is 6it is 6it is 6it is 6⟧"
+        assert shown.learnt == 4 * len("it is 6") + 1, "the end counts"
+        (beginning,) = report.inspect(config, "train", 3, 1, 1)
+        assert shown.text.startswith(beginning.text)
+
+    @pytest.mark.parametrize("packing", ["concat", "best_fit"])
+    @pytest.mark.parametrize("seq_len", [16, 32, 100])
+    def test_decide_which_positions_are_used(self, config: DataConfig, packing: str, seq_len: int) -> None:
+        config = config.model_copy(update={"packing": packing})
+        data = open_data(config, seq_len=seq_len, seed=0)
+        (train,) = data.train_sets
+        batch = train.rows.read(np.arange(train.num_rows))
+        cache = data.caches["train/train"]
+        assert len(cache.ledger.parts) > 3
+        found = report.stats(cache.store, cache.ledger, seq_len).packing[packing]
+        last = np.asarray(batch.weights)
+        assert 0 < found.used < 0.9
+        assert found.rows in (train.num_rows, train.num_rows - 1)
+        assert found.used == pytest.approx(last[: found.rows].mean(), abs=1e-9)
