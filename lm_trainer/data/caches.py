@@ -12,7 +12,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.builder import Build, BuildOptions, BuildProgress, OnProgress
 from lm_trainer.data.cluster import RayConfig
 from lm_trainer.data.config import DataConfig, SetConfig
-from lm_trainer.data.layout import MANIFEST, Ledger, fingerprint, make_manifest
+from lm_trainer.data.layout import MANIFEST, Ledger, damaged, fingerprint, make_manifest
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.store import MISSING, Store
@@ -176,8 +176,16 @@ def find_caches(config: DataConfig) -> tuple[str, dict[str, Place]]:
             title = split if one is config else f"{name} {split}"
             if isinstance(one.source, PrebuiltCache):
                 directory = one.source.path
+                _check_manifests(directory)
             places[f"{name}/{split}"] = Place(title, f"{directory}/{split}", shards[name][split], one)
     return cache_dir, places
+
+
+def _check_manifests(directory: str) -> None:
+    """Refuses splits that have lost what tells them from splits that were never there."""
+    for store in (Store(f"{directory}/{split}") for split in ("train", "validation")):
+        if store.read(MANIFEST) is None and Ledger.read(store).begun:
+            raise damaged(store, MANIFEST, "is missing")
 
 
 def _shards(config: DataConfig, name: str) -> dict[str, list[Shard]]:

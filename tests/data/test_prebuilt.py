@@ -59,6 +59,12 @@ def test_what_is_missing_is_named(built: Path, tmp_path: Path) -> None:
         open_data(config(built), seq_len=8, seed=0)
 
 
+def test_validation_text_is_not_left_out_because_a_file_was_lost(built: Path) -> None:
+    (built / "validation/manifest.json").unlink()
+    with pytest.raises(UserError, match=r"moved/validation/manifest\.json is missing; remove"):
+        open_data(config(built), seq_len=8, seed=0)
+
+
 @pytest.mark.parametrize("key", ["cache_dir", "text_key"])
 def test_keys_without_effect_are_refused(key: str) -> None:
     with pytest.raises(ValidationError, match=f"{key} has no effect on a cache that is already built"):
