@@ -33,6 +33,8 @@ SINGLE_SET = "train"
 
 _LATER = "not available yet"
 
+_NO_FILES = "train_urls is an empty list; name files, or leave the key out (or null) for the embedded corpus"
+
 
 class SetConfig(Config):
     """One set of documents: where they come from, and how they are read."""
@@ -92,9 +94,7 @@ class SetConfig(Config):
         if self._only_evaluated():
             return self
         if self.train_urls == [] and not (self.source or self.id):
-            raise ValueError(
-                "train_urls is an empty list; name files, or leave the key out (or null) for the embedded corpus"
-            )
+            raise ValueError(_NO_FILES)
         if self.id is not None and (self.source or self.train_urls or self.validation_urls):
             raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
         if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.changed_fields):
@@ -202,6 +202,8 @@ class DataConfig(SetConfig):
         if not self.configs:
             if self.train_weights is not None:
                 raise ValueError("train_weights needs configs: the sets that it weighs, by name")
+            if self._only_evaluated() and self.train_urls == []:
+                raise ValueError(_NO_FILES)
             if self._only_evaluated():
                 raise ValueError(
                     "the embedded source brings its own text, so validation_urls does not fit; "

@@ -356,6 +356,7 @@ class TestConfig:
             ({"validation_urls": ["a.jsonl"]}, "validation_urls does not fit; name your own"),
             ({"source": {"type": "jsonl"}}, "needs train_urls"),
             ({"train_urls": []}, r"train_urls is an empty list; name files, or leave the key out \(or null\)"),
+            ({"train_urls": [], "validation_urls": ["a.txt"]}, "train_urls is an empty list"),
             ({"configs": {"a": {"train_urls": []}}, "train_weights": {"a": 1}}, "train_urls is an empty list"),
             ({"source": {"type": "csv"}}, "'embedded', 'huggingface', 'memory', 'jsonl', 'parquet', 'cache', 'text'"),
             ({"source": {"type": "memory", "train": ["a"]}, "train_urls": ["a.txt"]}, "the memory source brings"),
