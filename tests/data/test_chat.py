@@ -151,6 +151,8 @@ class TestChat:
         for _ in range(900):
             value = [value]
         messages = [{"role": "assistant", "content": "a", "note": value}]
+        shallow = [{"role": "assistant", "content": "a", "note": json.loads("[" * 98 + "]" * 98)}]
+        assert encode(ChatFormat(), {"messages": shallow}, chatml).ids is not None
         assert all_text(Row(0, "", "", record={"messages": json.loads(json.dumps(messages))})) == "assistant\na\ndeep"
         self.unusable(ChatFormat(), messages, chatml, "conversation is nested too deeply")
 

@@ -22,6 +22,9 @@ from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 _SAYING = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
 """Where what the assistant says may stand in a message."""
 
+_LEVELS = 100
+"""What no version of Python refuses to walk through: which rows are bad depends on none."""
+
 
 class ChatFormat(FormatConfig):
     """Every row is a list of messages, each with a `role` and a `content`.
@@ -63,10 +66,7 @@ class ChatFormat(FormatConfig):
         if self.mask_user_turns and not _has_answer(messages):
             raise Unusable("the assistant says nothing in this conversation")
         counts = [0, 0]
-        try:
-            conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
-        except RecursionError:
-            raise Unusable("the conversation is nested too deeply") from None
+        conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
         return Prepared(conversation, counts[0], replaced=bool(counts[1]))
 
     def _tools(self, row: Row) -> list[Any] | None:
@@ -157,16 +157,24 @@ def _has_answer(messages: list[dict[str, Any]]) -> bool:
     return not said or any(message.get(key) for message in said for key in _SAYING)
 
 
-def _cleaned(value: Any, counts: list[int]) -> Any:
-    """A copy without lone surrogates; adds bytes of text and replacements to `counts`."""
+def _cleaned(value: Any, counts: list[int], levels: int = _LEVELS) -> Any:
+    """A copy without lone surrogates; adds bytes of text and replacements to `counts`.
+
+    Raises:
+        Unusable: if it is nested in more than so many levels.
+    """
     if isinstance(value, str):
         text = clean(value)
         counts[0] += len(text.encode("utf-8"))
         counts[1] += text is not value
         return text
+    if not isinstance(value, dict | list):
+        return value
+    if not levels:
+        raise Unusable(f"the conversation is nested too deeply, in more than {_LEVELS} levels")
     if isinstance(value, dict):
-        return {key: _cleaned(item, counts) for key, item in value.items()}
-    return [_cleaned(item, counts) for item in value] if isinstance(value, list) else value
+        return {key: _cleaned(item, counts, levels - 1) for key, item in value.items()}
+    return [_cleaned(item, counts, levels - 1) for item in value]
 
 
 def _tokenize(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
