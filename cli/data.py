@@ -50,7 +50,7 @@ def build(
     with Interruption(kept) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
         for cache in plan.builds.values():
-            cache.stopped = signals.requested
+            cache.stopped = signals.came
         try:
             ledgers = [(cache.name, cache.run()) for cache in plan.builds.values()]
         except Stopped:

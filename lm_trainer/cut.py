@@ -119,6 +119,19 @@ def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
         )
 
 
+def check_cut(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
+    """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
+
+    Args:
+        spec: of the model; None for one that is no `Decoder`.
+        rows: of the microbatches that there are.
+        sizes: of the axes of the mesh.
+    """
+    check_model(spec, sizes)
+    for count in rows:
+        check_rows(count, sizes)
+
+
 def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
     """Finds what the axes of a group cannot do with a model.
 

@@ -20,7 +20,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.layout import plan_layout
 from lm_trainer.core.mesh import BATCH_AXES, build_mesh
-from lm_trainer.cut import axes_in_use, check_model, check_rows
+from lm_trainer.cut import axes_in_use, check_cut
 from lm_trainer.evaluate import Evaluator
 from lm_trainer.global_step import GlobalStep
 from lm_trainer.models.peft import module_names
@@ -163,11 +163,9 @@ def _check_cut(trainer: TrainerConfig, optimizer: OptimizerConfig, model: ModelD
     if not axes:
         return
     built = nnx.eval_shape(model.build)
-    check_model(built.spec if isinstance(built, Decoder) else None, mesh.shape)
+    check_cut(built.spec if isinstance(built, Decoder) else None, trainer.microbatch_rows(), mesh.shape)
     if optimizer.curvature is not None:
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
-    for plan in (*trainer.microbatches().values, trainer.eval_plan()):
-        check_rows(plan.rows, mesh.shape)
 
 
 def _curvature(optimizer: OptimizerConfig, loss: LossFn, dtype: Any) -> CurvatureFn | None:

@@ -13,66 +13,16 @@ from lm_trainer.core.errors import Preempted
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class StopRequest:
-    """While active, the first signal sets `requested`; the second ends the process at once with 128 + its number.
+class _Asked:
+    """While active, SIGTERM and SIGINT ask for an end; the second one ends the process at once with 128 + its number.
 
-    Before `arm` is called there is nothing to save, and the first signal ends the run by raising `Preempted`.
+    Attributes:
+        requested: the name of the signal that came; None if none did.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        self._armed = False
-        self._before: dict[int, object] = {}
-
-    def arm(self) -> None:
-        """From now on there is state that is worth saving."""
-        self._armed = True
-
-    def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        name = signal.Signals(number).name
-        if self.requested:
-            sys.stderr.flush()
-            os._exit(128 + number)
-        self.requested = name
-        if self._armed:
-            os.write(2, f"\n{name}: stopping after this step; once more stops at once\n".encode())
-        else:
-            raise preempted(name, 0)
-
-
-class Interruption:
-    """While active, SIGTERM and SIGINT end what goes on by an exception; the second ends the process at once.
-
-    Python loses an exception that is raised while it collects garbage, which is why `requested` can be asked as well.
-
-    Args:
-        kept: what to tell the user of the work that was done.
-    """
-
-    def __init__(self, kept: str):
-        self.name: str | None = None
-        self._kept = kept
         self._before: dict[int, Any] = {}
-
-    def requested(self) -> bool:
-        """Whether a signal came."""
-        return self.name is not None
-
-    def error(self) -> BaseException:
-        """What ends the work."""
-        if self.name == "SIGINT":
-            return KeyboardInterrupt()
-        return Preempted(f"stopped by {self.name}; {self._kept}")
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
@@ -85,10 +35,61 @@ class Interruption:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.name:
+        if self.requested:
             sys.stderr.flush()
             os._exit(128 + number)
-        self.name = signal.Signals(number).name
+        self.requested = signal.Signals(number).name
+        self._answer()
+
+    def _answer(self) -> None:
+        """What the first signal does beyond being noted."""
+        raise NotImplementedError
+
+
+class StopRequest(_Asked):
+    """While active, the first signal sets `requested`; the second ends the process at once with 128 + its number.
+
+    Before `arm` is called there is nothing to save, and the first signal ends the run by raising `Preempted`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._armed = False
+
+    def arm(self) -> None:
+        """From now on there is state that is worth saving."""
+        self._armed = True
+
+    def _answer(self) -> None:
+        if not self._armed:
+            raise preempted(self.requested, 0)
+        os.write(2, f"\n{self.requested}: stopping after this step; once more stops at once\n".encode())
+
+
+class Interruption(_Asked):
+    """While active, SIGTERM and SIGINT end what goes on by an exception; the second ends the process at once.
+
+    Python loses an exception that is raised while it collects garbage, which is why `requested` can be asked as well.
+
+    Args:
+        kept: what to tell the user of the work that was done.
+    """
+
+    def __init__(self, kept: str):
+        super().__init__()
+        self._kept = kept
+
+    def came(self) -> bool:
+        """Whether a signal came."""
+        return self.requested is not None
+
+    def error(self) -> BaseException:
+        """What ends the work."""
+        if self.requested == "SIGINT":
+            return KeyboardInterrupt()
+        return Preempted(f"stopped by {self.requested}; {self._kept}")
+
+    def _answer(self) -> None:
         raise self.error()
 
 

@@ -14,7 +14,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.steps import TokenSchedule
-from lm_trainer.cut import axes_in_use, check_length, check_model, check_rows
+from lm_trainer.cut import axes_in_use, check_cut, check_length
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora import AnyAdapter
@@ -141,10 +141,8 @@ class RunConfig(Config):
         if self.use_hf_model_config or not axes_in_use(sizes):
             return self
         try:
-            check_model(self.model.spec(vocab_size=1), sizes)
             check_length(self.model.seq_len, sizes)
-            for plan in (*self.trainer.microbatches().values, self.trainer.eval_plan()):
-                check_rows(plan.rows, sizes)
+            check_cut(self.model.spec(vocab_size=1), self.trainer.microbatch_rows(), sizes)
         except UserError as error:
             raise ValueError(f"trainer: {error}") from None
         return self

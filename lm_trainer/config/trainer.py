@@ -247,6 +247,10 @@ class TrainerConfig(Config):
         rows = plan.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
         return MicrobatchPlan(rows * plan.count, plan.count, rows)
 
+    def microbatch_rows(self) -> tuple[int, ...]:
+        """Rows of the microbatches of every batch, those of evaluation as well."""
+        return tuple(plan.rows for plan in (*self.microbatches().values, self.eval_plan()))
+
     @property
     def trackers(self) -> tuple[Any, ...]:
         """`tracker` as a tuple."""

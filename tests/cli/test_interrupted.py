@@ -65,7 +65,7 @@ def test_a_build_ends_at_once_and_goes_on_later(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
     def signal_now(phase: str, _info: object) -> None:
-        if phase == "start" and not signals.requested():
+        if phase == "start" and not signals.came():
             os.kill(os.getpid(), signal.SIGTERM)
 
     with Interruption("all is kept") as signals:
@@ -74,6 +74,6 @@ def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
             gc.collect()
         finally:
             gc.callbacks.remove(signal_now)
-        assert signals.requested()
+        assert signals.came()
         assert "stopped by SIGTERM; all is kept" in str(signals.error())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
