@@ -32,12 +32,12 @@ from benchmarks.setting import load, setting, table
 from lm_trainer.core.cores import cores
 from lm_trainer.core.runtime import keep_freed_memory
 from lm_trainer.data import DataConfig
-from lm_trainer.data.builder import Build, BuildOptions
-from lm_trainer.data.pool import THREAD_VARIABLES
-from lm_trainer.data.reading import BATCH_ROWS
+from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.store import Store
+from lm_trainer.data.tokenize.build import Build, BuildOptions
+from lm_trainer.data.tokenize.process_pool import THREAD_VARIABLES
+from lm_trainer.data.tokenize.shard_reader import BATCH_ROWS
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.fast import FastTokenizer
 

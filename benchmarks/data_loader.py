@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.setting import load, setting, table
-from lm_trainer.core.steps import BatchSchedule
-from lm_trainer.data.layout import Ledger
+from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.cache.format import Ledger
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
 from lm_trainer.data.mixture import Mixture, shares
-from lm_trainer.data.order import TrainOrder, TrainSet
-from lm_trainer.data.packing import PackedRows, best_fit
+from lm_trainer.data.rows.chunks import Windows
+from lm_trainer.data.rows.order import TrainOrder, TrainSet
+from lm_trainer.data.rows.packing import PackedRows, best_fit
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
-from lm_trainer.data.store import Store
-from lm_trainer.data.stream import TokenStream
-from lm_trainer.data.windows import Windows
 
 EOS, PART, DTYPE = 0, 1 << 22, np.dtype("<u2")
 SEEKS = (0, 10**3, 10**6, 10**9)

@@ -47,8 +47,8 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
     """The program of a GPT-2 of `size`."""
     import jax
 
-    from lm_trainer.config.run import RunConfig
-    from lm_trainer.program import build_program
+    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.program import build_program
 
     settings = dict(KINDS[kind])
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
@@ -68,7 +68,7 @@ def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
     """A function that runs one step and returns how many seconds it took."""
     import jax
 
-    from lm_trainer.bench import random_batch
+    from lm_trainer.profile.workload import random_batch
 
     batch = random_batch(size.batch, size.seq_len, VOCAB)
     program.step.compile(batch)
@@ -86,8 +86,8 @@ def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     """All kinds on some devices, in turn."""
-    from lm_trainer.bench import random_batch
     from lm_trainer.profile.collectives import bytes_sent
+    from lm_trainer.profile.workload import random_batch
 
     kinds = [kind for kind in KINDS if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}

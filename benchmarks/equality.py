@@ -1,7 +1,7 @@
 """Whether runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
 
 The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
-compares the loss of every step and all weights at the end. The random runs are those of tests/train/random_runs.py,
+compares the loss of every step and all weights at the end. The random runs are those of tests/step/random_runs.py,
 each on one device and on another mesh. Results are kept as they come, and a second start goes on after them.
 
     python benchmarks/equality.py --out benchmarks/results/equality.md
@@ -72,8 +72,8 @@ def write_run(directory: Path) -> Path:
 
 def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]) -> dict[str, str]:
     """One run in a directory of its own, and the hashes of what came out."""
-    from lm_trainer.checkpoint.model import load_model
     from lm_trainer.core.tree import named_leaves
+    from lm_trainer.run.saved_model import load_model
 
     directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
     directory.mkdir()
@@ -100,7 +100,7 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
 
 def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known: dict[str, Any]) -> None:
     """Compares the runs of one kind that are not known yet."""
-    from tests.train import random_runs
+    from tests.step import random_runs
 
     draw = {"shapes": random_runs.draw_shapes, "families": random_runs.draw_family}[kind]
     for number in range(count):

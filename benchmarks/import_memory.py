@@ -94,9 +94,9 @@ def measure(directory: Path) -> dict[str, int]:
     import jax
     import jax.numpy as jnp
 
-    from lm_trainer.config.run import RunConfig
-    from lm_trainer.pretrained import HfCheckpoint
-    from lm_trainer.program import build_program
+    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.pretrained import HfCheckpoint
+    from lm_trainer.run.program import build_program
 
     config = RunConfig.model_validate({"initialize_from_hf": str(directory), "optimizer": {"type": "lion"}})
     source = HfCheckpoint.open(config)

@@ -21,13 +21,13 @@ import torch
 import transformers
 
 from lm_trainer.config.loader import load
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.models import hf
 from lm_trainer.optim import Param
-from lm_trainer.program import build_program
-from lm_trainer.train_state import to_host
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
+from lm_trainer.step.state import to_host
 
 
 def attention_mask(segments: np.ndarray) -> torch.Tensor:

@@ -84,7 +84,7 @@ VOCAB, STEPS = 2048, 3
 
 def config_of(shape: dict[str, Any]) -> Any:
     """The configuration of a shape."""
-    from lm_trainer.config.run import RunConfig
+    from lm_trainer.run.config import RunConfig
 
     rest = {name: value for name, value in shape.items() if name != "devices"}
     return RunConfig.model_validate({"data": {"tokenizer": "bytes"}, "optimizer": _ADAM, **rest})
@@ -154,7 +154,7 @@ def train(program: Any, config: Any, steps: int = STEPS) -> Any:
     """Some steps on random tokens; returns the last state."""
     import jax
 
-    from lm_trainer.bench import random_batch
+    from lm_trainer.profile.workload import random_batch
 
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, VOCAB)
     program.step.compile(batch)
@@ -169,7 +169,7 @@ def measure_live(config: Any, devices: list[Any]) -> int:
     """The peak of some steps on the first device, in bytes, beyond the arrays that are there before."""
     import jax
 
-    from lm_trainer.program import build_program
+    from lm_trainer.run.program import build_program
 
     others = jax.live_arrays()  # held, so that none of them goes while the steps are measured
     before = live_bytes(devices[0])
@@ -184,8 +184,8 @@ def measure_kernel(config: Any, devices: list[Any]) -> int:
     """The peak of the process over some steps beyond what it keeps without a state, in bytes."""
     import jax
 
-    from lm_trainer.bench import random_batch
-    from lm_trainer.program import build_program
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.program import build_program
 
     program = build_program(config, VOCAB, devices)
     state = train(program, config, 2)

@@ -118,9 +118,9 @@ def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], fl
     """How long the gradient of each number of layers takes to compile, and the ratio of the last to the first."""
     import jax
 
-    from lm_trainer.bench import random_batch
-    from lm_trainer.config.run import RunConfig
-    from lm_trainer.program import build_program
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.program import build_program
 
     jax.config.update("jax_enable_compilation_cache", False)
     seconds: dict[int, list[float]] = {count: [] for count in layers}

@@ -9,8 +9,8 @@ from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_co
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.config.run import RunConfig
     from lm_trainer.profile.timing import Measured
+    from lm_trainer.run.config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration trains on this machine.")
 
@@ -63,8 +63,8 @@ def mfu(
 
     import jax
 
-    from lm_trainer.bench import bench_session
     from lm_trainer.bench.roofline import roofline
+    from lm_trainer.bench.session import bench_session
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure, table
     from lm_trainer.profile.timing import Measured
@@ -214,7 +214,7 @@ def checkpoint(
 
 def _begin(run: "RunConfig", text: str) -> None:
     """Says on stderr what is done now, and what is assumed for it."""
-    from lm_trainer.bench import find_vocabulary
+    from lm_trainer.run.vocabulary import find_vocabulary
 
     note = find_vocabulary(run).note
     if note is not None:

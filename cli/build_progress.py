@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from lm_trainer.data.builder import BuildProgress
+    from lm_trainer.data.tokenize.build import BuildProgress
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
-    from lm_trainer.config.run import RunConfig
     from lm_trainer.ladder import ModelLadder
+    from lm_trainer.run.config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 """`context_settings` of a command that takes overrides. It must have no short options: `-1` is a value here."""
@@ -48,7 +48,7 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     Raises:
         ConfigError: with all that is wrong.
     """
-    from lm_trainer.config.run import RunConfig
+    from lm_trainer.run.config import RunConfig
 
     return _load(ctx, config, overrides, RunConfig)
 
@@ -93,7 +93,7 @@ def settle(run: "RunConfig", config: Path) -> "RunConfig":
     """The configuration of a file with the model section that training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
-    from lm_trainer.pretrained import settled
+    from lm_trainer.run.pretrained import settled
 
     return settled(run, config.stem)
 

@@ -38,7 +38,7 @@ def show(
 
     loaded = load_run(ctx, config, overrides)
     if decays:
-        from lm_trainer.parameters import weight_decay
+        from lm_trainer.run.parameters import weight_decay
 
         for name, decaying in weight_decay(loaded).items():
             typer.echo(f"{'decays' if decaying else '-':8}{name}")
@@ -58,7 +58,7 @@ def check(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     """Check a configuration; exits with 2 and all problems, each with its position, if there are any."""
     loaded = load_run(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
-        from lm_trainer.parameters import weight_decay
+        from lm_trainer.run.parameters import weight_decay
 
         weight_decay(loaded)
     typer.echo(f"{config}: ok")
@@ -104,8 +104,8 @@ def schema(
     """
     import json
 
-    from lm_trainer.config.run import RunConfig
     from lm_trainer.config.schema import json_schema
+    from lm_trainer.run.config import RunConfig
 
     text = json.dumps(json_schema(RunConfig), indent=2, ensure_ascii=False) + "\n"
     if output is None:

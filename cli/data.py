@@ -11,7 +11,7 @@ from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_co
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
-    from lm_trainer.data.report import CacheStatus
+    from lm_trainer.data.inspect import CacheStatus
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
 
@@ -40,9 +40,9 @@ def build(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.runtime import keep_freed_memory
     from lm_trainer.data import RayConfig
-    from lm_trainer.data.caches import plan_caches
-    from lm_trainer.data.worker import Stopped
-    from lm_trainer.signals import Interruption
+    from lm_trainer.data.tokenize.plan import plan_caches
+    from lm_trainer.data.tokenize.shard_writer import Stopped
+    from lm_trainer.health.signals import Interruption
 
     keep_freed_memory()
     cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
@@ -65,7 +65,7 @@ def build(
 def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Say how far each cache of a configuration is, and whether it fits the configuration still."""
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.data import report
+    from lm_trainer.data import inspect as report
 
     caches = report.status(run.data)
     for found in caches:
@@ -86,8 +86,8 @@ def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.errors import MachineError
-    from lm_trainer.data import report
-    from lm_trainer.data.store import Store
+    from lm_trainer.data import inspect as report
+    from lm_trainer.data.cache.kvstore import Store
 
     wrong: list[str] = []
     caches = report.status(run.data)
@@ -123,7 +123,7 @@ def inspect(
     Where a format masks tokens, what is learnt stands between ⟦ and ⟧.
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.data import report
+    from lm_trainer.data import inspect as report
     from lm_trainer.generate.text import for_terminal
 
     for shown in report.inspect(run.data, cache, first, count, chars):
@@ -136,8 +136,8 @@ def inspect(
 def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
     run = load_settled_config(ctx, config, overrides)
-    from lm_trainer.data import report
-    from lm_trainer.data.store import Store
+    from lm_trainer.data import inspect as report
+    from lm_trainer.data.cache.kvstore import Store
 
     seq_len, caches = run.model.seq_len, report.status(run.data)
     _refuse_misfits(caches)
@@ -169,7 +169,7 @@ def train_tokenizer(
     Its size is that of data.tokenizer, such as data.tokenizer.type=trained_bpe data.tokenizer.vocab_size=8192.
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.data.caches import find_caches
+    from lm_trainer.data.tokenize.plan import find_caches
     from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 
     wanted = run.data.tokenizer_config

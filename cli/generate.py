@@ -51,8 +51,8 @@ def generate(
     import dataclasses
     import json
 
-    from lm_trainer.export.source import open_model
     from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts
+    from lm_trainer.run.open_model import open_model
 
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = read_prompts(prompt or [], prompt_file or [])

@@ -63,9 +63,9 @@ def export_hf(
         lmt export-hf my-adapter out/ --merge
     """
     from lm_trainer.export.huggingface import ExportOptions
-    from lm_trainer.export.source import open_for_export
-    from lm_trainer.export.transfer import check_export, export_model
     from lm_trainer.export.weights import parse_size
+    from lm_trainer.run.hf_transfer import check_export, export_model
+    from lm_trainer.run.open_model import open_for_export
 
     options = ExportOptions(
         dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
@@ -108,7 +108,7 @@ def import_hf(
 
         lmt import-hf org/model checkpoints/model --revision 0123abc
     """
-    from lm_trainer.export.transfer import import_model
+    from lm_trainer.run.hf_transfer import import_model
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
     typer.echo(f"imported a {imported.config.type} model to {out}")

@@ -36,11 +36,11 @@ def train(
 
     tuned = prepare_process()  # before anything imports jax
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.bench import dry_run as plan
-    from lm_trainer.core.processes import is_lead
-    from lm_trainer.shutdown import shut_down_at_exit
+    from lm_trainer.health.power_off import shut_down_at_exit
+    from lm_trainer.parallel.processes import is_lead
+    from lm_trainer.run.dry_run import dry_run as plan
+    from lm_trainer.run.train import train as run_training
     from lm_trainer.trackers import Progress
-    from lm_trainer.train import train as run_training
 
     if dry_run:
         for line in plan(run, name=config.stem):

@@ -34,7 +34,7 @@ def command_line() -> str:
 
 def configuration() -> str:
     """Every key of the configuration with its type, default and meaning."""
-    from lm_trainer.config.run import RunConfig
+    from lm_trainer.run.config import RunConfig
 
     return render(RunConfig.model_json_schema(mode="validation"))
 
@@ -46,8 +46,8 @@ def _with_plot(match: re.Match[str]) -> str:
 def schedule_plot(text: str) -> str:
     """What `lmt config plot` draws of a configuration."""
     from lm_trainer.config.loader import load
-    from lm_trainer.config.run import RunConfig
     from lm_trainer.plot import plot_schedules, to_text
+    from lm_trainer.run.config import RunConfig
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"

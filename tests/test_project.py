@@ -133,7 +133,7 @@ def test_the_command_line_starts_light():
 
 
 def configs() -> list[Path]:
-    """Those of one family each are read by tests/train/test_configs.py, ladders by tests/ladder, without processes."""
+    """Those of one family each are read by tests/run/test_configs.py, ladders by tests/ladder, without processes."""
     found = sorted((ROOT / "configs").glob("**/*.yaml"))
     elsewhere = [path for path in found if path.stem.endswith("_nano") or path.stem.startswith("ladder_")]
     return [path for path in found if path.name == "gpt2_nano.yaml" or path not in elsewhere]

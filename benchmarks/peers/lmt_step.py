@@ -22,12 +22,12 @@ from benchmarks.peers.shapes import (
     Shape,
     batches,
 )
-from lm_trainer.bench import random_batch
-from lm_trainer.config.run import RunConfig
 from lm_trainer.models import hf
 from lm_trainer.profile.flops import flops_per_token, parameter_count
-from lm_trainer.program import Program, build_program
-from lm_trainer.train_state import to_host
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, build_program
+from lm_trainer.step.state import to_host
 
 
 def run_config(shape: Shape, determinism: Literal["elastic", "fast"]) -> RunConfig:

@@ -12,13 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from lm_trainer.bench.session import plan_bench, random_batch
 from lm_trainer.checkpoint.store import CheckpointStore
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.files import make_writable
-from lm_trainer.pretrained import settled
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
-from lm_trainer.resume import save_state, saved_arrays
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.pretrained import settled
+from lm_trainer.run.restore import save_state, saved_arrays
 
 
 def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measured:
@@ -27,7 +28,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     In turn: `steps` training steps alone; as many with a save before the first; a plain write of as many bytes.
 
     Raises:
-        UserError: as `plan_bench`, or when the directory cannot be written.
+        UserError: as `configured_program`, or when the directory cannot be written.
     """
     base = Path(config.trainer.checkpointer.base_path)
     existed = base.exists()
@@ -52,7 +53,7 @@ class _Run:
     """A run that trains, saves and restores on command."""
 
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
-        self._program, vocab_size = plan_bench(config)
+        self._program, vocab_size = configured_program(config)
         step = self._program.step
         batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size)
         step.compile(batch)

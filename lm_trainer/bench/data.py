@@ -8,14 +8,14 @@ from contextlib import closing
 
 import jax
 
-from lm_trainer.bench.session import plan_bench
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
 from lm_trainer.data.pipeline import Data
-from lm_trainer.pretrained import settled
 from lm_trainer.profile.timing import Measured, Spread, si
-from lm_trainer.program import Program
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.pretrained import settled
+from lm_trainer.run.program import Program
 
 _AHEAD = 8
 """Batches before and after those that are timed: at both ends as many lie ready that threads have read ahead."""
@@ -27,12 +27,12 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     What is not tokenised yet is tokenised first, into the cache that training uses.
 
     Raises:
-        UserError: for missing or damaged data, or as `plan_bench`.
+        UserError: for missing or damaged data, or as `configured_program`.
     """
     config = settled(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     with closing(data):
-        program, _ = plan_bench(config, data.tokenizer.vocab_size)
+        program, _ = configured_program(config, data.tokenizer.vocab_size)
         tokens = config.trainer.batch_schedule.at(0) * config.model.seq_len
         wall, cpu, waits, steps = [], [], [], []
         train = _trainer(program)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from lm_trainer.bench.session import plan_bench
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import Prepared
-from lm_trainer.pretrained import settled
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.pretrained import settled
 
 
 def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:
     """Times reading `rows` prompts of `prompt` tokens, and writing `new` tokens to each, with random weights, in turn.
 
     Raises:
-        UserError: when prompt and new tokens do not fit into the model's context, or as `plan_bench`.
+        UserError: when prompt and new tokens do not fit into the model's context, or as `configured_program`.
     """
-    program, vocab_size = plan_bench(config := settled(config, "bench"))
+    program, vocab_size = configured_program(config := settled(config, "bench"))
     context = config.model.spec(vocab_size).num_positions
     if prompt + new > context:
         raise UserError(

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from lm_trainer.bench.session import plan_bench, random_batch
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.plan.memory import bytes_per_device
-from lm_trainer.pretrained import settled
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
-from lm_trainer.program import Program
-from lm_trainer.train_state import TrainState
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.pretrained import settled
+from lm_trainer.run.program import Program
+from lm_trainer.step.state import TrainState
 
 POLICIES = ("save_all", "dots", "dots_no_batch", "recompute")
 BLOCKS = (None, 1024, 512)
@@ -24,15 +25,15 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     """Compiles the gradient once for each way to save memory, reads XLA's analysis, and times all of them in turn.
 
     Raises:
-        UserError: as `plan_bench`.
+        UserError: as `configured_program`.
     """
-    program, vocab_size = plan_bench(config := settled(config, "bench"))
+    program, vocab_size = configured_program(config := settled(config, "bench"))
     rows, seq_len = program.step.local_rows(), config.model.seq_len
     batch = random_batch(len(rows), seq_len, vocab_size)
     state = program.init()
     plan = program.step.plans.at(0)
     variants = dict(_variants(config, plan.rows * seq_len))
-    programs = {name: plan_bench(variant, vocab_size)[0] for name, variant in variants.items()}
+    programs = {name: configured_program(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
     for run in runs.values():

@@ -14,9 +14,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.profile.timing import Measured, Spread
+from lm_trainer.run.config import RunConfig
 
 PHASES = {
     "imports": "Python and its packages",
@@ -96,7 +96,8 @@ def _measure() -> None:
     prepare_process()
     import jax
 
-    from lm_trainer.bench.session import plan_bench, random_batch
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.dry_run import configured_program
 
     marks = {"imports": time.time() - started}
     events: Counter[str] = Counter()
@@ -109,7 +110,7 @@ def _measure() -> None:
 
     config = RunConfig.model_validate_json(sys.stdin.read())
     now = time.time()
-    program, vocab_size = plan_bench(config)
+    program, vocab_size = configured_program(config)
     batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size)
     program.step.compile(batch)
     now = mark("compile", now)

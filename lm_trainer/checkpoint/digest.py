@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.core.in_turn import in_turn
+from lm_trainer.parallel.cpu_sync import in_turn
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _SALTS = (0x9E3779B9, 0x7F4A7C15)

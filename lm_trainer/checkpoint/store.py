@@ -22,7 +22,7 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import make_writable
-from lm_trainer.core.processes import any_process, is_lead, wait_for_all
+from lm_trainer.parallel.processes import any_process, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
 _TRASH = ".trash-"

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lm_trainer.data.cluster import RayConfig
 from lm_trainer.data.config import DataConfig
+from lm_trainer.data.tokenize.ray_backend import RayConfig
 from lm_trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from lm_trainer.data.builder import BuildProgress, OnProgress
-    from lm_trainer.data.opened import Data
+    from lm_trainer.data.dataset import Data
+    from lm_trainer.data.tokenize.build import BuildProgress, OnProgress
 
 
 def open_data(

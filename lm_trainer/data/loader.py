@@ -11,10 +11,10 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.steps import BatchSchedule
-from lm_trainer.data.evalset import check_rows
-from lm_trainer.data.growing import GrowingOrder, Missing
-from lm_trainer.data.order import TrainOrder
+from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.rows.eval_set import check_rows
+from lm_trainer.data.rows.growing import GrowingOrder, Missing
+from lm_trainer.data.rows.order import TrainOrder
 
 HostRows = range | Callable[[int], range]
 """The rows of the global batch that this host holds; where its size changes, from that size."""

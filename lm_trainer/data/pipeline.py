@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from lm_trainer.data.builder import Build, OnProgress
-from lm_trainer.data.caches import plan_caches
-from lm_trainer.data.cluster import RayConfig
+from lm_trainer.data.cache.format import Ledger, fingerprint, token_dtype
+from lm_trainer.data.cache.loss_mask import MarkStream
+from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.growing import BackgroundBuild, Builders, OpenSet
-from lm_trainer.data.layout import Ledger, fingerprint, token_dtype
-from lm_trainer.data.marks import MarkStream
-from lm_trainer.data.opened import Data
-from lm_trainer.data.sets import Cutting
-from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.rows.growing import BackgroundBuild, Builders, OpenSet
+from lm_trainer.data.rows.row_builder import Cutting
+from lm_trainer.data.tokenize.build import Build, OnProgress
+from lm_trainer.data.tokenize.plan import plan_caches
+from lm_trainer.data.tokenize.ray_backend import RayConfig
 
 AT_ONCE_BYTES = 2 << 20
 """Less text than this, as stored, is tokenised before anything else: it takes less time than the model does."""

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.steps import BatchSchedule
-from lm_trainer.data.documents import begin_of, need_record, read_lengths, read_rows
-from lm_trainer.data.layout import Ledger, damaged, part_key
-from lm_trainer.data.opened import Data, OpenSet
-from lm_trainer.data.order import Origin
+from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.cache.documents import begin_of, need_record, read_lengths, read_rows
+from lm_trainer.data.cache.format import Ledger, damaged, part_key
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.dataset import Data, OpenSet
+from lm_trainer.data.rows.order import Origin
 from lm_trainer.data.sources import Shard
-from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import Tokenizer
 
 

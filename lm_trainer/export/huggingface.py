@@ -19,7 +19,7 @@ from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.output import complete_directory
 from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
 from lm_trainer.models import hf
-from lm_trainer.train_state import ModelDef
+from lm_trainer.step.state import ModelDef
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from lm_trainer.config.run import RunConfig
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.config import Config, Seed
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
@@ -21,6 +19,8 @@ from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.profile.flops import parameter_count
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.trackers.wandb import WandbConfig
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from lm_trainer.ladder.checkpoints import RunCheckpointInfo
     from lm_trainer.ladder.plan import RungPlan
+    from lm_trainer.run.train import Summary
     from lm_trainer.trackers import Progress
-    from lm_trainer.train import Summary
 
 _NEAR = 0.1
 _DECIDED = (
@@ -286,7 +286,7 @@ class ModelLadder(Config):
         return plan
 
     def run(self, size_spec: str, *, seed: int | None = None, progress: Progress | None = None) -> Summary:
-        """Trains a size, or goes on where its run stopped; raises as `lm_trainer.train.train`."""
+        """Trains a size, or goes on where its run stopped; raises as `lm_trainer.run.train.train`."""
         from lm_trainer.ladder.running import run_rung
 
         return run_rung(self, size_spec, seed=seed, progress=progress)

@@ -13,7 +13,7 @@ def state_bytes(ladder: ModelLadder, size_spec: str, vocab_size: int, devices: i
     import jax
 
     from lm_trainer.optim import Param
-    from lm_trainer.program import trace_model
+    from lm_trainer.run.program import trace_model
 
     config = ladder.run_config(size_spec, vocab_size=vocab_size)
     model = trace_model(config, vocab_size)
@@ -49,8 +49,8 @@ def compiled_bytes(ladder: ModelLadder, size_spec: str, vocab_size: int, microba
     """
     import jax
 
-    from lm_trainer.bench import random_batch
-    from lm_trainer.program import build_program
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.program import build_program
 
     program = build_program(ladder.run_config(size_spec, vocab_size=vocab_size), vocab_size, jax.local_devices()[:1])
     rows = microbatch // ladder.sequence_length

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_trainer.config.run import numeric_identity
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.checkpoints import find
 from lm_trainer.ladder.ladder import ModelLadder
 from lm_trainer.ladder.running import changes
+from lm_trainer.run.config import numeric_identity
 
 if TYPE_CHECKING:
     import pandas

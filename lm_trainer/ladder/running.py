@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.config.run import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
-from lm_trainer.train import Summary, train
 
 _GROWS = ("optimizer.cycles", "optimizer.decay", "optimizer.cycle_peaks")
 
@@ -25,7 +25,7 @@ def run_rung(
     WSD-S makes that possible: the learning rate of a longer run is the same until where the shorter one ends.
 
     Raises:
-        UserError: when its directory holds the run of another ladder; and as `lm_trainer.train.train`.
+        UserError: when its directory holds the run of another ladder; and as `lm_trainer.run.train.train`.
     """
     config = ladder.run_config(size_spec, seed)
     longer = _is_longer(ladder, Path(ladder.get_save_folder(size_spec, seed)), config)
@@ -72,7 +72,7 @@ def benchmark_rung(ladder: ModelLadder, size_spec: str, *, steps: int = 10, warm
     """Times the training step of a size, as `lmt bench mfu` does; the report as plain data."""
     import jax
 
-    from lm_trainer.bench import bench_session
+    from lm_trainer.bench.session import bench_session
     from lm_trainer.profile.matmul import MatmulProbe
     from lm_trainer.profile.mfu import measure
 

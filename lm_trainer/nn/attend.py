@@ -12,12 +12,12 @@ from typing import NamedTuple
 import jax
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.group import gather
 from lm_trainer.nn.cudnn import CUDNN
 from lm_trainer.nn.explicit import explicit_attention
 from lm_trainer.nn.kernel import Operands, Site
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.nn.splash import SPLASH
+from lm_trainer.parallel.collectives import gather
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm_trainer.core.group import axis_index, axis_size, gather
 from lm_trainer.nn.attend import attend
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
@@ -21,6 +20,7 @@ from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, rotate
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
+from lm_trainer.parallel.collectives import axis_index, axis_size, gather
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm_trainer.core.group import axis_size
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init
@@ -20,6 +19,7 @@ from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
+from lm_trainer.parallel.collectives import axis_size
 
 
 class Embedding(nnx.Module):

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.group import total
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.parallel.collectives import total
 
 
 def token_loss(

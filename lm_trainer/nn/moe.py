@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.core.group import axis_index, axis_size, gather, scatter_sum, total
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.parallel.collectives import axis_index, axis_size, gather, scatter_sum, total
 
 logger = logging.getLogger(__name__)
 

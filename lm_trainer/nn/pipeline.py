@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.core.group import axis_index, axis_size, gather, scatter_sum
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import run_blocks
+from lm_trainer.parallel.collectives import axis_index, axis_size, gather, scatter_sum
 
 
 def run_stages(

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lm_trainer.core.mesh import BATCH_AXES
 from lm_trainer.nn.kernel import Kernel, Operands, Site, first
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
+from lm_trainer.parallel.mesh import BATCH_AXES
 
 _LANES = 128
 """Of a TPU's vector registers: blocks of positions and head sizes are multiples of it."""

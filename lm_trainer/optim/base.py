@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
-from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names

@@ -10,9 +10,9 @@ import optax
 from pydantic import Field, PositiveFloat
 
 from lm_trainer.core.config import Config
-from lm_trainer.core.reduction import tree_sum
 from lm_trainer.optim.history import History
 from lm_trainer.optim.params import Params
+from lm_trainer.parallel.ordered_sum import tree_sum
 
 
 class ClipUpdateNormConfig(Config):

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lm_trainer.core.steps import TokenSchedule
+from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.cycles import Cycle
 
 ScheduleName = Literal["constant", "linear", "cosine", "inv_sqrt", "inv", "power"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.profile.devices import device_kind, device_memory, device_platform
+from lm_trainer.run.trainer_config import TrainerConfig
 
 _MOST = 4096
 """Emulated devices; beyond it, making them and planning collectives takes minutes."""

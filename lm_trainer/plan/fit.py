@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.errors import UserError
-from lm_trainer.cut import check_rows
 from lm_trainer.plan.memory import ProgramBytes, StepMemory
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.model_parallel import check_rows
 
 Programs = Mapping[str, ProgramBytes]
 

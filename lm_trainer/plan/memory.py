@@ -9,17 +9,17 @@ from typing import Any
 
 import jax
 
-from lm_trainer.bench import random_batch
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.mesh import batch_shards
-from lm_trainer.core.reduction import most_held
-from lm_trainer.core.streams import programs_at_once
-from lm_trainer.lanes import Executable
-from lm_trainer.microbatch import MicrobatchPlan
-from lm_trainer.program import Program, build_program
-from lm_trainer.train_state import abstract_state
+from lm_trainer.parallel.dispatch_threads import programs_at_once
+from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.parallel.ordered_sum import most_held
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, build_program
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.state import abstract_state
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lm_trainer.adapters import training_flops
-from lm_trainer.bench import Vocabulary, find_vocabulary
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.mesh import batch_shards
 from lm_trainer.nn.attend import choose_backend
 from lm_trainer.nn.kernel import Site
+from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_largest
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import datasheet_peak
+from lm_trainer.run.adapters import training_flops
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
 
 
 @dataclass(frozen=True)

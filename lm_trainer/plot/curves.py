@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lm_trainer.checkpoint.policy import KeepEvery
-from lm_trainer.config.run import RunConfig
-from lm_trainer.core.steps import Steps, int_steps
+from lm_trainer.core.piecewise import Steps, int_steps
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.run.config import RunConfig
 
 _SAMPLES = 1000
 """Points of a learning rate at most, besides the corners of its phases."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_trainer.config.run import changed_keys
 from lm_trainer.core.errors import UserError
-from lm_trainer.environment import environment_differences
 from lm_trainer.proof.record import RunRecord, same
+from lm_trainer.run.config import changed_keys
+from lm_trainer.run.environment import environment_differences
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 
 from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
 from lm_trainer.config.loader import load
-from lm_trainer.config.run import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.core.errors import UserError
+from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step")

@@ -16,9 +16,9 @@ from lm_trainer.data.trace import TracedRow, trace
 from lm_trainer.proof.record import RunRecord
 from lm_trainer.proof.rerun import Rerun, rerun
 from lm_trainer.proof.tokens import HardToken, hardest, token_losses
+from lm_trainer.step.norms import WatchConfig, Watcher
+from lm_trainer.step.state import Params, TrainState, to_host
 from lm_trainer.trackers import Progress
-from lm_trainer.train_state import Params, TrainState, to_host
-from lm_trainer.watch import WatchConfig, Watcher
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,23 @@ from typing import Any
 
 from lm_trainer.checkpoint.digest import digests, hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.config.run import RunConfig
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.distributed import DistributedConfig
-from lm_trainer.environment import threads_again
-from lm_trainer.fingerprint import fingerprint, link
-from lm_trainer.hooks import scalar
+from lm_trainer.health.watchdog import WatchdogConfig
+from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.proof.record import RunRecord
-from lm_trainer.recorder import step_metrics
-from lm_trainer.resume import saved_arrays
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.environment import threads_again
+from lm_trainer.run.fingerprint import fingerprint, link
+from lm_trainer.run.hooks import scalar
+from lm_trainer.run.metrics import step_metrics
+from lm_trainer.run.restore import saved_arrays
+from lm_trainer.run.train import Setting, prepare
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.elastic import Observer
+from lm_trainer.step.norms import WatchConfig
 from lm_trainer.trackers import Progress
-from lm_trainer.train import Setting, prepare
-from lm_trainer.train_step import Observer
-from lm_trainer.watch import WatchConfig
-from lm_trainer.watchdog import WatchdogConfig
 
 
 class Rerun:

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.nn.loss import weighted_nll
-from lm_trainer.program import Program
-from lm_trainer.train_state import TrainState
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program
+from lm_trainer.step.state import TrainState
 
 _BEFORE, _AFTER = 24, 8
 """Tokens of context that are shown."""

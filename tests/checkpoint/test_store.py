@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.mesh import MeshShape, build_mesh
+from lm_trainer.parallel.mesh import MeshShape, build_mesh
 
 SPOILT = '{"custom_metadata": {"a": 1}, "init_timesuamp_nsecs": 2}'
 """Metadata of a step with one flipped bit, which Orbax refuses to read."""

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from cli.main import app
 from lm_trainer.config.loader import load
-from lm_trainer.config.run import RunConfig
+from lm_trainer.run.config import RunConfig
 from tests.conftest import ROOT, RunLmt
 
 FILE = """\

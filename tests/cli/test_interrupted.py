@@ -16,7 +16,7 @@ from lm_trainer.core.errors import EXIT_PREEMPTED
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
-from lm_trainer.signals import Interruption
+from lm_trainer.health.signals import Interruption
 from tests.conftest import lmt_command, lmt_environment
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lm_trainer.config.run import RunConfig, config_hash
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.data import DataConfig
+from lm_trainer.run.config import RunConfig, config_hash
 
 
 @pytest.mark.parametrize(

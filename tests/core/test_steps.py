@@ -10,7 +10,7 @@ import pytest
 from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import ConfigError
-from lm_trainer.core.steps import BatchSchedule, IntSchedule, Steps, int_steps
+from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Steps, int_steps
 
 
 def test_each_step_has_the_value_of_its_phase() -> None:

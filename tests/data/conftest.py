@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.data import DataConfig
-from lm_trainer.data.builder import Build, BuildOptions
+from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.sources import Row, Shard
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.urls import list_files
-from lm_trainer.data.store import Store
+from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment

@@ -15,7 +15,7 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from lm_trainer.core.steps import BatchSchedule, Steps
+    from lm_trainer.core.piecewise import BatchSchedule, Steps
     from lm_trainer.data import DataConfig, open_data
 
     jax.distributed.initialize(address, count, index)

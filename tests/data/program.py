@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from lm_trainer.data import DataConfig
-from lm_trainer.data.builder import Build
-from lm_trainer.data.store import Store
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
 
@@ -34,7 +34,7 @@ class Sleepy(SlowBytes):
 
 def main(corpus: Path, directory: Path, delay: float) -> None:
     """Builds `corpus` as `make_build` does, in a process that can be killed."""
-    from lm_trainer.data.builder import BuildOptions
+    from lm_trainer.data.tokenize.build import BuildOptions
     from tests.data.conftest import PART_BYTES, one_per_file
 
     SlowBytes.delay = delay

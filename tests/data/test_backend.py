@@ -14,10 +14,10 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.caches import plan_caches
 from lm_trainer.data.sources import Shard, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.memory import InMemory
+from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.fast import FastTokenizer, choose_backend, find_difference
 from tests.data.test_tokenizer import HARD_TEXTS

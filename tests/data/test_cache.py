@@ -15,10 +15,10 @@ import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.builder import Build, BuildProgress
-from lm_trainer.data.layout import BUILDER
+from lm_trainer.data.cache.format import BUILDER
+from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.sources.text import PIECE_BYTES
-from lm_trainer.data.store import Store
+from lm_trainer.data.tokenize.build import Build, BuildProgress
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.conftest import lmt_environment
@@ -162,7 +162,7 @@ def test_a_finished_cache_is_only_opened(make_build: MakeBuild) -> None:
 
 
 def test_wide_vocabularies_take_four_bytes() -> None:
-    from lm_trainer.data.layout import token_dtype
+    from lm_trainer.data.cache.format import token_dtype
 
     assert token_dtype(65_536) == np.dtype("<u2")
     assert token_dtype(65_537) == np.dtype("<u4")

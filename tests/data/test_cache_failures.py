@@ -21,10 +21,10 @@ import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
-from lm_trainer.data.documents import document_lengths
-from lm_trainer.data.layout import Ledger
+from lm_trainer.data.cache.documents import document_lengths
+from lm_trainer.data.cache.format import Ledger
+from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.sources.text import PIECE_BYTES
-from lm_trainer.data.store import Store
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
@@ -129,7 +129,7 @@ class TestAnotherCache:
     def test_a_repaired_file_that_may_have_been_read_is_refused(
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
+        monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0)
         # Larger than what is unpacked at once, so that something has been read before the end is missed.
         text = random.Random(0).randbytes(4 << 20).hex()
         lines = (json.dumps({"text": text[i : i + 10_000]}) + "\n" for i in range(0, len(text), 10_000))
@@ -179,8 +179,8 @@ class TestASourceThatChangesMeanwhile:
             return encode(self, texts)
 
         monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
-        monkeypatch.setattr("lm_trainer.data.reading.BATCH_ROWS", 1)
-        monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0)
+        monkeypatch.setattr("lm_trainer.data.tokenize.shard_reader.BATCH_ROWS", 1)
+        monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0)
         return file
 
     @staticmethod
@@ -299,7 +299,7 @@ class TestFailures:
         assert all(path.read_bytes() == content for path, content in committed.items())
 
     def test_a_killed_worker_ends_the_build(self, make_build: MakeBuild, monkeypatch: pytest.MonkeyPatch) -> None:
-        import lm_trainer.data.builder as builder
+        import lm_trainer.data.tokenize.build as builder
 
         def kill_children(jobs: object, workers: int, tick: object) -> None:
             def kill() -> None:

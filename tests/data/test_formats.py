@@ -14,13 +14,13 @@ from pydantic import ValidationError
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.builder import BuildOptions
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.loss_mask import END, LEARN, pack_marks, unpack_marks
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats import Document, IdsFormat, SupervisedFormat
-from lm_trainer.data.marks import END, LEARN, pack_marks, unpack_marks
-from lm_trainer.data.opened import Data
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.memory import InMemory
-from lm_trainer.data.store import Store
+from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import CONTENT, EOS_ID, ByteTokenizer
 
@@ -159,7 +159,7 @@ class TestCache:
         generator = np.random.default_rng(0)
         records = [{"prompt": "p" * a, "response": "r" * b} for a, b in generator.integers(1, 40, (200, 2)).tolist()]
         options = partial(BuildOptions, part_bytes=(500, 900))
-        monkeypatch.setattr("lm_trainer.data.caches.BuildOptions", options)
+        monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", options)
         local = opened(tmp_path, SupervisedFormat(), *records)
         assert len(local.caches["train/train"].ledger.parts) > 5
         remote = opened(tmp_path, SupervisedFormat(), *records)

@@ -20,13 +20,13 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.builder import BuildOptions
-from lm_trainer.data.growing import BackgroundBuild, Builders, OpenSet
-from lm_trainer.data.layout import Ledger, token_dtype
+from lm_trainer.data.cache.format import Ledger, token_dtype
+from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.loader import TrainIterator
-from lm_trainer.data.opened import Data
-from lm_trainer.data.sets import PendingEval
-from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.rows.growing import BackgroundBuild, Builders, OpenSet
+from lm_trainer.data.rows.row_builder import PendingEval
+from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
@@ -59,9 +59,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Builds in threads of this process, in parts of about 4 kB."""
     gate = Gate()
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: gate.encode(self, texts))
-    monkeypatch.setattr("lm_trainer.data.caches.BuildOptions", partial(BuildOptions, part_bytes=(2000, 4000)))
+    monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", partial(BuildOptions, part_bytes=(2000, 4000)))
     monkeypatch.setattr("lm_trainer.data.pipeline.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("lm_trainer.data.builder.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0.0)
     yield gate
     gate.open()
 
@@ -254,7 +254,7 @@ def test_a_full_disk_ends_the_waiting(gate: Gate, make_config: Callable[..., Dat
             raise MachineError(f"the disk is full: cannot write {key}")
         return write(self, key, value, if_generation=if_generation)
 
-    from lm_trainer.data.store import Store
+    from lm_trainer.data.cache.kvstore import Store
 
     write: Any = Store.write
     with pytest.MonkeyPatch.context() as patch:
@@ -291,7 +291,7 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
 
 SCRIPT = """
 import multiprocessing, sys, time
-import lm_trainer.data.caches, lm_trainer.data.pipeline
+import lm_trainer.data.tokenize.plan, lm_trainer.data.pipeline
 from lm_trainer.data import DataConfig, open_data
 from tests.data.program import SlowBytes
 
@@ -301,8 +301,9 @@ class VerySlow(SlowBytes):
 if __name__ == "__main__":
     from functools import partial
     lm_trainer.data.pipeline.AT_ONCE_BYTES = 0
-    lm_trainer.data.caches.ByteTokenizer = VerySlow
-    lm_trainer.data.caches.BuildOptions = partial(lm_trainer.data.caches.BuildOptions, part_bytes=(2000, 4000))
+    lm_trainer.data.tokenize.plan.ByteTokenizer = VerySlow
+    plan = lm_trainer.data.tokenize.plan
+    plan.BuildOptions = partial(plan.BuildOptions, part_bytes=(2000, 4000))
     data = open_data(DataConfig.model_validate_json(sys.argv[1]), seq_len=64, seed=0, background=True)
     iterator = data.train(8, rows=range(8), num_steps=1000)
     next(iterator)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_trainer.core.steps import BatchSchedule, Steps
+from lm_trainer.core.piecewise import BatchSchedule, Steps
 from lm_trainer.data import DataConfig, open_data
 from tests.conftest import lmt_environment
 from tests.data import host

@@ -17,7 +17,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.opened import Data
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.sources import Row, shards_of_urls
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
@@ -142,7 +142,7 @@ def test_a_file_that_changes_while_it_is_tokenised(
         return encode(self, texts)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
-    monkeypatch.setattr("lm_trainer.data.reading.BATCH_ROWS", 4)
+    monkeypatch.setattr("lm_trainer.data.tokenize.shard_reader.BATCH_ROWS", 4)
     keys = {"train_urls": f"{server.url}/a.jsonl", "tokenizer": "bytes", "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=r"a\.jsonl changed while .* \(version first\), now \d+ \(version second\)"):
         open_data(DataConfig.model_validate(keys), seq_len=8, seed=0)

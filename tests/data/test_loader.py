@@ -13,17 +13,17 @@ import pytest
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.steps import BatchSchedule, Steps
-from lm_trainer.data.builder import Build
-from lm_trainer.data.evalset import EvalSet
-from lm_trainer.data.layout import Ledger, token_dtype
+from lm_trainer.core.piecewise import BatchSchedule, Steps
+from lm_trainer.data.cache.format import Ledger, token_dtype
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
 from lm_trainer.data.mixture import Mixture
-from lm_trainer.data.order import TrainOrder, TrainSet
+from lm_trainer.data.rows.chunks import Windows, make_batch
+from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
-from lm_trainer.data.store import Store
-from lm_trainer.data.stream import TokenStream
-from lm_trainer.data.windows import Windows, make_batch
+from lm_trainer.data.tokenize.build import Build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild
 
@@ -122,7 +122,7 @@ def in_one_piece(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndar
 def test_stream_keeps_few_files_open(
     make_build: MakeBuild, monkeypatch: pytest.MonkeyPatch, tokens: np.ndarray
 ) -> None:
-    import lm_trainer.data.stream as module
+    import lm_trainer.data.cache.token_stream as module
 
     monkeypatch.setattr(module, "MAX_OPEN_PARTS", 2)
     build = make_build()
@@ -318,10 +318,10 @@ def program(make_build: MakeBuild, tmp_path: Path) -> list[str]:
         sys.executable,
         "-c",
         "import sys\n"
-        "from lm_trainer.data.layout import Ledger, token_dtype\n"
+        "from lm_trainer.data.cache.format import Ledger, token_dtype\n"
         "from lm_trainer.data.loader import TrainIterator\n"
-        "from lm_trainer.data.store import Store\n"
-        "from lm_trainer.data.stream import TokenStream\n"
+        "from lm_trainer.data.cache.kvstore import Store\n"
+        "from lm_trainer.data.cache.token_stream import TokenStream\n"
         "from tests.data.test_loader import CONSTANT, order_of\n"
         f"store = Store({str(tmp_path / 'cache')!r})\n"
         "order = order_of(TokenStream(store, Ledger.read(store), token_dtype(257)))\n"

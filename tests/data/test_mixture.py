@@ -12,11 +12,11 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.steps import BatchSchedule, Steps
+from lm_trainer.core.piecewise import BatchSchedule, Steps
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.evalset import EvalSet
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.mixture import RESOLUTION, Mixture, shares
-from lm_trainer.data.opened import Data
+from lm_trainer.data.rows.eval_set import EvalSet
 
 WEIGHTS = [(1,), (0.7, 0.3), (1, 1, 1), (0.5, 0.25, 0.125, 0.125), (0.9, 0.05, 0.03, 0.02), (7, 0, 5, 11, 1.5)]
 

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.builder import Build
-from lm_trainer.data.documents import document_lengths
-from lm_trainer.data.evalset import EvalSet
-from lm_trainer.data.layout import token_dtype
-from lm_trainer.data.packing import PackedRows, Plan, best_fit, open_plan, packing_stats
-from lm_trainer.data.store import Store
-from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.cache.documents import document_lengths
+from lm_trainer.data.cache.format import token_dtype
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.rows.packing import PackedRows, Plan, best_fit, open_plan, packing_stats
+from lm_trainer.data.tokenize.build import Build
 from lm_trainer.models.gpt2 import Gpt2Config
 from tests.data.conftest import MakeBuild
 
@@ -136,7 +136,7 @@ def test_rows_hold_the_documents(build: Build) -> None:
 def test_the_plan_is_kept_and_read_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = build.run()
     made = open_plan(build.store, ledger, 512)
-    monkeypatch.setattr("lm_trainer.data.packing.document_lengths", lambda *_: pytest.fail("read, not made"))
+    monkeypatch.setattr("lm_trainer.data.rows.packing.document_lengths", lambda *_: pytest.fail("read, not made"))
     for array, again in zip(made, open_plan(build.store, ledger, 512), strict=True):
         np.testing.assert_array_equal(array, again)
     (path,) = Path(build.store.url).glob("packing/*.bin")

@@ -11,7 +11,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import RayConfig
-from lm_trainer.data.cluster import run_on_ray
+from lm_trainer.data.tokenize.ray_backend import run_on_ray
 from tests.conftest import lmt_environment
 from tests.data.conftest import contents
 
@@ -20,8 +20,8 @@ import gzip, json, sys
 from pathlib import Path
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, RayConfig
-from lm_trainer.data.builder import Build, BuildOptions
-from lm_trainer.data.store import Store
+from lm_trainer.data.tokenize.build import Build, BuildOptions
+from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.data.conftest import PART_BYTES, one_per_file
 
@@ -135,8 +135,8 @@ def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_training_starts_no_cluster_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_trainer import train
-    from lm_trainer.config.run import RunConfig
+    from lm_trainer.run import train
+    from lm_trainer.run.config import RunConfig
 
     asked = []
     monkeypatch.setattr(train, "open_data", lambda *_, ray, **__: asked.append(ray))

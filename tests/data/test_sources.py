@@ -385,7 +385,8 @@ class TestConfig:
 def test_processes_that_only_tokenise_import_no_jax() -> None:
     import subprocess
 
-    program = "import sys, lm_trainer.data.pool; print([m for m in ('jax', 'grain', 'torch') if m in sys.modules])"
+    module = "lm_trainer.data.tokenize.process_pool"
+    program = f"import sys, {module}; print([m for m in ('jax', 'grain', 'torch') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], env=lmt_environment(), capture_output=True, text=True, check=True
     )

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.steps import BatchSchedule, Steps
-from lm_trainer.data.builder import Build
+from lm_trainer.core.piecewise import BatchSchedule, Steps
+from lm_trainer.data.cache.format import token_dtype
+from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.layout import token_dtype
-from lm_trainer.data.opened import OpenSet
+from lm_trainer.data.dataset import OpenSet
 from lm_trainer.data.pipeline import open_data
-from lm_trainer.data.stream import TokenStream
+from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.data.trace import passages, trace
 from tests.conftest import RunLmt

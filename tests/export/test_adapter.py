@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from lm_trainer.config.run import RunConfig
-from lm_trainer.config.trainer import TrainerConfig
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
@@ -22,8 +20,10 @@ from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.nn.lora import LoraConfig, is_adapter
 from lm_trainer.optim import AdamConfig
-from lm_trainer.program import Program, loss_function, plan_program, trace_model
-from lm_trainer.train_state import TrainState, to_host
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, loss_function, plan_program, trace_model
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.state import TrainState, to_host
 from tests.conftest import TINY_GPT2, MakeHfModel
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,6 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from cli import main
-from lm_trainer.config.run import numeric_identity
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.fit.compare import compare, compare_text
@@ -25,6 +24,7 @@ from lm_trainer.ladder.fit.predict import predict
 from lm_trainer.ladder.fit.register import read, scores, targets, write
 from lm_trainer.ladder.fit.settings import Settings
 from lm_trainer.ladder.fit.sources import ladder_points
+from lm_trainer.run.config import numeric_identity
 from tests.ladder.test_fit import HOFFMANN, RUNGS, planted
 
 LAW = Law(1.5, 40.0, 60.0, 0.4, 0.35)

@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.launch.ray_cluster import RayJob, launch_on_ray
 from tests.conftest import RunLmt, lmt_environment
-from tests.train.conftest import MakeConfig, make_config, text_files
+from tests.run.conftest import MakeConfig, make_config, text_files
 
 __all__ = ["make_config", "text_files"]
 

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.distributed import DistributedConfig, find_cluster
 from lm_trainer.launch.slurm import SlurmJob, batch_script, submit
+from lm_trainer.parallel.distributed import DistributedConfig, find_cluster
 from tests.conftest import RunLmt
 
 STEP = {

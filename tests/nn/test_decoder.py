@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lm_trainer.core.mesh import LOGICAL_AXES
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
+from lm_trainer.parallel.mesh import LOGICAL_AXES
 from tests.nn.common import init, make_batch, make_spec
 
 

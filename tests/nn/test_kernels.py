@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.mesh import MeshShape, build_mesh
 from lm_trainer.nn import splash
 from lm_trainer.nn.attend import attend
 from lm_trainer.nn.attention import Attention, causal_bias, make_context
@@ -24,6 +23,7 @@ from lm_trainer.nn.curvature import hutchinson
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.kernel import Operands
 from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, DecoderSpec, MlpSpec, ScoreSpec
+from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from tests.nn.common import make_init
 
 B, S = 2, 256

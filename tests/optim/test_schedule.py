@@ -12,7 +12,7 @@ import optax
 import pytest
 from pydantic import ValidationError
 
-from lm_trainer.core.steps import BatchSchedule, Steps, TokenSchedule
+from lm_trainer.core.piecewise import BatchSchedule, Steps, TokenSchedule
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.schedule import Schedule, ScheduleName
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from lm_trainer.core.mesh import MeshShape, build_mesh
+from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.profile.collectives import bytes_sent
 
 SIZE = 8 * 1024 * 4

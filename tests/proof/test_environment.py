@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.config.trainer import TrainerConfig
-from lm_trainer.environment import changes_since, environment, environment_differences, notes_on_start
+from lm_trainer.run.environment import changes_since, environment, environment_differences, notes_on_start
+from lm_trainer.run.trainer_config import TrainerConfig
 
 OLD: dict[str, Any] = {
     "python": "3.11.1",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint.digest import digests, hashes
-from lm_trainer.fingerprint import fingerprint, link
+from lm_trainer.run.fingerprint import fingerprint, link
 
 
 def mixed(x: int) -> int:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from tests.cli.conftest import Outcome, refused, run_here
 from tests.conftest import RunLmt
-from tests.train.conftest import Plain, merged
+from tests.run.conftest import Plain, merged
 
 STEPS = 6
 TINY: Plain = {

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.checkpoint.model import read_config
 from lm_trainer.config.loader import load
-from lm_trainer.config.run import RunConfig
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import ConfigError
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.saved_model import read_config
 from lm_trainer.trackers import AnyTracker, TensorboardConfig, TrackioConfig, WandbConfig
 
 

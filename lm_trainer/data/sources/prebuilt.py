@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.kvstore import Store, canonical_json
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
-from lm_trainer.data.store import Store, canonical_json
 
 
 class PrebuiltCache(SourceConfig):

@@ -1,0 +1,1 @@
+"""Tokenised text on disk: its files, and how they are read."""

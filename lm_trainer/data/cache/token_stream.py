@@ -1,0 +1,162 @@
+"""The tokens of a cache as one long array, read at any place.
+
+Shape letters: N reads, T tokens of one read.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import tensorstore as ts
+
+from lm_trainer.core.errors import MachineError
+from lm_trainer.data.cache.format import Ledger, part_key
+from lm_trainer.data.cache.kvstore import Store, reason_of
+
+MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
+"""Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
+
+
+class TokenStream:
+    """All documents one after another, each ended by EOS. Safe to read from several threads."""
+
+    def __init__(self, store: Store, ledger: Ledger, dtype: np.dtype):
+        self._store, self._dtype = store, dtype
+        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+        self.marks: TokenStream | None = None
+        """Which tokens are trained on and which end a document, where the format says so: see `loss_mask.py`."""
+        self.extend(ledger)
+
+    def extend(self, ledger: Ledger) -> None:
+        """Takes in the parts that were written since, while others read; those that were there keep their places."""
+        if self.marks is not None:
+            self.marks.extend(ledger)
+        counts = np.asarray(ledger.tokens, np.int64)
+        ends = np.cumsum(counts)
+        self._names, self._starts = ledger.parts, ends - counts
+        # The last to change: it is by the ends that readers know what is there.
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, starts_N: np.ndarray, length: int, fill: int = 0, out: np.ndarray | None = None) -> np.ndarray:
+        """Reads `length` tokens from each start.
+
+        Args:
+            starts_N: int [N], each in [0, len(self)).
+            length: T.
+            fill: stands where the stream has ended.
+            out: int32 [N, T], contiguous; a new array, if None.
+
+        Returns:
+            int32 [N, T].
+
+        Raises:
+            MachineError: if a part is missing or was cut short.
+        """
+        starts_N = np.asarray(starts_N, np.int64)
+        tokens_NT = np.empty((len(starts_N), length), np.int32) if out is None else out
+        counts_N = np.minimum(len(self) - starts_N, length)
+        for row in np.flatnonzero(counts_N < length):
+            tokens_NT[row] = fill
+        self.copy(starts_N, counts_N, tokens_NT.reshape(-1), np.arange(len(starts_N)) * length)
+        return tokens_NT
+
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
+        """Copies runs of tokens: those from each start, so many, to each place of `out`.
+
+        Args:
+            starts_N: int64 [N], each in [0, len(self)).
+            counts_N: int64 [N], none of which reaches beyond the end.
+            out: one-dimensional.
+            places_N: int [N], where in `out` each run begins.
+
+        Raises:
+            MachineError: if a part is missing or was cut short.
+        """
+        pieces = self._pieces(starts_N, counts_N, places_N)
+        if self._store.local is None:
+            self._copy_remote(pieces, out)
+            return
+        parts = {part for _, part, _, _ in pieces}
+        # Held all at once only where so many may be open.
+        map_of = {part: self._map(part) for part in parts}.__getitem__ if len(parts) <= MAX_OPEN_PARTS else self._map
+        for place, part, offset, count in pieces:
+            out[place : place + count] = map_of(part)[offset : offset + count]
+
+    def tail(self, start: int) -> np.ndarray:
+        """All tokens from `start` on: int32."""
+        tokens = np.empty(len(self) - start, np.int32)
+        if len(tokens):
+            self.copy(np.array([start]), np.array([len(tokens)]), tokens, np.array([0]))
+        return tokens
+
+    def _pieces(
+        self, starts_N: np.ndarray, counts_N: np.ndarray, places_N: np.ndarray
+    ) -> list[tuple[int, int, int, int]]:
+        """(place, part, offset in the part, count): a run that crosses parts has several."""
+        parts_N = np.searchsorted(self._ends, starts_N, side="right")
+        offsets_N = starts_N - self._starts[parts_N]
+        rests_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
+        firsts_N = counts_N - rests_N
+        pieces = list(zip(places_N.tolist(), parts_N.tolist(), offsets_N.tolist(), firsts_N.tolist(), strict=True))
+        for run in np.flatnonzero(rests_N).tolist():
+            place, part, rest = int(places_N[run] + firsts_N[run]), int(parts_N[run]) + 1, int(rests_N[run])
+            while rest:
+                count = min(rest, int(self._ends[part] - self._starts[part]))
+                pieces.append((place, part, 0, count))
+                place, part, rest = place + count, part + 1, rest - count
+        return pieces
+
+    def _map(self, part: int) -> np.ndarray:
+        with self._lock:
+            if part in self._maps:
+                self._maps.move_to_end(part)
+                return self._maps[part]
+            tokens = self._maps[part] = self._open(part)
+            if len(self._maps) > MAX_OPEN_PARTS:
+                self._maps.popitem(last=False)
+            return tokens
+
+    def _open(self, part: int) -> np.ndarray:
+        assert self._store.local is not None
+        path = self._store.local / part_key(self._names[part], "bin")
+        count = int(self._ends[part] - self._starts[part])
+        try:
+            size = path.stat().st_size
+            if size == count * self._dtype.itemsize:
+                # A plain array: slices of a memmap object cost ten times as much.
+                return np.asarray(np.memmap(path, self._dtype, "r")) if count else np.zeros(0, self._dtype)
+        except OSError as error:
+            raise MachineError(
+                f"the cache has lost a part: {error}. Remove {self._store.url} to build it again"
+            ) from None
+        raise MachineError(
+            f"{path} has {size} bytes, but {count * self._dtype.itemsize} were written; "
+            f"remove {self._store.url} to build it again"
+        )
+
+    def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
+        size = self._dtype.itemsize
+        with ts.Batch() as batch:
+            futures = [
+                self._store.read_range(
+                    part_key(self._names[part], "bin"), offset * size, (offset + count) * size, batch
+                )
+                for _, part, offset, count in pieces
+            ]
+        for (place, part, _, count), future in zip(pieces, futures, strict=True):
+            try:
+                value = future.result().value
+            except (ValueError, OSError) as error:
+                raise MachineError(
+                    f"cannot read {self._store.url}/parts/{self._names[part]}.bin: {reason_of(error)}"
+                ) from None
+            if len(value) != count * size:
+                raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
+            out[place : place + count] = np.frombuffer(value, self._dtype)

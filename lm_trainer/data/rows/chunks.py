@@ -1,0 +1,142 @@
+"""Cuts the token stream into rows of a batch. Window i of length S is the tokens [iS, (i+1)S).
+
+Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.data.cache.loss_mask import END, LEARN
+from lm_trainer.data.cache.token_stream import TokenStream
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The whole windows of a stream, as rows to train on."""
+
+    stream: TokenStream
+    seq_len: int
+    eos_id: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.stream) // self.seq_len
+
+    def read(self, rows_B: np.ndarray) -> Batch:
+        return read_windows(self.stream, rows_B, self.seq_len, self.eos_id)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        return [(row * self.seq_len, self.seq_len)]
+
+
+def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:
+    """The rows of some windows; a window beyond the end of the stream is all padding.
+
+    Args:
+        stream: the tokens.
+        windows_B: int [B], numbers of windows.
+        seq_len: S.
+        eos_id: ends every document of the stream.
+    """
+    return read_together([(np.arange(len(windows_B)), Windows(stream, seq_len, eos_id), windows_B)])
+
+
+def read_together(parts: Sequence[tuple[np.ndarray, Windows, np.ndarray]]) -> Batch:
+    """One batch of windows of several streams that have the same S and the same EOS.
+
+    Args:
+        parts: (rows of the batch, windows, numbers of the windows that stand in those rows) for each stream.
+    """
+    seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
+    rows = sum(len(here) for here, _, _ in parts)
+    # One block for everything: a block of this size is taken from the allocator and given back without its pages being
+    # touched anew each time, which would cost several times what filling it does.
+    block = np.empty(rows * (4 * seq_len + 1), np.int32)
+    tokens_BT = block[3 * rows * seq_len :].reshape(rows, seq_len + 1)
+    marks_BT = None if all(windows.stream.marks is None for _, windows, _ in parts) else np.empty_like(tokens_BT)
+    available_B = np.empty(rows, np.int64)
+    for here, windows, numbers in parts:
+        stream, starts_N = windows.stream, np.asarray(numbers, np.int64) * seq_len
+        available_B[here] = np.maximum(len(stream) - starts_N, 0)
+        _read(stream, starts_N, tokens_BT, here, fill=eos_id)
+        if marks_BT is not None and stream.marks is not None:
+            _read(stream.marks, starts_N, marks_BT, here, fill=0)
+        elif marks_BT is not None:
+            marks_BT[here] = np.where(tokens_BT[here] == eos_id, LEARN | END, LEARN)
+    rest = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
+    return make_batch(tokens_BT, available_B, eos_id, marks_BT, out=rest)
+
+
+def _read(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
+    """Reads runs of T tokens into rows; they may begin and end beyond the end of the stream."""
+    length = out_BT.shape[1]
+    counts_N = np.clip(len(stream) - starts_N, 0, length)
+    out_BT[rows_N[counts_N < length]] = fill
+    there = np.flatnonzero(counts_N)
+    stream.copy(starts_N[there], counts_N[there], out_BT.reshape(-1), rows_N[there] * length)
+
+
+def make_batch(
+    tokens_BT: np.ndarray,
+    available_B: np.ndarray,
+    eos_id: int,
+    marks_BT: np.ndarray | None = None,
+    out: np.ndarray | None = None,
+) -> Batch:
+    """Splits rows of S + 1 tokens into inputs and targets, and marks documents.
+
+    An EOS belongs to the document that it ends; predicting the first token of the next document from it has no weight.
+
+    Args:
+        tokens_BT: int32 [B, T].
+        available_B: int [B], how many tokens of each row are real; the rest is padding.
+        eos_id: ends every document, unless `marks_BT` says where documents end.
+        marks_BT: int [B, T], sums of LEARN and END; a target has weight only where it is to be learnt.
+        out: int32 [3, B, S], becomes weights (as float32), positions and segments.
+    """
+    rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1
+    block = np.empty((3, rows, seq_len), np.int32) if out is None else out
+    weights_BS, positions_BS, segments_BS = block[0].view(np.float32), block[1], block[2]
+    weights_BS.fill(1)
+    ends_BT = tokens_BT == eos_id
+    if marks_BT is not None:
+        ends_BT = (marks_BT & END) != 0
+        weights_BS *= (marks_BT[:, 1:] & LEARN) != 0
+    end_rows_N, columns_N = np.divmod(np.flatnonzero(ends_BT), seq_len + 1)
+    ends_N = (end_rows_N * seq_len + columns_N)[columns_N < seq_len]
+    weights_BS.reshape(-1)[ends_N] = 0
+    mark_documents(ends_N + 1, positions_BS, segments_BS)
+    short = np.flatnonzero(available_B < tokens_BT.shape[1])
+    if len(short):
+        left_B1 = np.asarray(available_B)[short, None]
+        columns_S = np.arange(seq_len)
+        weights_BS[short] *= columns_S + 1 < left_B1
+        segments_BS[short] = np.where(columns_S < left_B1, segments_BS[short], PADDING_SEGMENT)
+    return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], weights_BS, positions_BS, segments_BS)
+
+
+def mark_documents(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: np.ndarray) -> None:
+    """Fills in the positions and segments of rows in which documents begin at some places.
+
+    Args:
+        starts_N: int [N], flat indices into [B, S] where a document begins, rising; a row's first need not be named.
+        positions_BS: int32, becomes the place in the document, from 0.
+        segments_BS: int32, becomes the number of the document in the row, from 0.
+    """
+    size, seq_len = positions_BS.size, positions_BS.shape[1]
+    firsts_B = np.arange(0, size, seq_len)
+    starts_M = np.union1d(firsts_B, starts_N[starts_N < size])
+    lengths_M = np.diff(starts_M, append=size)
+    numbers_M = np.arange(len(starts_M)) - np.searchsorted(starts_M, firsts_B)[starts_M // seq_len]
+    # A run at a time: several times as fast as cumulative sums over every token.
+    positions_BS[:] = np.arange(seq_len, dtype=np.int32)
+    positions = positions_BS.reshape(-1)
+    np.subtract(positions, np.repeat((starts_M % seq_len).astype(np.int32), lengths_M), out=positions)
+    segments_BS.reshape(-1)[:] = np.repeat(numbers_M.astype(np.int32), lengths_M)

@@ -1,0 +1,232 @@
+"""Whole documents in rows: a plan made from their lengths alone, so that every row can be read alone.
+
+Shape letters: D documents, P pieces (documents, or parts of long ones), R rows of the plan, B rows of a batch, S
+positions, N runs of a batch: its pieces and its padding.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.documents import document_lengths
+from lm_trainer.data.cache.format import Ledger, fingerprint
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.loss_mask import LEARN
+from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.rows.chunks import PADDING_SEGMENT
+
+GROUP = 4096
+"""Documents that are packed together: more fill rows better, fewer keep the order of the corpus."""
+
+_FORMAT = 1
+
+
+class Plan(NamedTuple):
+    """Which runs of the stream stand in which row."""
+
+    starts_P: np.ndarray
+    """int64: the first input of each piece, in the stream."""
+    lengths_P: np.ndarray
+    """int32: its inputs; its targets are as many, one further on."""
+    firsts_R: np.ndarray
+    """int64 [R + 1]: the first piece of each row, and the number of pieces."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.firsts_R) - 1
+
+    def to_bytes(self) -> bytes:
+        return b"".join(array.tobytes() for array in (self.starts_P, self.firsts_R, self.lengths_P))
+
+    @classmethod
+    def from_bytes(cls, content: bytes | np.ndarray, pieces: int, rows: int) -> Self:
+        """Views of what `to_bytes` wrote."""
+        content = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
+        starts, firsts, lengths = np.split(content, np.cumsum([pieces * 8, (rows + 1) * 8]))
+        return cls(starts.view("<i8"), lengths.view("<i4"), firsts.view("<i8"))
+
+
+def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP) -> Plan:
+    """Packs documents without cutting those that fit: best fit, longest first, within groups of documents.
+
+    A document of n tokens takes n - 1 positions: its last token is only a target. A longer one than a row is cut into
+    full rows, and its rest is packed like a document (Ding et al., "Fewer truncations improve language modeling",
+    2024).
+
+    Args:
+        lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
+        seq_len: S.
+        stop: where the stream is cut off, if anywhere.
+        group: documents in a group.
+    """
+    starts_D = np.cumsum(lengths_D) - lengths_D
+    if stop is not None:
+        kept = starts_D < stop
+        starts_D = starts_D[kept]
+        lengths_D = np.minimum(lengths_D[kept], stop - starts_D)
+    groups = [
+        _pack(starts_D[first : first + group], lengths_D[first : first + group] - 1, seq_len)
+        for first in range(0, len(lengths_D), group)
+    ]
+    starts, lengths, counts = (np.concatenate([np.zeros(0, np.int64), *arrays]) for arrays in zip(*groups, strict=True))
+    return Plan(starts, lengths.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
+
+
+def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The starts and lengths of the pieces in the order of their rows, and how many each row has."""
+    full_D, rests_D = np.divmod(inputs_D, seq_len)
+    pieces = np.arange(full_D.sum()) - np.repeat(np.cumsum(full_D) - full_D, full_D)
+    full_starts = np.repeat(starts_D, full_D) + pieces * seq_len
+    rows: list[list[int]] = []
+    # The room left in each open row and its number, in one integer, sorted.
+    most = len(rests_D)
+    room: list[int] = []
+    order = np.argsort(-rests_D, kind="stable")
+    for index, length in zip(order.tolist(), rests_D[order].tolist(), strict=True):
+        if length == 0:
+            break
+        place = bisect.bisect_left(room, length * most)
+        if place == len(room):
+            left, row = seq_len, len(rows)
+            rows.append([])
+        else:
+            left, row = divmod(room.pop(place), most)
+        rows[row].append(index)
+        if left > length:
+            bisect.insort(room, (left - length) * most + row)
+    packed = np.asarray([index for row in rows for index in row], np.int64)
+    return (
+        np.concatenate([full_starts, (starts_D + full_D * seq_len)[packed]]),
+        np.concatenate([np.full(len(full_starts), seq_len), rests_D[packed]]),
+        np.asarray([1] * len(full_starts) + [len(row) for row in rows], np.int64),
+    )
+
+
+def open_plan(store: Store, ledger: Ledger, seq_len: int, stop: int | None = None) -> Plan:
+    """The plan of a cache for one length of rows: made once, and kept beside the tokens."""
+    key = f"packing/{fingerprint([_FORMAT, ledger.sha256, seq_len, stop, GROUP])}"
+    found = store.read_json(f"{key}.json")
+    if found is not None:
+        if store.local is not None:
+            content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
+        else:
+            content = store.read(f"{key}.bin")
+        if content is not None and len(content) == found["bytes"]:
+            return Plan.from_bytes(content, found["pieces"], found["rows"])
+    plan = best_fit(document_lengths(store, ledger), seq_len, stop)
+    content = plan.to_bytes()
+    try:
+        store.write(f"{key}.bin", content)
+        store.write_json(f"{key}.json", {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows})
+    except UserError:
+        pass  # A cache that only others may write to: the plan is made again at the next start.
+    return plan
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of a plan, to train on. What a row has no document for is padding: weight 0 and segment -1."""
+
+    stream: TokenStream
+    plan: Plan
+    seq_len: int
+    eos_id: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.plan.num_rows
+
+    def read(self, rows_B: np.ndarray) -> Batch:
+        plan, seq_len, size = self.plan, self.seq_len, len(rows_B) * self.seq_len
+        firsts_B = plan.firsts_R[rows_B]
+        counts_B = plan.firsts_R[rows_B + 1] - firsts_B
+        begins_B = np.cumsum(counts_B) - counts_B
+        numbers_P = np.arange(counts_B.sum()) - np.repeat(begins_B, counts_B)
+        pieces_P = np.repeat(firsts_B, counts_B) + numbers_P
+        starts_P, lengths_P = plan.starts_P[pieces_P], plan.lengths_P[pieces_P].astype(np.int64)
+        ends_P = np.cumsum(lengths_P)
+        filled_B = np.add.reduceat(lengths_P, begins_B)
+        before_B = np.cumsum(filled_B) - filled_B
+        places_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
+
+        tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
+        block[:2] = self.eos_id
+        self._copy(starts_P, lengths_P, places_P, tokens, targets)
+        # Every row ends with a run of padding, which may be empty.
+        where = np.cumsum(counts_B)
+        runs_N = np.insert(lengths_P, where, seq_len - filled_B)
+        begins_N = np.insert(places_P, where, np.arange(0, size, seq_len) + filled_B)
+        positions[:] = np.arange(size, dtype=np.int32)
+        np.subtract(positions, np.repeat(begins_N.astype(np.int32), runs_N), out=positions)
+        segments[:] = np.repeat(np.insert(numbers_P, where, PADDING_SEGMENT).astype(np.int32), runs_N)
+        weights = (segments >= 0).astype(np.float32)
+        if self.stream.marks is not None:
+            marks = np.zeros(size, np.int32)
+            self.stream.marks.copy(starts_P + 1, lengths_P, marks, places_P)
+            weights *= (marks & LEARN) != 0
+        shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
+        return Batch(*shaped)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        pieces = slice(int(self.plan.firsts_R[row]), int(self.plan.firsts_R[row + 1]))
+        return list(zip(self.plan.starts_P[pieces].tolist(), self.plan.lengths_P[pieces].tolist(), strict=True))
+
+    def _copy(
+        self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
+    ) -> None:
+        """Reads each piece with the token that follows it, and lays it out as inputs and as targets."""
+        runs_P = lengths_P + 1
+        begins_P = np.cumsum(runs_P) - runs_P
+        buffer = np.empty(int(runs_P.sum()), np.int32)
+        self.stream.copy(starts_P, runs_P, buffer, begins_P)
+        for begin, length, place in zip(begins_P.tolist(), lengths_P.tolist(), places_P.tolist(), strict=True):
+            tokens[place : place + length] = buffer[begin : begin + length]
+            targets[place : place + length] = buffer[begin + 1 : begin + length + 1]
+
+
+class PackingStats(NamedTuple):
+    """How well rows of one length are used."""
+
+    rows: int
+    used: float
+    """The share of positions whose target counts in the loss."""
+    cut: float
+    """The share of documents that do not lie in one row."""
+
+
+def packing_stats(
+    lengths_D: np.ndarray, seq_len: int, targets: Callable[[int], int] | None = None
+) -> dict[str, PackingStats]:
+    """How `data.packing: concat` and `best_fit` would use rows, by their names.
+
+    Args:
+        lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
+        seq_len: of the rows.
+        targets: how many of the first N tokens some position is to predict; if None, all but each document's first.
+    """
+    ends_D = np.cumsum(lengths_D)
+    starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
+    if targets is None:
+        targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
+    windows = tokens // seq_len
+    # The last token of a document is the target of the position before it, so it may lie in the next row.
+    crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
+    whole = windows * seq_len
+    plan = best_fit(lengths_D, seq_len)
+    return {
+        "concat": PackingStats(
+            windows, targets(min(whole + 1, tokens)) / whole if whole else 0.0, crossing / len(lengths_D)
+        ),
+        "best_fit": PackingStats(
+            plan.num_rows,
+            targets(tokens) / max(plan.num_rows * seq_len, 1),
+            int((lengths_D - 1 > seq_len).sum()) / len(lengths_D),
+        ),
+    }

@@ -1,0 +1,90 @@
+"""Building on a Ray cluster, one shard at a time in each task. The bytes are those of any other way to build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.ray_cluster import QUIET, join_cluster
+from lm_trainer.core.runtime import keep_freed_memory
+from lm_trainer.data.tokenize.process_pool import THREAD_VARIABLES
+from lm_trainer.data.tokenize.shard_writer import Job, build_shard
+
+_TICK_SECONDS = 0.2
+
+
+class RayConfig(Config):
+    """A Ray cluster to tokenise on. Its machines must see the sources and the cache directory by the same names."""
+
+    address: str | None = None
+    """The address of a running cluster, such as `auto` for the one of this machine or `ray://host:10001`."""
+    start_workers: bool = True
+    """Whether a cluster that is started here works with this machine's cores; otherwise start workers yourself."""
+    auto_start_cluster: bool = True
+    """Whether to start a cluster on this machine when Ray is asked for without an address."""
+
+
+def run_on_ray(jobs: Sequence[Job], config: RayConfig, tick: Callable[[], None]) -> None:
+    """Runs every job as a task; `tick` is called meanwhile.
+
+    The first failure cancels the others; what they have committed stays. A cluster that this call started is shut
+    down again.
+
+    Raises:
+        UserError: if Ray is not installed, or there is no cluster.
+        MachineError: if a task died.
+    """
+    ray = _import_ray()
+    started = not ray.is_initialized()
+    if started:
+        _connect(ray, config)
+    try:
+        _run_all(ray, jobs, tick)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _run_all(ray: Any, jobs: Sequence[Job], tick: Callable[[], None]) -> None:
+    # One thread in each task, since there is a task for each core.
+    threads = dict.fromkeys(THREAD_VARIABLES, "1")
+    task = ray.remote(num_cpus=1, runtime_env={"env_vars": threads})(_build)
+    waiting = [task.remote(job) for job in jobs]
+    try:
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=_TICK_SECONDS)
+            ray.get(done)
+            tick()
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
+    except ray.exceptions.RayError as error:
+        raise MachineError(
+            f"a task that tokenises data was lost: {error}. What was built is kept; start again to go on"
+        ) from None
+    finally:
+        for left in waiting:
+            ray.cancel(left, force=True)
+
+
+def _build(job: Job) -> None:
+    keep_freed_memory()
+    build_shard(job)
+
+
+def _import_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UserError("building on a cluster needs Ray; run: pip install ray, or leave trainer.ray out") from None
+    return ray
+
+
+def _connect(ray: Any, config: RayConfig) -> None:
+    if config.address is None and config.auto_start_cluster:
+        local = {} if config.start_workers else {"num_cpus": 0}
+        ray.init(address="local", include_dashboard=False, **local, **QUIET)
+        return
+    advice = "Set trainer.ray.address to one that runs, or trainer.ray.auto_start_cluster: true to start one here"
+    join_cluster(ray, config.address or "auto", advice)

@@ -1,0 +1,193 @@
+"""What a worker is given, and how it reads: rows in batches that are ready to be encoded, one batch ahead.
+
+What comes after is done one batch behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.formats import FormatConfig, TextFormat, Unusable
+from lm_trainer.data.sources import BadRow, Row, Shard
+from lm_trainer.data.tokenizer import Tokenizer
+
+BATCH_ROWS = 4096
+"""Rows are encoded together until there are so many, or as much text as suits the tokenizer; changes no result."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard's work. Picklable."""
+
+    store: Store
+    index: int
+    shard: Shard
+    tokenizer: Tokenizer
+    part_bytes: tuple[int, int]
+    raise_on_bad_row: bool
+    format: FormatConfig = field(default_factory=TextFormat)
+
+    def refuse(self, row: BadRow) -> str:
+        """What is noted of a bad row.
+
+        Raises:
+            UserError: where the job does not skip them.
+        """
+        message = f"{row.where}: {row.reason}"
+        if self.raise_on_bad_row:
+            raise UserError(f"{message}. Repair it, or set data.on_bad_row: skip to leave such rows out")
+        return message
+
+
+@dataclass
+class RowBatch:
+    """Some rows of one part."""
+
+    row_end: int
+    """One more than the number of the last row that was read, whether or not it is in the batch."""
+    ends_part: bool = False
+    rows: list[Row] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    """What the format takes of each row."""
+    text_bytes: int = 0
+    empty: int = 0
+    replaced: int = 0
+    bad: list[str] = field(default_factory=list)
+
+
+def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
+    """The rows from number `row` on, which begin the part of number `part`; the last batch ends the last part.
+
+    Args:
+        job: what to read.
+        part: counted in the shard.
+        row: counted in the shard.
+        is_open: whether the row continues a document.
+
+    Raises:
+        UserError: for a bad row where the job does not skip them, an unreadable file, or one that changes meanwhile.
+    """
+    files = _Files(job)
+    first, largest = job.part_bytes
+    limit, text_bytes = min(first << min(part, 40), largest), 0
+    batch, part_start = RowBatch(row), row
+    for found in job.shard.rows(row):
+        batch.row_end = found.number + 1
+        before = batch.text_bytes
+        if _take(job, batch, found, is_open):
+            is_open = not found.ends_document
+        text_bytes += batch.text_bytes - before
+        batch.ends_part = text_bytes >= limit
+        if batch.ends_part or batch.text_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
+            if batch.ends_part:
+                files.check(part, found.where)
+            yield batch
+            if batch.ends_part:
+                part, text_bytes, part_start = part + 1, 0, batch.row_end
+                limit = min(first << min(part, 40), largest)
+            batch = RowBatch(batch.row_end)
+    files.check(part, None)
+    if batch.row_end > part_start:
+        batch.ends_part = True
+        yield batch
+
+
+class _Files:
+    """The files of a shard, looked at again before what was read of them is kept: a change has a new identity."""
+
+    def __init__(self, job: Job):
+        self._job, self._left = job, list(getattr(job.shard, "files", ()))
+
+    def check(self, part: int, where: str | None) -> None:
+        """Looks at the files up to that of the row at `where`; at all, if None.
+
+        Raises:
+            UserError: if one is not what the manifest says.
+        """
+        last = len(self._left) if where is None else self._find(where)
+        for file in self._left[: last + 1]:
+            if (now := file.now()) != file:
+                raise UserError(
+                    f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
+                    f"now {now.size} (version {now.version}). {self._way_out(part)}"
+                )
+        self._left = self._left[last:]
+
+    def _find(self, where: str) -> int:
+        """Which of the files that are left the row is in."""
+        for index, file in enumerate(self._left):
+            if where == file.name or where.startswith((f"{file.name}:", f"{file.name}[")):
+                return index
+        return len(self._left)
+
+    def _way_out(self, part: int) -> str:
+        if part == 0:
+            return "Nothing of it is kept; start again when nothing writes to it any more"
+        url = self._job.store.url
+        return (
+            "What was kept is from before; when nothing writes to it any more, start again with another "
+            f"data.cache_dir, or remove {url}"
+        )
+
+
+def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
+    """Adds a row to the batch; False if it holds nothing and ends nothing."""
+    value, size = "", 0
+    if isinstance(row, Row):
+        try:
+            value, size, replaced = job.format.prepare(row)
+        except Unusable as error:
+            row = BadRow(row.number, row.where, str(error), row.ends_document)
+        else:
+            batch.replaced += replaced
+            batch.empty += not size
+    if isinstance(row, BadRow):
+        batch.bad.append(job.refuse(row))
+        row = Row(row.number, row.where, "", row.ends_document)
+    if not size and not is_open:
+        return False
+    batch.rows.append(row)
+    batch.values.append(value)
+    batch.text_bytes += size
+    return True
+
+
+def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The same items, each made in a thread while the one before is used; an error comes where its item would."""
+    end: Any = object()
+    pool = ThreadPoolExecutor(1, "ahead")
+    try:
+        following = pool.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = pool.submit(next, items, end)
+            yield item
+    finally:
+        pool.shutdown(wait=True)
+        items.close()
+
+
+class Behind:
+    """A thread that does what it is given while the next is made ready. Its end waits for the last."""
+
+    def __init__(self, name: str):
+        self._pool, self._doing = ThreadPoolExecutor(1, name), Future[Any]()
+        self._doing.set_result(None)
+
+    def do(self, function: Callable[..., Any], *args: Any) -> None:
+        """Waits until the one before is done; raises what ended it."""
+        self._doing.result()
+        self._doing = self._pool.submit(function, *args)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        self._doing.result()

@@ -1,0 +1,20 @@
+"""Made-up batches to measure with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+
+
+def random_batch(rows: int, seq_len: int, vocab_size: int) -> Batch:
+    """Rows of one document each, of random tokens."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, seq_len + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(seq_len, dtype=np.int32), (rows, seq_len))
+    return Batch(
+        np.ascontiguousarray(tokens[:, :-1]),
+        np.ascontiguousarray(tokens[:, 1:]),
+        np.ones((rows, seq_len), np.float32),
+        np.ascontiguousarray(positions),
+        np.zeros((rows, seq_len), np.int32),
+    )

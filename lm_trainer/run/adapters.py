@@ -1,0 +1,204 @@
+"""Runs that train an adapter: the frozen model behind it, what it costs, and the model that the two make together."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from lm_trainer.checkpoint.digest import digests
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.models.hf import parameter_leaves
+from lm_trainer.nn.lora import is_adapter, merge
+from lm_trainer.profile.flops import FlopsCount
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.pretrained import HfCheckpoint, source_name
+from lm_trainer.run.saved_model import LoadedModel, load_model, locate, read_config
+from lm_trainer.step.state import ModelDef, Params
+
+FROZEN = "frozen"
+"""In the record of a checkpoint: `frozen_digest`."""
+_BASE_STEP = "base_step"
+_INDECISIVE = frozenset(
+    {"dropout", "init_std", "scan", "remat", "backend", "block_size", "upcast", "balance_coef", "z_coef"}
+    | {"vocab_size", "num_positions"}
+)
+"""Fields of a spec that act on training or on speed alone, or that the shapes of parameters show."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The checkpoint of a run whose weights stay frozen while an adapter is trained."""
+
+    directory: Path
+    step: int | None
+    """None: the newest."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the record of every checkpoint: a base that trains on does not move."""
+        return {_BASE_STEP: self.step}
+
+    def attach(self, model: ModelDef) -> ModelDef:
+        """The model, with the values of this checkpoint to start from."""
+
+        def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
+            named = named_leaves(load_whole(self.directory, self.step).params)
+            _check_same_model(self.directory, named, {name: x for name, x in shapes.items() if not is_adapter(name)})
+            return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
+
+        return dataclasses.replace(model, load=load)
+
+
+def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
+    """The frozen model of a run with an adapter; None where it is no other run's.
+
+    It is at the step that the run's own newest checkpoint names, else the one that the configuration names, else the
+    newest.
+
+    Raises:
+        UserError: when there is no such run, or it computes something else than the model section says.
+    """
+    if config.adapter is None or config.trainer.initialize_from is None:
+        return None
+    directory, step = locate(config.trainer.initialize_from)
+    _check_same_function(directory, read_config(directory), config)
+    if (pinned := _recorded_step(store)) is not None:
+        return Base(directory, pinned)
+    return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
+
+
+def _recorded_step(store: CheckpointStore) -> int | None:
+    for step in reversed(store.steps()):
+        with contextlib.suppress(CheckpointError):
+            return read_record(store.directory, step).get(_BASE_STEP)
+    return None
+
+
+def _check_same_function(where: Path, theirs: RunConfig, ours: RunConfig) -> None:
+    """An adapter is for what its base computes, whatever fits into the same shapes."""
+    found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
+    lines = [
+        f"{key}: {found.get(key)} there, {wanted.get(key)} here"
+        for key in dict.fromkeys([*found, *wanted])
+        if found.get(key) != wanted.get(key)
+    ]
+    if lines:
+        raise UserError(
+            f"trainer.initialize_from: {where} is a model that computes something else than the model section says; "
+            f"take over the one of {where / 'config.yaml'}:\n  " + "\n  ".join(lines[:8])
+        )
+
+
+def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
+    """What of a spec decides the results of a trained model, by dotted name."""
+    if dataclasses.is_dataclass(spec):
+        parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    elif isinstance(spec, tuple):
+        parts = dict(enumerate(spec))
+    else:
+        return {path: spec}
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        if name not in _INDECISIVE:
+            found |= _decisive(part, f"{path}.{name}" if path else str(name))
+    return found
+
+
+def _check_same_model(where: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    theirs, ours = ({name: tuple(x.shape) for name, x in each.items()} for each in (found, wanted))
+    lines = [
+        f"{name}: {theirs.get(name)} there, {ours.get(name)} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    if lines:
+        raise UserError(f"trainer.initialize_from: {where} is another model:\n  " + "\n  ".join(lines[:8]))
+
+
+def frozen_digest(frozen: Mapping[str, Any]) -> str:
+    """16 hex digits that two sets of frozen parameters share when they are equal, however they are sharded."""
+    text = json.dumps(digests(frozen), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_frozen(restored: Restored, frozen: Params) -> None:
+    """Refuses to go on with other frozen parameters than those that a checkpoint was trained beside.
+
+    Raises:
+        UserError: when they differ.
+    """
+    saved, now = restored.record.get(FROZEN), frozen_digest(frozen)
+    if saved != now:
+        raise UserError(
+            f"the checkpoint of step {restored.step} was trained beside other frozen weights (digest {saved}, now "
+            f"{now}): put back the model that it was trained on, or set trainer.id to start another run"
+        )
+
+
+def training_flops(count: FlopsCount, model: ModelDef) -> int:
+    """Operations of a training step per token, for a model all of whose parameters are trained or none but adapters."""
+    adapted = any(map(is_adapter, model.trainable))
+    return count.adapted(2 * _size(model, trained=True)) if adapted else count.training
+
+
+def describe_size(model: ModelDef) -> str:
+    """For people: `1,234 parameters`, or how many of them are trained."""
+    trained, frozen = _size(model, trained=True), _size(model, trained=False)
+    return f"{trained:,} trained and {frozen:,} frozen parameters" if frozen else f"{trained:,} parameters"
+
+
+def _size(model: ModelDef, *, trained: bool) -> int:
+    return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
+
+
+def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
+    """As `load_model`; an adapter is merged into the model that it was trained on.
+
+    Raises:
+        UserError: also when that model is not there or not the same any more.
+    """
+    loaded = load_model(run, step)
+    lora = loaded.config.adapter
+    if lora is None:
+        return loaded
+    dtype = loaded.config.trainer.mp.param_dtype
+    base = {name: np.asarray(x).astype(dtype) for name, x in _base_params(run, loaded).items()}
+    if frozen_digest(base) != loaded.record.get(FROZEN):
+        raise UserError(
+            f"{run} is an adapter for other weights than those that are now in {base_name(loaded.config)}; put back "
+            f"the model that it was trained on"
+        )
+    merged = merge({**base, **named_leaves(loaded.params)}, lora)
+    return dataclasses.replace(loaded, params=nested_from_names(merged))
+
+
+def base_name(config: RunConfig) -> str:
+    """Where a run with an adapter says that its frozen model is."""
+    return config.trainer.initialize_from or source_name(config)
+
+
+def _base_params(run: str | Path, loaded: LoadedModel) -> dict[str, Any]:
+    config = loaded.config
+    try:
+        if config.trainer.initialize_from is not None:
+            directory, _ = locate(config.trainer.initialize_from)
+            return named_leaves(load_whole(directory, loaded.record[_BASE_STEP]).params)
+        leaves = parameter_leaves(config.model, loaded.vocab_size)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
+        return HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(leaves, here))
+    except UserError as error:
+        raise type(error)(f"{run} is an adapter, and the model that it is for cannot be read: {error}") from None

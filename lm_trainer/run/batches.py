@@ -1,0 +1,139 @@
+"""Where a run's batches come from, as far as the loop is concerned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.health.signals import StopRequest, preempted
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.parallel.processes import any_process, gather
+from lm_trainer.step.state import TrainState
+from lm_trainer.trackers import Progress
+
+_POLL_SECONDS = 0.05
+
+
+class TrainData(Protocol):
+    """Batches by their number: what `lm_trainer.data.open_data` returns, or anything like it."""
+
+    def train(
+        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
+    ) -> Iterator[Batch]:
+        """The batches of `num_steps` steps from `first_step`: of each the rows that `rows(batch size)` names."""
+        ...
+
+
+class EvalData(Protocol):
+    """A held-out set."""
+
+    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterable[Batch]:
+        """Some rows of every global batch, in order; the end is filled up with rows of weight 0."""
+        ...
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """Batches, or a held-out set, of which some may still be in the making."""
+
+    @property
+    def growing(self) -> bool:
+        """Once False, it stays so, and nothing is missing any more."""
+        ...
+
+    def missing(self) -> object | None:
+        """What the next batch waits for, in words; None if it is there.
+
+        Raises:
+            UserError: if it will not come.
+        """
+        ...
+
+
+class Loader:
+    """The batches of a run from any step on."""
+
+    def __init__(self, start: Callable[[int], Iterator[Batch]]):
+        self._start = start
+
+    def iter_from(self, step: int) -> Iterator[Batch]:
+        """The batches of the steps after `step` steps."""
+        return self._start(step)
+
+
+class Patience:
+    """Waits for data in the making, in all processes of a run alike, so that none is left alone in the next step.
+
+    Args:
+        stop: ends the waiting.
+        progress: says what is waited for.
+        watchdog: told whenever there is more of it.
+        keep: saves a state, when what comes after it does not come.
+    """
+
+    def __init__(self, stop: StopRequest, progress: Progress, watchdog: Watchdog, keep: Callable[[TrainState], object]):
+        self._stop, self._progress, self._watchdog, self._keep = stop, progress, watchdog, keep
+
+    def wait(self, data: object, state: TrainState) -> bool:
+        """Returns when the next batch is there: whether data are in the making at all.
+
+        Args:
+            data: nothing is waited for unless it is `Growing`, in any process.
+            state: after the last step.
+
+        Raises:
+            UserError: if the batch will not come.
+            Preempted: when a stop signal comes first.
+        """
+        source = data if isinstance(data, Growing) and data.growing else None
+        if not any_process(source is not None):
+            return False
+        shown = ""
+        try:
+            while (what := self._look(source, state.step)) is not None:
+                if what and what != shown:
+                    shown = what
+                    self._progress.phase(what)
+                    self._watchdog.waiting_for(f"tokenised data after step {state.step}")
+                time.sleep(_POLL_SECONDS)
+        except UserError:
+            if state.step:
+                self._keep(state)
+            raise
+        return True
+
+    def _look(self, source: Growing | None, step: int) -> str | None:
+        """What is missing here, "" if only in another process; None if nothing is."""
+        missing, failure = None, None
+        try:
+            missing = None if source is None else source.missing()
+        except UserError as error:
+            failure = error
+        flags = [missing is not None, failure is not None, bool(self._stop.requested)]
+        waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
+        if waits and stops:
+            raise preempted(self._stop.requested, step)
+        if fails:
+            raise failure or UserError("another process of the run cannot read its data; it says why")
+        if not waits:
+            return None
+        return "" if missing is None else str(missing)
+
+
+class Feed:
+    """The batches of a run one after another, each as soon as it is there."""
+
+    def __init__(self, batches: Iterator[Batch], patience: Patience):
+        self._batches: Any = batches
+        self._patience, self._growing = patience, True
+
+    def next(self, state: TrainState) -> Batch | None:
+        """The batch of the step from this state; None at the end. Raises as `Patience.wait`."""
+        self._growing = self._growing and self._patience.wait(self._batches, state)
+        return next(self._batches, None)

@@ -1,0 +1,221 @@
+"""`RunConfig`: the whole run as one validated value, and what of it decides the run's numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveInt, model_validator
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.piecewise import TokenSchedule
+from lm_trainer.data import DataConfig
+from lm_trainer.models import AnyModel, Gpt2Config
+from lm_trainer.nn.lora import AnyAdapter
+from lm_trainer.optim import AdamConfig, AnyOptimizer
+from lm_trainer.optim.schedule import Schedule
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.model_parallel import axes_in_use, check_cut, check_length
+
+_OPERATIONAL = {
+    "trainer": frozenset(
+        {
+            "id",
+            "steps_per_eval",
+            "max_eval_batches",
+            "per_device_eval_parallelism",
+            "steps_per_log",
+            "sample_tokens",
+            "log_dir",
+            "tracker",
+            "watch",
+            "watchdog",
+            "profiler",
+            "profiler_start_step",
+            "profiler_num_steps",
+            "profiler_perfetto_link",
+            "log_jaxprs",
+            "log_xla_hlo",
+            "crash_on_nan",
+            "crash_on_inf",
+            "checkpointer",
+            "load_checkpoint",
+            "load_checkpoint_path",
+            "batch_axis",
+            "fsdp_axis",
+            "axis_resources",
+            "parameter_axis_resources",
+            "max_devices",
+            "replica_ici_axis_size",
+            "replica_dcn_axis_size",
+            "jax_compilation_cache_dir",
+            "require_accelerator",
+            "allow_partial_checkpoint",
+            "distributed",
+            "ray",
+            "shutdown_at_exit",
+        }
+    ),
+    "data": frozenset({"cache_dir", "num_workers", "stream", "tokenizer_backend"}),
+}
+"""Keys that may change between two attempts at one run, because no weight depends on them."""
+
+_OPERATIONAL_TOP = frozenset({"use_hf_model_config", "hf_save_path", "hf_save_steps", "hf_upload", "hf_save_dtype"})
+"""The same outside of sections; which model it is stands in the model section."""
+
+_OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
+"""Prefixes of JAX settings that change no number."""
+
+
+class RunConfig(Config):
+    """A run is a function of this value, of the data that it names, and of the code."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("model_configurator", "run_configurator"), "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
+    )
+
+    model: AnyModel = Gpt2Config()
+    """What is trained: a family of models and its sizes."""
+    data: DataConfig = DataConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    optimizer: AnyOptimizer = AdamConfig()
+    """How gradients become new weights, and the learning rate over time."""
+    adapter: AnyAdapter | None = None
+    """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
+
+    initialize_from_hf: bool | str = False
+    """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision
+    if need be; `true`: `model.reference_checkpoint`, or the family's best known one. A run that has a checkpoint of its
+    own resumes that."""
+    use_hf_model_config: bool = False
+    """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
+    for a `seq_len` where positions are not learned; what config.json does not say can be set."""
+    hf_save_path: str | None = None
+    """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
+    to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says."""
+    hf_save_steps: PositiveInt = 10_000
+    """Steps between exports; there is one after the last step as well."""
+    hf_upload: bool | str = False
+    """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to the run's id in the account of the
+    token in HF_TOKEN. A repository that it makes is private."""
+    hf_save_dtype: Literal["f32", "float32", "bf16", "bfloat16"] | None = None
+    """Numbers in the exported weights; null: as the parameters are."""
+
+    def learning_rate(self) -> Schedule:
+        """The learning rate as a function of the step, from 0."""
+        tokens = TokenSchedule(self.trainer.batch_schedule, self.model.seq_len)
+        return self.optimizer.schedule(self.trainer.num_train_steps, tokens)
+
+    @model_validator(mode="after")
+    def _hf_keys_fit(self) -> RunConfig:
+        if self.initialize_from_hf == "":
+            raise ValueError("initialize_from_hf is empty; write a directory or a name on the hub, or remove it")
+        if self.initialize_from_hf and (self.trainer.initialize_from or self.trainer.load_checkpoint_path):
+            raise ValueError(
+                "initialize_from_hf and trainer.initialize_from or trainer.load_checkpoint_path each say where to "
+                "start; remove one of them"
+            )
+        if self.use_hf_model_config and not self.initialize_from_hf:
+            raise ValueError("use_hf_model_config has no effect without initialize_from_hf; set it as well")
+        if self.hf_upload and self.hf_save_path is None:
+            raise ValueError("hf_upload uploads what is exported to hf_save_path; set it as well")
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_has_a_base(self) -> RunConfig:
+        if self.adapter is not None and not (self.trainer.initialize_from or self.initialize_from_hf):
+            raise ValueError(
+                "adapter: there is no model to adapt; name a run or checkpoint as trainer.initialize_from, or a "
+                "Hugging Face checkpoint as initialize_from_hf"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _microbatches_can_be_cut(self) -> RunConfig:
+        sizes = self.trainer.mesh_shape()._asdict()
+        # Which model it is, is not known yet where config.json tells.
+        if self.use_hf_model_config or not axes_in_use(sizes):
+            return self
+        try:
+            check_length(self.model.seq_len, sizes)
+            check_cut(self.model.spec(vocab_size=1), self.trainer.microbatch_rows(), sizes)
+        except UserError as error:
+            raise ValueError(f"trainer: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> RunConfig:
+        try:
+            self.learning_rate()
+        except ValueError as error:
+            raise ValueError(f"optimizer: {error}") from None
+        return self
+
+
+def numeric_identity(config: Config) -> dict[str, Any]:
+    """The part of a configuration that decides the run's numbers, as plain data, without credentials in URLs."""
+    plain = config.model_dump(mode="json")
+    jax_config = plain["trainer"]["jax_config"]
+    plain["trainer"]["jax_config"] = {k: v for k, v in jax_config.items() if not k.startswith(_OPERATIONAL_JAX)}
+    sections = {
+        section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
+        if isinstance(values, dict)
+        else values
+        for section, values in plain.items()
+        if section not in _OPERATIONAL_TOP
+    }
+    # A cut over the model axis changes the additions inside the model; over the other axes it changes nothing.
+    shared = plain["trainer"]["axis_resources"]
+    sections["trainer"]["axis_resources"] = {axis: over for axis, over in shared.items() if "model" in over}
+    return without_credentials(sections)
+
+
+def config_hash(config: RunConfig) -> str:
+    """Eight hex digits that two configurations share when they describe the same numbers."""
+    text = json.dumps(numeric_identity(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def numeric_differences(old: dict[str, Any], new: dict[str, Any], config: Any = None) -> list[str]:
+    """One line for each key in which two results of `numeric_identity` differ; arguments as for `changed_keys`."""
+    return [
+        f"{key}: was {json.dumps(a)}, now {json.dumps(b)}" for key, (a, b) in changed_keys(old, new, config).items()
+    ]
+
+
+def changed_keys(
+    old: Mapping[str, Any], new: Mapping[str, Any], config: Any = None, prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two results of `numeric_identity` differ, with both values; None for one that is absent.
+
+    Args:
+        old: that of a run, perhaps written by older code.
+        new: the other.
+        config: what `new` is of, if it is known. Then a key that `old` lacks is no difference where it has its default
+            now: older code, which did not have it, meant that. Nor is a key that no longer decides numbers.
+        prefix: the section, with a dot at its end.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            inner = config.get(key) if isinstance(config, dict) else getattr(config, key, None)
+            found |= changed_keys(a, b, inner, f"{prefix}{key}.")
+        elif a != b and not (isinstance(config, Config) and _came_or_went(key, old, new, config)):
+            found[prefix + key] = (a, b)
+    return found
+
+
+def _came_or_went(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
+    """Whether the code alone made the difference: a key that is new and has its default, or that is operational now."""
+    field = type(config).model_fields.get(key)
+    if field is None or (key in old and key in new):
+        return False
+    if key in old:
+        return True
+    plain = config.model_copy(update={key: field.get_default(call_default_factory=True)})
+    return not field.is_required() and plain.model_dump(mode="json", warnings=False)[key] == new[key]

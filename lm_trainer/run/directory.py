@@ -1,0 +1,199 @@
+"""The directory of a run: what was asked for, on what it ran, what came out; held by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any, Self
+
+from lm_trainer.config.render import to_yaml
+from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.parallel.processes import is_lead, wait_for_all
+from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
+from lm_trainer.run.environment import changes_since, environment, notes_on_start, threads_again
+from lm_trainer.run.trainer_config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def run_id(config: RunConfig, config_name: str) -> str:
+    """The id in the configuration, else RUN_ID of the environment, else one made of the name and the numbers.
+
+    The same configuration has the same id, so the same command resumes its run; another configuration gets another.
+    """
+    return config.trainer.id or os.environ.get("RUN_ID") or f"{config_name}-{config_hash(config)}"
+
+
+def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
+    """Where the checkpoints of the run `name` lie."""
+    base = Path(trainer.checkpointer.base_path)
+    return base / name if trainer.checkpointer.append_run_id_to_base_path else base
+
+
+class RunDirectory:
+    """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
+
+    Of several processes the first holds and writes it.
+
+    Args:
+        trainer: says where.
+        settings: all that decides the run, with `trainer` as one of its sections.
+        name: the run's id.
+
+    Attributes:
+        allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
+            written down, with the first step that is computed under it.
+
+    Raises:
+        UserError: when it cannot be written, is in use, or holds another configuration.
+    """
+
+    def __init__(self, trainer: TrainerConfig, settings: Config, name: str):
+        self.name, self.allow_change = name, False
+        self._differences: list[str] = []
+        self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
+        self.path = Path(trainer.log_dir) / name
+        self.checkpoints = checkpoint_directory(trainer, name).absolute()
+        self._locks = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if is_lead():
+            self._hold()
+        wait_for_all("run directory")
+        return self
+
+    def _hold(self) -> None:
+        try:
+            for directory in {self.path.absolute(), self.checkpoints}:
+                make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
+                self._locks.enter_context(_lock(directory))
+            self._check()
+        except BaseException:
+            self._locks.close()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._locks.close()
+
+    def _check(self) -> None:
+        record = self.path / "run.json"
+        before = json.loads(record.read_text()) if record.exists() else {}
+        if before:
+            self._differences = numeric_differences(before["identity"], numeric_identity(self.config), self.config)
+        if self._differences and not self.allow_change:
+            raise UserError(
+                f"{self.path} holds a run with another configuration:\n  "
+                + "\n  ".join(self._differences)
+                + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
+                "on with them by --allow-config-change, which is written down in the run's records"
+            )
+        if not self._differences:
+            self._write(before.get("changes", []))
+
+    def _write(self, changes: list[dict[str, Any]]) -> None:
+        content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
+        if changes:
+            content["changes"] = changes
+        write_atomically(self.path / "run.json", json.dumps(content, indent=1) + "\n")
+        text = without_credentials(to_yaml(self.config))
+        for directory in (self.path, self.checkpoints):
+            write_atomically(directory / "config.yaml", text)
+
+    def write_artifact(self, name: str, artifact: Any) -> Path:
+        """Writes text, bytes, a copy of a file or anything that JSON can hold to `artifacts`/name; returns its path."""
+        file = self.path / "artifacts" / name
+        if not is_lead():
+            return file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(artifact, Path):
+            shutil.copyfile(artifact, file)
+        elif isinstance(artifact, bytes):
+            file.write_bytes(artifact)
+        else:
+            file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
+        return file
+
+    def cpu_threads(self, trainer: TrainerConfig) -> int | None:
+        """With how many threads to compute on a CPU: as the configuration says, or as when the run was last worked on;
+        None where neither says so.
+        """
+        attempts = [] if trainer.determinism == "fast" else self._attempts()
+        return threads_again(trainer, attempts[-1] if attempts else {})
+
+    def _attempts(self) -> list[dict[str, Any]]:
+        file = self.path / "env.json"
+        return json.loads(file.read_text()) if file.exists() else []
+
+    def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
+        """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
+
+        Args:
+            trainer: as for `cpu_threads`.
+            step: steps that are done.
+            rows: in a microbatch.
+            program: the hash of the program that computes one.
+
+        Returns:
+            What the person at the terminal should know: how this attempt differs from the one before, or what is
+            particular to the first. Empty in all processes but the first.
+        """
+        if not is_lead():
+            return []
+        file = self.path / "env.json"
+        attempts = self._attempts()
+        now = {**environment(), "step": step, "rows": rows, "program": program}
+        resumed = step and attempts
+        particular = changes_since(attempts[-1], now, file) if resumed else notes_on_start(now, trainer)
+        notes = [*self._change(step), *particular]
+        write_atomically(file, json.dumps([*attempts, now], indent=1) + "\n")
+        return notes
+
+    def _change(self, step: int) -> list[str]:
+        changes = json.loads((self.path / "run.json").read_text()).get("changes", [])
+        # Where a checkpoint was lost, what came after an earlier one is computed again, under the newest configuration.
+        moved = [{**change, "step": min(change["step"], step)} for change in changes]
+        if self._differences:
+            kept = f"config.{len(changes) + 1}.yaml"
+            write_atomically(self.path / kept, (self.path / "config.yaml").read_text())
+            moved.append({"step": step, "differences": self._differences, "config_before": kept})
+        if moved != changes:
+            self._write(moved)
+        listed, self._differences = self._differences, []
+        return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Any:
+    """An advisory lock that ends with the process, however it ends."""
+    with (directory / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                logger.warning(
+                    "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
+                    directory,
+                    error.strerror,
+                )
+                yield
+                return
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise UserError(
+                f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

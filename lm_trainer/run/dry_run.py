@@ -1,0 +1,55 @@
+"""A configuration's program without a run: for `--dry-run`, plans and benchmarks."""
+
+from __future__ import annotations
+
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.profile.flops import flops_per_token
+from lm_trainer.run.adapters import describe_size, training_flops
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.directory import run_id
+from lm_trainer.run.pretrained import find_start
+from lm_trainer.run.program import Program, build_program, check_devices, describe_mesh
+from lm_trainer.run.vocabulary import find_vocabulary
+
+
+def dry_run(config: RunConfig, *, name: str) -> list[str]:
+    """What `train` would do, as lines of text; writes nothing, reads no data, allocates nothing on the devices.
+
+    Raises:
+        UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit.
+    """
+    run = run_id(config, name)
+    start = find_start(config, run)
+    config = config if start is None else start.config
+    vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
+    program, _ = configured_program(config, vocab_size)
+    trainer = config.trainer
+    spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
+    flops = training_flops(flops_per_token(spec, seq_len), program.model)
+    plan, schedule = program.step.plans.at(0), trainer.batch_schedule
+    return [
+        f"run {run} on {describe_mesh(program.placement.mesh)}",
+        *(() if start is None else start.notes),
+        *(() if note is None else (f"note: {note}",)),
+        f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
+        f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
+        f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
+        "nothing was written",
+    ]
+
+
+def configured_program(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:
+    """The program of a configuration, with JAX set up as it says, and the vocabulary that it was planned with.
+
+    Args:
+        config: the run.
+        vocab_size: rows of the token embedding; None: as `find_vocabulary` says.
+
+    Raises:
+        UserError: when the devices or the sharding rules do not fit, or as `find_vocabulary`.
+    """
+    trainer = config.trainer
+    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
+    check_devices(trainer)
+    rows = find_vocabulary(config).rows if vocab_size is None else vocab_size
+    return build_program(config, rows), rows

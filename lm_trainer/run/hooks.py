@@ -1,0 +1,82 @@
+"""What happens between two steps: functions that are called every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm_trainer.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """A step that has been started; its numbers may still be on their way."""
+
+    state: TrainState
+    """After the step; the next step consumes its arrays, so a hook that wants to keep them copies them."""
+    metrics: Mapping[str, jax.Array]
+    """float32 scalars on the device: `loss`, `grad_norm`, `tokens`, and what the loss and the optimizer report."""
+    learning_rate: float
+    tokens: int
+    """Positions in the global batch."""
+    total_tokens: int
+    """Positions in all batches so far, this one included."""
+    loading: float
+    """Seconds that the step waited for data."""
+
+    @property
+    def step(self) -> int:
+        """Steps done, this one included."""
+        return self.state.step
+
+    @property
+    def loss(self) -> float:
+        """In nats per token; waits until the step is done."""
+        return scalar(self.metrics["loss"])
+
+
+def scalar(x: jax.Array) -> float:
+    """The value of a scalar that every device has; waits until it is computed."""
+    return float(np.asarray(x.addressable_data(0)))
+
+
+HookFn = Callable[[StepInfo], Any]
+
+When = int | Sequence[int]
+"""Every so many steps, or after these steps."""
+
+
+@dataclass(frozen=True)
+class _Hook:
+    function: HookFn
+    every: When
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0 if isinstance(self.every, int) else step in self.every
+
+
+class Hooks:
+    """Functions in the order in which they were added; there is one kind of them."""
+
+    def __init__(self) -> None:
+        self._hooks: list[_Hook] = []
+
+    def add(self, function: HookFn, every: When) -> None:
+        """Calls `function` after each step whose number `every` divides, or that it lists.
+
+        Raises:
+            ValueError: when `every` is not positive.
+        """
+        if isinstance(every, int) and every < 1:
+            raise ValueError(f"every: expected a positive number of steps, got {every}")
+        self._hooks.append(_Hook(function, every))
+
+    def run(self, info: StepInfo, *, force: bool = False) -> None:
+        """Calls those that are due, or with `force` all of them."""
+        for hook in self._hooks:
+            if force or hook.due(info.step):
+                hook.function(info)

@@ -1,0 +1,183 @@
+"""What a step leaves behind: metrics for the trackers, a line for the person, a verdict on non-finite numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from lm_trainer.checkpoint.digest import hashes
+from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.profile.meter import Meter
+from lm_trainer.run.bad_batches import Evidence
+from lm_trainer.run.fingerprint import fingerprint, link
+from lm_trainer.run.hooks import StepInfo, scalar
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.norms import Watcher
+from lm_trainer.step.state import TrainState
+from lm_trainer.trackers import Progress
+from lm_trainer.trackers.base import Composite
+
+_NAMED = ("loss", "grad_norm", "tokens")
+
+
+class _Pending(NamedTuple):
+    """What is kept of a step: not its state, which the next step consumes."""
+
+    step: int
+    metrics: Mapping[str, jax.Array]
+    learning_rate: float
+    tokens: int
+    total_tokens: int
+    loading: float
+    done: Future[float]
+    """When it was done, in seconds of `time.perf_counter`."""
+
+
+class Recorder:
+    """Reads the metrics of a step after the next one has been started, so that recording never makes a device wait.
+
+    Attributes:
+        train_loss: of the last step that was read.
+        eval_losses: of the last evaluation, by name.
+        chain: over the losses and gradient norms of all steps of the run that were read; see `fingerprint.link`.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        trackers: Composite,
+        progress: Progress,
+        meter: Meter,
+        watcher: Watcher,
+        *,
+        evidence: Evidence,
+    ):
+        self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
+        self._watcher, self._evidence = watcher, evidence
+        self._pending: _Pending | None = None
+        # By the time that a step is read, the next one may be half done: enqueueing can block.
+        self._waiting = ThreadPoolExecutor(1, "step done")
+        self.train_loss = math.nan
+        self.eval_losses: dict[str, float] = {}
+        self.chain = ""
+
+    def step_done(self, info: StepInfo) -> None:
+        """Takes a step that was just enqueued, and records the one before."""
+        self.flush()
+        self._pending = _Pending(
+            info.step,
+            info.metrics,
+            info.learning_rate,
+            info.tokens,
+            info.total_tokens,
+            info.loading,
+            self._waiting.submit(_when_done, info.metrics["loss"]),
+        )
+
+    def flush(self) -> None:
+        """Waits for the last step and records it.
+
+        Raises:
+            NonFiniteError: when its loss or gradient is not finite and the configuration says to stop.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = {name: scalar(x) for name, x in pending.metrics.items()}
+        speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
+        self.train_loss = values["loss"]
+        self.chain = link(self.chain, pending.step, values["loss"], values["grad_norm"])
+        metrics = {
+            **step_metrics(values, pending.learning_rate),
+            "throughput/total_tokens": pending.total_tokens,
+            **speed,
+        }
+        last = pending.step == self._config.num_train_steps
+        if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
+            self._trackers.log(metrics, step=pending.step)
+        self._progress.log(pending.step, metrics)
+        self._record_watched(pending.step)
+        self._check_finite(pending.step, values)
+
+    def _record_watched(self, step: int) -> None:
+        for watched in self._watcher.report(until=step):
+            if watched.scalars:
+                self._trackers.log(watched.scalars, step=watched.step)
+            for name, (counts, edges) in watched.histograms.items():
+                self._trackers.log_histogram(name, counts, edges, step=watched.step)
+
+    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
+        """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""
+        self.eval_losses[name or "validation"] = means["loss"]
+        metrics = {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
+        self._trackers.log(metrics, step=step)
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
+        self._meter.pause()
+
+    def prove(self, state: TrainState) -> dict[str, Any]:
+        """Records the fingerprint of a state whose step has been read; returns what its checkpoint is to keep of it."""
+        found = hashes(state.params)
+        proof = fingerprint(self.chain, found)
+        self._trackers.log_record({"fingerprint": proof}, step=state.step)
+        return {"fingerprint": proof, "chain": self.chain, "hashes": found}
+
+    def close(self) -> None:
+        """Ends the thread that waits for steps; safe to call twice."""
+        self._waiting.shutdown()
+
+    def finish(self, step: int, sample: str | None) -> None:
+        """Records what the run came to."""
+        self._trackers.log_summary({"step": step, "train_loss": self.train_loss, "eval_losses": self.eval_losses})
+        if sample is not None:
+            self._trackers.log_text("sample", sample, step=step)
+
+    def _check_finite(self, step: int, values: dict[str, float]) -> None:
+        bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+        if not bad:
+            return
+        file = self._evidence.write(step)
+        found = ", ".join(f"{name} is {value}" for name, value in bad.items())
+        what = f"step {step}: {found}; the step was not applied" + (f"; its batch is in {file}" if file else "")
+        config = self._config
+        if not any(config.crash_on_nan if math.isnan(value) else config.crash_on_inf for value in bad.values()):
+            self._progress.note(what)
+            return
+        raise NonFiniteError(
+            f"{what}. Lower optimizer.learning_rate, look at the data of this step (`lmt replay`), or set "
+            f"trainer.crash_on_nan and trainer.crash_on_inf to false to skip such steps"
+        )
+
+
+def _when_done(x: jax.Array) -> float:
+    x.block_until_ready()
+    return time.perf_counter()
+
+
+def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str, float]:
+    """What is recorded of a step and is the same whenever and wherever it is computed.
+
+    Args:
+        values: what the step returned.
+        learning_rate: what it was given.
+    """
+    return {
+        "train/loss": values["loss"],
+        "optim/grad_norm": values["grad_norm"],
+        "optim/learning_rate": learning_rate,
+        "data/loss_tokens": values["tokens"],
+        **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
+    }
+
+
+def _metric_name(name: str) -> str:
+    """What the loss function reports is of training; what the optimizer reports says so itself."""
+    return name if "/" in name else f"train/{name}"
+
+
+def _finite(values: dict[str, float]) -> bool:
+    return all(math.isfinite(v) for v in values.values())

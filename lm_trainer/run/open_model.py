@@ -1,0 +1,87 @@
+"""A model to export or to sample from, wherever it lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.export.adapter import AdapterModel
+from lm_trainer.export.card import TrainingFacts
+from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
+from lm_trainer.run.adapters import base_name, load_whole
+from lm_trainer.run.saved_model import LoadedModel, load_model, locate, read_config
+
+
+def open_model(source: str, *, step: int | None = None) -> TextModel:
+    """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into the model that it is for.
+
+    Args:
+        source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
+        step: which checkpoint of a run; None: the newest that is intact.
+
+    Raises:
+        UserError: when there is no such model, or it is damaged.
+    """
+    path = Path(source)
+    if is_hf_directory(path):
+        if step is not None:
+            raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
+        return read_hf(path)
+    return _text_model(load_whole(source, step))
+
+
+def open_for_export(source: str, *, step: int | None = None, merge: bool = False) -> TextModel | AdapterModel:
+    """As `open_model`; the adapter of a run that trains one is left by itself unless it is to be merged.
+
+    Raises:
+        UserError: also when there is nothing to merge.
+    """
+    if not merge and not is_hf_directory(Path(source)):
+        loaded = load_model(source, step)
+        if loaded.config.adapter is None:
+            return _text_model(loaded)
+        return AdapterModel(
+            loaded.config.model,
+            loaded.vocab_size,
+            loaded.config.adapter,
+            named_leaves(loaded.params),
+            base_name(loaded.config),
+            loaded.tokenizer,
+            loaded.name,
+            _facts(loaded),
+        )
+    if merge and (is_hf_directory(Path(source)) or read_config(locate(source)[0]).adapter is None):
+        raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
+    return open_model(source, step=step)
+
+
+def _text_model(loaded: LoadedModel) -> TextModel:
+    return TextModel(
+        loaded.config.model, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, _facts(loaded)
+    )
+
+
+def _facts(loaded: LoadedModel) -> TrainingFacts:
+    if loaded.step == 0:
+        return TrainingFacts()
+    return TrainingFacts(
+        step=loaded.step,
+        tokens=loaded.config.trainer.batch_schedule.rows_before(loaded.step) * loaded.config.model.seq_len,
+        train_loss=_finite(loaded.record.get("train_loss")),
+        validation_losses=_losses(loaded.record.get("eval_losses")),
+    )
+
+
+def _losses(value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        return {}
+    losses = {str(name): _finite(loss) for name, loss in value.items()}
+    return {name: loss for name, loss in losses.items() if loss is not None}
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

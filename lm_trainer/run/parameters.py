@@ -1,0 +1,30 @@
+"""What a configuration means for each parameter of its model; needs neither data nor accelerators."""
+
+from __future__ import annotations
+
+from lm_trainer.config.loader import Loaded
+from lm_trainer.core.errors import ConfigError, UserError
+from lm_trainer.optim import Param
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.pretrained import settled
+from lm_trainer.run.program import trace_model
+
+_ANY_VOCABULARY = 256
+
+
+def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
+    """Parameter name -> whether it decays.
+
+    Raises:
+        ConfigError: when a pattern in `optimizer.weight_decay_modules` matches no parameter.
+    """
+    config = settled(loaded.config, "run")
+    # The names do not depend on the size of the vocabulary, which is known only once the tokenizer is read.
+    model = trace_model(config, _ANY_VOCABULARY)
+    params = {
+        name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items() if name in model.trainable
+    }
+    try:
+        return config.optimizer.decay_mask(params)
+    except UserError as error:
+        raise ConfigError([f"{loaded.origin('optimizer.weight_decay_modules')}: {error}"]) from None

@@ -1,0 +1,251 @@
+"""Training on from a Hugging Face checkpoint: found, compared with the run, and read straight to the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from pydantic import ValidationError
+
+from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
+from lm_trainer.data.tokenizer.compare import find_difference
+from lm_trainer.data.tokenizer.hf import load_pretrained
+from lm_trainer.export.huggingface import blame, read_hf_config
+from lm_trainer.export.tensor_file import Region
+from lm_trainer.export.weights import Weights
+from lm_trainer.models import DecoderConfig, hf
+from lm_trainer.models.hf_section import adopted, compared
+from lm_trainer.models.hf_stream import Piece, read_block
+from lm_trainer.parallel.sharded_array import HOST_BYTES, assemble
+from lm_trainer.profile.flops import parameter_count
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.directory import checkpoint_directory, run_id
+from lm_trainer.run.hf_transfer import fetch_directory
+from lm_trainer.run.saved_model import read_config, read_vocabulary
+from lm_trainer.step.state import ModelDef, Params
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins that goes on from a Hugging Face checkpoint."""
+
+    config: RunConfig
+    """The run, with the model section as it is used."""
+    vocab_size: int
+    """Rows of the embedding."""
+    source: HfCheckpoint | None
+    """None: the run has a checkpoint of its own, and needs the other one for frozen weights alone."""
+    notes: tuple[str, ...] = ()
+    """For the person at the terminal."""
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> int:
+        """The rows of the embedding; raises `UserError` where the tokenizer's ids mean something else to them."""
+        if self.source is not None:
+            self.source.check_tokenizer(tokenizer)
+        return self.vocab_size
+
+    def attach(self, model: ModelDef) -> ModelDef:
+        """The model, with the checkpoint's values to start from."""
+
+        def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
+            source = self.source or HfCheckpoint.open(self.config)
+            return source.load(self.config.model, shapes, shardings)
+
+        return dataclasses.replace(model, load=load)
+
+
+def find_start(config: RunConfig, run: str) -> Start | None:
+    """Where the run begins, and what of it follows from there; None where it has nothing to do with Hugging Face.
+
+    Whatever does not fit is found here, before text is tokenised and anything large is read.
+
+    Raises:
+        UserError: when there is no such checkpoint, it is damaged, or it is not what the configuration describes.
+        MachineError: when the hub cannot be reached.
+    """
+    if not config.initialize_from_hf:
+        return None
+    if own := _resumed(config, checkpoint_directory(config.trainer, run)):
+        return own
+    source = HfCheckpoint.open(config)
+    section, notes = _section(config, source.directory, source.config, source.vocab_size)
+    source.plan(section)
+    tokenizer = config.data.tokenizer_config
+    if isinstance(tokenizer, Pretrained):
+        source.check_tokenizer(load_pretrained(tokenizer))
+    return Start(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
+
+
+def settled(config: RunConfig, name: str) -> RunConfig:
+    """The configuration with the model section that training would use; nothing but config.json is read.
+
+    Args:
+        config: the run.
+        name: what to call it if neither the configuration nor the environment names it.
+
+    Raises:
+        UserError: as `find_start`.
+        MachineError: when the hub cannot be reached.
+    """
+    if not config.use_hf_model_config:
+        return config
+    if own := _resumed(config, checkpoint_directory(config.trainer, run_id(config, name))):
+        return own.config
+    directory = _locate(config, weights=False)
+    return _with_model(config, _section(config, directory, *read_hf_config(directory))[0])
+
+
+def stored_vocabulary(config: RunConfig) -> int:
+    """Rows of the embedding in the checkpoint that `initialize_from_hf` means; raises as `settled`."""
+    return read_hf_config(_locate(config, weights=False))[1]
+
+
+def _section(
+    config: RunConfig, directory: Path, theirs: DecoderConfig, vocab_size: int
+) -> tuple[DecoderConfig, list[str]]:
+    """The model section as it is used, and what to say about it."""
+    given = config.model.model_fields_set if "model" in config.model_fields_set else set()
+    with blame(directory / "config.json"):
+        if config.use_hf_model_config:
+            return adopted(config.model, given, theirs, vocab_size), []
+        return config.model, compared(config.model, given, theirs, vocab_size)
+
+
+def _resumed(config: RunConfig, own: Path) -> Start | None:
+    """The start of a run that has a checkpoint: with the model that it was begun with."""
+    if config.trainer.load_checkpoint is False or not committed_steps(own):
+        return None
+    if config.use_hf_model_config:
+        config = _with_model(config, read_config(own).model)
+    note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
+    return Start(config, read_vocabulary(own)[0], None, (note,))
+
+
+def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
+    """The configuration with another model section, checked anew."""
+    try:
+        return RunConfig(**{**{name: getattr(config, name) for name in config.model_fields_set}, "model": section})
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"with the model of the checkpoint: {reason}") from None
+
+
+@dataclass(frozen=True)
+class HfCheckpoint:
+    """A checkpoint in Hugging Face's layout, of which the headers are read and nothing else."""
+
+    name: str
+    """As the user wrote it."""
+    directory: Path
+    config: DecoderConfig
+    """What config.json says."""
+    vocab_size: int
+    weights: Weights
+
+    @classmethod
+    def open(cls, config: RunConfig) -> HfCheckpoint:
+        """Finds the checkpoint that `initialize_from_hf` means; raises as `find_start`."""
+        directory = _locate(config)
+        model, vocab_size = read_hf_config(directory)
+        return cls(source_name(config), directory, model, vocab_size, Weights(directory))
+
+    def describe(self) -> str:
+        """One line: what it is."""
+        files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
+        count = parameter_count(self.config.spec(self.vocab_size))
+        dtypes = ", ".join(sorted(self.weights.dtypes))
+        return f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Raises `UserError` where the ids of the tokenizer mean something else to this checkpoint."""
+        remedy = f"write data.tokenizer: {self.name.partition('@')[0]}"
+        if tokenizer.vocab_size > self.vocab_size:
+            raise UserError(
+                f"data.tokenizer has ids up to {tokenizer.vocab_size - 1:,}, but {self.name} has {self.vocab_size:,} "
+                f"rows for them; use its own: {remedy}"
+            )
+        if not (self.directory / "tokenizer.json").is_file():
+            raise UserError(
+                f"initialize_from_hf: {self.directory} has no tokenizer.json to compare data.tokenizer with; copy it "
+                f"there, from where the checkpoint is from"
+            )
+        assert isinstance(tokenizer, HfTokenizer)
+        if difference := find_difference(tokenizer, self.directory):
+            raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
+
+    def plan(self, model: DecoderConfig) -> hf.StoredModel:
+        """Where every parameter of the model is in the files.
+
+        Raises:
+            UserError: for missing, unknown and misshapen tensors and those of dtypes that cannot be read exactly.
+        """
+        with blame(self.directory):
+            stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
+        for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
+            _ = self.weights.stored[name].numpy_dtype
+        return stored
+
+    def load(
+        self, model: DecoderConfig, shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]
+    ) -> Params:
+        """The parameters of the model, of which each process reads the slices that its devices hold.
+
+        The host holds a part of one tensor at a time.
+
+        Raises:
+            UserError: as `plan`; and for two copies of one tensor that differ.
+            MachineError: when a file cannot be read any more.
+        """
+        stored = self.plan(model)
+        for copy, first in stored.repeated.items():
+            self._check_equal(copy, first)
+        return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
+
+    def _assemble(self, pieces: list[Piece], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+        most = HOST_BYTES // np.dtype(like.dtype).itemsize
+        return assemble(
+            like.shape,
+            like.dtype,
+            sharding,
+            lambda block: read_block(pieces, block, self._read, max_elements=most),
+        )
+
+    def _read(self, name: str, region: Region) -> np.ndarray:
+        return self.weights.stored[name].read(region)
+
+    def _check_equal(self, copy: str, first: str) -> None:
+        rows, *others = self.weights.shape(first)
+        step = max(1, HOST_BYTES // (4 * int(np.prod(others))))
+        for start in range(0, rows, step):
+            region = (slice(start, min(start + step, rows)),)
+            if not np.array_equal(self._read(copy, region), self._read(first, region)):
+                raise UserError(
+                    f"{self.directory}: {copy} differs from {first}, but this model has one tensor for both"
+                )
+
+
+def _locate(config: RunConfig, *, weights: bool = True) -> Path:
+    name = source_name(config)
+    path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
+    return fetch_directory(path, revision=revision or None, weights=weights)
+
+
+def source_name(config: RunConfig) -> str:
+    """The directory or hub name that `initialize_from_hf` means."""
+    if isinstance(config.initialize_from_hf, str):
+        return config.initialize_from_hf
+    name = config.model.reference_checkpoint or config.model.hf_family().reference
+    if name is None:
+        raise UserError(
+            f"initialize_from_hf: no checkpoint of {config.model.type} is known best; write a directory or a name on "
+            f"the hub, here or as model.reference_checkpoint"
+        )
+    return name

@@ -1,0 +1,215 @@
+"""Models out of checkpoints, wherever the user points at them, and into them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+
+from lm_trainer.checkpoint.policy import CheckpointerConfig
+from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import write_atomically
+from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.data import Tokenizer, load_tokenizer
+from lm_trainer.step.state import ModelDef
+
+if TYPE_CHECKING:
+    from lm_trainer.models.base import DecoderConfig
+    from lm_trainer.run.config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+PARAMS = "params."
+"""Prefix of the names of parameters among the arrays of a checkpoint."""
+AVERAGED = "averaged."
+"""Prefix of the weights to export, where they are others than those that are trained."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of a checkpoint, with all that it takes to use it."""
+
+    config: RunConfig
+    params: dict[str, Any]
+    """Nested dicts of NumPy arrays in the parameter dtype, as `nnx.to_pure_dict` gives them. Of a run that trains an
+    adapter, the adapter's alone."""
+    step: int
+    vocab_size: int
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    tokenizer: Tokenizer
+    name: str
+    """The run's id, or the name of the directory."""
+    record: Mapping[str, Any]
+    """What else was saved: `train_loss` and `eval_losses` where they are known."""
+
+
+def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
+    """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
+
+    Where the run keeps an average of its weights, it is the average.
+
+    Args:
+        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
+        step: which checkpoint; None: the newest.
+
+    Raises:
+        UserError: when there is no such run or step, or no checkpoint is intact.
+    """
+    directory, named_step = locate(run)
+    config = read_config(directory)
+    steps = committed_steps(directory)
+    wanted = step if step is not None else named_step
+    if not steps or (wanted is not None and wanted not in steps):
+        what = f"checkpoint of step {wanted}" if wanted is not None else "checkpoint"
+        raise UserError(f"{directory}: there is no {what} (there are: {', '.join(map(str, steps)) or 'none'})")
+    problems = []
+    for candidate in [wanted] if wanted is not None else reversed(steps):
+        try:
+            return _load_step(directory, candidate, config)
+        except CheckpointError as error:
+            problems.append(f"step {candidate}: {error}")
+            logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, candidate, error)
+    raise UserError(f"{directory}: no checkpoint can be used:\n  " + "\n  ".join(problems))
+
+
+def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
+    """Rows of the embedding and the tokenizer of the model that `load_model` would read, without reading its weights.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    directory, step = locate(run)
+    for candidate in [step] if step is not None else reversed(committed_steps(directory)):
+        with contextlib.suppress(CheckpointError):
+            record = read_record(directory, candidate)
+            return record["vocab_size"], load_tokenizer(directory / "tokenizer")
+    raise UserError(f"{directory}: there is no checkpoint that can be read")
+
+
+def _load_step(directory: Path, step: int, config: RunConfig) -> LoadedModel:
+    record = read_record(directory, step)
+    vocab_size = record["vocab_size"]
+    device = SingleDeviceSharding(jax.local_devices()[0])
+    prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
+    if config.adapter is None:
+        wanted = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0))).shapes
+    else:
+        wanted = _saved_arrays(record, prefix)
+    like = {
+        prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=device)
+        for name, x in wanted.items()
+    }
+    restored = read_step(directory, step, like, prefix=prefix)
+    params = {name.removeprefix(prefix): np.asarray(x) for name, x in restored.arrays.items()}
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    name = config.trainer.id or directory.name
+    return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record)
+
+
+def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array of a checkpoint whose name begins with `prefix`, by the rest of its name."""
+    described = {name: x.rstrip("]").split("[") for name, x in record["shapes"].items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): jax.ShapeDtypeStruct(
+            tuple(map(int, filter(None, sizes.split(",")))), jax.numpy.dtype(dtype)
+        )
+        for name, (dtype, sizes) in described.items()
+    }
+
+
+def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
+    described = record["shapes"].get(name)
+    return default if described is None else jax.numpy.dtype(described.split("[")[0])
+
+
+def locate(run: str | Path) -> tuple[Path, int | None]:
+    """The checkpoint directory that the user means, and the step if they named one.
+
+    Raises:
+        UserError: when there is none.
+    """
+    path = Path(run)
+    if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
+        return path.parent, int(path.name)
+    for candidate in (path, Path("logs") / run, Path("checkpoints") / run):
+        record = candidate / "run.json"
+        if record.is_file():
+            return _checkpoints_of(candidate, record), None
+        if (candidate / "config.yaml").is_file():
+            return candidate, None
+    known = sorted({p.parent.name for base in ("logs", "checkpoints") for p in Path(base).glob("*/config.yaml")})
+    there = f"; runs here: {', '.join(known)}" if known else ""
+    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
+
+
+def _checkpoints_of(run_dir: Path, record: Path) -> Path:
+    saved = Path(json.loads(record.read_text())["checkpoints"])
+    # A run that was moved as a whole keeps its checkpoints beside it.
+    beside = run_dir.parent.parent / saved.parent.name / saved.name
+    return saved if saved.is_dir() or not beside.is_dir() else beside
+
+
+def read_config(directory: Path) -> RunConfig:
+    """The configuration that a checkpoint directory was written with.
+
+    Raises:
+        UserError: when it is missing or no longer valid.
+    """
+    from lm_trainer.config.loader import load
+    from lm_trainer.run.config import RunConfig
+
+    # Without trackers, whose packages need not be installed where the weights are used.
+    return load(directory / "config.yaml", ["trainer.tracker=[]"], RunConfig).config
+
+
+def write_model(
+    out: Path, *, model_config: DecoderConfig, params: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
+) -> None:
+    """Writes weights as a checkpoint of step 0, to train from (`trainer.initialize_from`), sample from or export.
+
+    `out` is complete afterwards, or does not exist.
+
+    Args:
+        out: the new checkpoint directory.
+        model_config: the family and its settings.
+        params: nested dicts of arrays.
+        tokenizer: written beside the weights.
+        vocab_size: rows of the embedding.
+
+    Raises:
+        UserError: when `out` exists and is not empty, or cannot be written.
+        MachineError: when the disk is full.
+    """
+    from lm_trainer.config.render import to_yaml
+    from lm_trainer.run.config import RunConfig
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty; choose another directory")
+    draft = out.absolute().with_name(f".{out.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        store = CheckpointStore(draft, CheckpointerConfig())
+        arrays = {PARAMS + name: jax.numpy.asarray(x) for name, x in named_leaves(dict(params)).items()}
+        store.save(0, arrays, {"vocab_size": vocab_size})
+        store.close()
+        write_atomically(draft / "config.yaml", to_yaml(RunConfig(model=model_config)))  # pyright: ignore[reportArgumentType]
+        tokenizer.save(draft / "tokenizer")
+        if out.is_dir():
+            out.rmdir()
+        draft.rename(out)
+    except OSError as error:
+        raise MachineError(f"{out}: cannot be written ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

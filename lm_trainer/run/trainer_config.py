@@ -1,0 +1,288 @@
+"""The `trainer:` section: how long, how large, on which devices, and what is recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from lm_trainer.checkpoint.policy import CheckpointerConfig
+from lm_trainer.core.config import Config, Seed
+from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Steps, int_steps
+from lm_trainer.core.precision import Policy, PrecisionPolicy
+from lm_trainer.core.runtime import check_settings
+from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.health.watchdog import WatchdogConfig
+from lm_trainer.nn.quantize import AnyQuantization
+from lm_trainer.optim.averaging import AnyAveraging
+from lm_trainer.parallel.distributed import DistributedConfig
+from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, RULE_AXES, MeshShape, check_logical_axis, parse_rules
+from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.norms import WatchConfig
+from lm_trainer.trackers import AnyTracker, TensorboardConfig
+
+Resources = dict[str, str | tuple[str, ...]]
+JsonValue = str | int | float | bool | None
+
+_CUT_BY = {"layers": "pipeline", "experts": "expert"}
+"""The logical axes of parameters that a mesh axis cuts without a rule."""
+
+
+class TrainerConfig(Config):
+    """Everything about a run that is neither the model, nor the data, nor the optimizer."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "per_device_train_parallelism": "renamed; use `per_device_parallelism`",
+        "wandb": "deprecated; use `tracker` with `type: wandb`",
+    }
+
+    seed: Seed = 0
+    """Decides initial weights, data order and dropout."""
+    id: str | None = None
+    """Name of the run; the same name again resumes it. Default: the environment's RUN_ID, else the name of the
+    configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
+    mp: PrecisionPolicy = Policy()
+    """Mixed precision: parts as in `p=f32,c=bfloat16` (parameters with gradients and optimizer state, computation), or
+    one dtype for both: `f32`. `bfloat16` alone keeps weights in bfloat16 too, which loses small updates; with `float16`
+    no loss is scaled."""
+    quantization: AnyQuantization | None = None
+    """Compute matrix products in 8 bits; null: as `mp` says."""
+    determinism: Literal["elastic", "fast"] = "elastic"
+    """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
+    order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
+    at once. It is there to measure what `elastic` costs."""
+
+    cpu_threads: PositiveInt | None = None
+    """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
+    Unset: one for each core, and when the run is resumed, as many as before. XLA has no fewer than a process has
+    (emulated) devices: write that number to get the same bits on 1 to so many of them, on any number of cores."""
+
+    num_train_steps: PositiveInt = 400_000
+    """How many optimizer steps to run."""
+    train_batch_size: IntSchedule = 512
+    """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
+    value: 128}]`."""
+    per_device_parallelism: int = -1
+    """Rows in a microbatch, the unit of computation; -1: train_batch_size / elastic_shards. It decides the order of
+    additions, so changing it changes the run's bits; changing the number of devices does not."""
+    per_device_eval_parallelism: int = -1
+    """Rows that a device evaluates at once; -1: as in training."""
+    elastic_shards: PositiveInt = 8
+    """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
+    that the run can ever use."""
+    allow_nondivisible_batch_size: bool = False
+    """Fill up a batch that cannot be cut into equal microbatches with rows that count for nothing, instead of refusing
+    it. They cost computation."""
+    model_averaging: AnyAveraging | None = None
+    """Keep an average of the weights as well, which is evaluated beside them and exported."""
+
+    steps_per_eval: PositiveInt | tuple[PositiveInt, ...] = 1000
+    """Steps between evaluations, or a list of the steps after which to evaluate; there is one after the last step as
+    well."""
+    max_eval_batches: PositiveInt | None = None
+    """Evaluate at most so many batches of each validation set; null: all."""
+    steps_per_log: PositiveInt = 1
+    """Steps between lines of metrics."""
+    sample_tokens: NonNegativeInt = 128
+    """After training, print a sample of so many tokens; 0: none."""
+
+    log_dir: str = "logs/"
+    """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
+    tracker: AnyTracker | tuple[AnyTracker, ...] = (TensorboardConfig(),)
+    """Where metrics go besides metrics.jsonl: one tracker or a list. A block without `type` is one of wandb."""
+    watch: WatchConfig = WatchConfig()
+    profiler: bool = False
+    """Record a trace of some steps, for TensorBoard's profiler: `tensorboard --logdir` on the run directory shows it
+    with the package tensorboard-plugin-profile."""
+    profiler_start_step: NonNegativeInt = 5
+    """How many steps are done when the trace begins; a few, so that nothing is compiled in it."""
+    profiler_num_steps: PositiveInt = 100
+    """How many steps are traced."""
+    profiler_perfetto_link: bool = False
+    """After the trace, print a link to the Perfetto viewer and wait until it has been opened."""
+    log_jaxprs: bool = True
+    """Write what was traced of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
+    log_xla_hlo: bool = True
+    """Write the compiled program of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
+    crash_on_nan: bool = True
+    """Stop when the loss or the gradient is NaN. The step is not applied in any case."""
+    crash_on_inf: bool = True
+    """Stop when the loss or the gradient is infinite. The step is not applied in any case."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+
+    checkpointer: CheckpointerConfig = CheckpointerConfig()
+    load_checkpoint: bool | None = None
+    """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
+    load_checkpoint_path: str | None = None
+    """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
+    initialize_from: str | None = None
+    """Start from the weights (only) of this checkpoint directory, run or step."""
+    allow_partial_checkpoint: bool = False
+    """Where a checkpoint lacks parameters of the model, start those afresh and name them, instead of refusing it."""
+
+    batch_axis: str = "batch"
+    """The logical axis that is cut over all devices for data parallelism."""
+    fsdp_axis: str | tuple[str, ...] | None = "embed"
+    """Logical axes along which parameters and optimizer state are cut over the data axis of the mesh at rest."""
+    tensor_parallel_axes: tuple[str, ...] | None = None
+    """Logical axes that are cut over the model axis of the mesh."""
+    axis_resources: Resources = {}
+    """Logical axis to mesh axis or axes, for the state at rest and for computation."""
+    parameter_axis_resources: Resources = {}
+    """Like axis_resources, for the state at rest only."""
+    compute_axis_resources: Resources = {}
+    """Like axis_resources, for computation only."""
+    model_axis_size: PositiveInt = 1
+    """Devices that share one copy of the model by tensor parallelism."""
+    context_axis_size: PositiveInt = 1
+    """Devices that share the positions of each row: sequence length and activations are cut, keys and values are
+    gathered for attention."""
+    expert_axis_size: PositiveInt = 1
+    """Devices that share the experts of each layer, and the rows of a microbatch."""
+    pipeline_axis_size: PositiveInt = 1
+    """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
+    (GPipe, Huang et al. 2019)."""
+    max_devices: PositiveInt | None = None
+    """Use no more devices than these, the first of those that are there; null: all. Several processes use all."""
+    replica_ici_axis_size: PositiveInt = 1
+    """Copies of the state inside a slice; the data axis takes the devices that remain."""
+    replica_dcn_axis_size: PositiveInt = 1
+    """Copies of the state over slices that a slower network connects."""
+
+    jax_config: dict[str, JsonValue] = {}
+    """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
+    jax_compilation_cache_dir: str | None = None
+    """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
+    directory."""
+    distributed: DistributedConfig = DistributedConfig()
+    ray: RayConfig = RayConfig()
+    require_accelerator: bool | None = None
+    """Refuse to run on a CPU; null: no."""
+    shutdown_at_exit: bool | NonNegativeFloat = False
+    """Shut the machine down when the command ends, however it ends: `true`, or after so many seconds. For rented
+    machines that cost while they are idle."""
+
+    @field_validator("id")
+    @classmethod
+    def _id_is_a_file_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w][\w.-]*", value):
+            raise ValueError(f"{value!r} cannot name a directory; use letters, digits, '.', '_' and '-'")
+        return value
+
+    @field_validator("jax_config")
+    @classmethod
+    def _settings_exist(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        check_settings(value)
+        return value
+
+    @field_validator("per_device_parallelism", "per_device_eval_parallelism")
+    @classmethod
+    def _positive_or_minus_one(cls, value: int) -> int:
+        if value < 1 and value != -1:
+            raise ValueError(f"expected a positive number, or -1 for the default, got {value}")
+        return value
+
+    @field_validator("axis_resources", "parameter_axis_resources", "compute_axis_resources")
+    @classmethod
+    def _axes_exist(cls, value: Resources, info: Any) -> Resources:
+        options = MESH_AXES if info.field_name == "parameter_axis_resources" else RULE_AXES
+        if "batch" in parse_rules(value, key=info.field_name, options=options):
+            raise ValueError(f"{info.field_name}: the batch is always cut over {', '.join(BATCH_AXES)}; remove 'batch'")
+        return value
+
+    @field_validator("batch_axis")
+    @classmethod
+    def _batch_axis_is_batch(cls, value: str) -> str:
+        if value != "batch":
+            raise ValueError(f"the only batch axis is 'batch', got {value!r}")
+        return value
+
+    @field_validator("fsdp_axis", "tensor_parallel_axes")
+    @classmethod
+    def _named_axes_exist(cls, value: Any, info: Any) -> Any:
+        for name in (value,) if isinstance(value, str) else value or ():
+            check_logical_axis(name, key=info.field_name)
+        return value
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainerConfig:
+        self.microbatches()
+        if self.load_checkpoint_path is not None and self.initialize_from is not None:
+            raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
+        if self.load_checkpoint_path is not None and self.load_checkpoint is False:
+            raise ValueError("load_checkpoint_path has no effect while load_checkpoint is false; remove one of them")
+        if self.tensor_parallel_axes and self.model_axis_size == 1:
+            raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
+        for axis in self._cut_axes():
+            if axis in {**self.axis_resources, **self.parameter_axis_resources, **self.compute_axis_resources}:
+                raise ValueError(
+                    f"{_CUT_BY[axis]}_axis_size already says how {axis!r} is cut; remove it from the rules"
+                )
+        return self
+
+    @property
+    def batch_schedule(self) -> BatchSchedule:
+        """The size of the global batch at each step."""
+        return BatchSchedule(int_steps(self.train_batch_size))
+
+    def microbatches(self) -> Steps[MicrobatchPlan]:
+        """How the global batch of each step is cut for computation.
+
+        Raises:
+            ValueError: when it cannot be cut equally.
+        """
+        sizes = int_steps(self.train_batch_size)
+        pad = self.allow_nondivisible_batch_size
+        plans = [
+            MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
+            for size in sizes.values
+        ]
+        return Steps(sizes.starts, tuple(plans))
+
+    def eval_plan(self) -> MicrobatchPlan:
+        """How the batches of evaluation are cut: as many microbatches as the largest batch of training has."""
+        plan = max(self.microbatches().values, key=lambda plan: plan.count)
+        rows = plan.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
+        return MicrobatchPlan(rows * plan.count, plan.count, rows)
+
+    def microbatch_rows(self) -> tuple[int, ...]:
+        """Rows of the microbatches of every batch, those of evaluation as well."""
+        return tuple(plan.rows for plan in (*self.microbatches().values, self.eval_plan()))
+
+    @property
+    def trackers(self) -> tuple[Any, ...]:
+        """`tracker` as a tuple."""
+        return self.tracker if isinstance(self.tracker, tuple) else (self.tracker,)
+
+    def mesh_shape(self) -> MeshShape:
+        """The mesh axes whose sizes are set here."""
+        return MeshShape(
+            replica_dcn=self.replica_dcn_axis_size,
+            replica=self.replica_ici_axis_size,
+            pipeline=self.pipeline_axis_size,
+            context=self.context_axis_size,
+            expert=self.expert_axis_size,
+            model=self.model_axis_size,
+        )
+
+    def _cut_axes(self) -> dict[str, tuple[str, ...]]:
+        """The logical axes that `pipeline_axis_size` and `expert_axis_size` cut, with their mesh axes."""
+        sizes = self.mesh_shape()._asdict()
+        return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
+
+    def compute_rules(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis to mesh axes during computation."""
+        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        shared = parse_rules(self.axis_resources, key="axis_resources")
+        own = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
+        return {"batch": BATCH_AXES, **tensor, **shared, **own, **self._cut_axes()}
+
+    def param_rules(self) -> dict[str, tuple[str, ...]]:
+        """Logical axis to mesh axes for the state at rest."""
+        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        shared = parse_rules(self.axis_resources, key="axis_resources")
+        own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)
+        axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
+        return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own, **self._cut_axes()}

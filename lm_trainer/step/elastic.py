@@ -1,0 +1,261 @@
+"""One optimizer step, bit for bit the same on every mesh.
+
+The global batch is cut into a fixed number of microbatches of fixed size. Each is computed by a hermetic lane; their
+gradients are added by one fixed binary tree, first inside a device, then across devices; then the state is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.piecewise import Steps
+from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim.averaging import AveragingConfig
+from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.no_fma import with_rounded_products
+from lm_trainer.parallel.ordered_sum import sum_of_squares
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
+from lm_trainer.step.state import ModelDef, Params, Placement, TrainState, abstract_state
+from lm_trainer.step.update import Metrics, compile_update
+
+LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights, metrics)`, all float32 scalars; metrics
+are sums as well, and reported divided by the sum of the weights. The key is for dropout; None switches it off."""
+
+CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
+"""`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
+
+
+class Observer(Protocol):
+    """Something that looks at the inside of a step."""
+
+    def before(self, state: TrainState) -> Any:
+        """What it needs of the state before the step, which the step consumes."""
+        ...
+
+    def after(self, before: Any, grads: Params, weight: jax.Array, state: TrainState) -> None:
+        """`grads` are sums over the batch, and `weight` what to divide them by; the state is that after the step."""
+        ...
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How a gradient becomes new weights."""
+
+    optimizer: OptimizerConfig
+    tx: optax.GradientTransformationExtraArgs
+    """Built from `optimizer` for the parameters that are trained."""
+    averaging: AveragingConfig | None = None
+    curvature: CurvatureFn | None = None
+    """The estimate that the optimizer takes."""
+
+
+class Step(Protocol):
+    """One optimizer step after another; what `determinism: elastic` and `fast` have in common.
+
+    Calling it with a batch placed by `put` returns the next state and float32 scalars on the device (`loss`,
+    `grad_norm`, `tokens` and others): reading them waits for the step. The state that it is given is consumed. A step
+    whose loss or gradient is not finite leaves parameters and optimizer as they were.
+    """
+
+    plans: Steps[MicrobatchPlan]
+    devices: Devices
+
+    def compile(self, batch: Batch, step: int = 0) -> Executable:
+        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
+
+        Returns the program that computes the gradient: of a microbatch, or where that is one program, of the step.
+        """
+        ...
+
+    def compiled(self, step: int) -> bool:
+        """Whether this step needs no compilation."""
+        ...
+
+    def local_rows(self, step: int = 0) -> range:
+        """The rows of the global batch of `step` that this process needs."""
+        ...
+
+    def put(self, batch: Batch, step: int = 0) -> Any:
+        """This process's rows of the global batch of `step` on their devices."""
+        ...
+
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """The programs of a step by name, to be looked at; arguments as for `compile`."""
+        ...
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """Those of a step whose memory grows with the rows that are computed at once; arguments as for `compile`."""
+        ...
+
+    def state_programs(self) -> dict[str, Executable]:
+        """Those of a step whose memory does not depend on the rows, in the order in which they run."""
+        ...
+
+    def gradient(self, state: TrainState, batch: Any) -> Sums:
+        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        ...
+
+    def __call__(
+        self, state: TrainState, batch: Any, learning_rate: float, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]: ...
+
+
+class TrainStep:
+    """The `Step` whose bits are the same on every mesh."""
+
+    def __init__(
+        self,
+        model: ModelDef,
+        loss: LossFn,
+        rule: UpdateRule,
+        *,
+        placement: Placement,
+        plans: Steps[MicrobatchPlan],
+        key: jax.Array,
+    ):
+        mesh, shardings = placement.mesh, placement.shardings
+        self.plans, self.devices, self._shapes = plans, Devices(placement), model.shapes
+        for plan in plans.values:
+            plan.per_shard(mesh)
+        trainable = shardings.params
+        self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        self._curvature = None
+        if rule.curvature is not None:
+            estimate = curvature_sums(model, rule.curvature, trainable)
+            self._curvature = MicrobatchSum(estimate, self.devices, jax.random.fold_in(key, 1), trainable)
+        self._rule = rule
+        layouts = {name: placement.layouts[name] for name in trainable}
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=everywhere)
+        self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
+        self._average = jax.jit(with_rounded_products(move), out_shardings=shardings.params, donate_argnums=1)
+
+    def compile(self, batch: Batch, step: int = 0) -> Executable:
+        """Compiles the lane for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+        if self._curvature is not None:
+            self._curvature.compile(self._shapes, batch, self.plans.at(step))
+        return self._gradient.compile(self._shapes, batch, self.plans.at(step)).program
+
+    def compiled(self, step: int) -> bool:
+        """Whether this step needs no compilation of its lane."""
+        return self._gradient.compiled(self.plans.at(step))
+
+    def local_rows(self, step: int = 0) -> range:
+        """The rows of the global batch of `step` that this process needs."""
+        return self.devices.local_rows(self.plans.at(step))
+
+    def put(self, batch: Batch, step: int = 0) -> PlacedBatch:
+        """This process's rows of the global batch of `step` on their devices."""
+        return self.devices.put(batch, self.plans.at(step))
+
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """What runs before the update: `gather` where parameters are cut at rest, `lane`, and `reduction`."""
+        return {**self._gathering(), "lane": self.compile(batch, step), "reduction": self._reduction()}
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """`lane`, and `curvature` where the optimizer takes an estimate: the same for any number of batch shards."""
+        found = {"lane": self.compile(batch, step)}
+        if self._curvature is not None:
+            found["curvature"] = self._curvature.compile(self._shapes, batch, self.plans.at(step)).program
+        return found
+
+    def state_programs(self) -> dict[str, Executable]:
+        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, `average` if any."""
+        averaged = self._rule.averaging is not None
+        state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
+        everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
+        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
+        # Gradients and estimates have the shapes of the parameters, and lie as they do.
+        grads, curvature = state.params, None if self._curvature is None else state.params
+        found = {
+            **self._gathering(),
+            "reduction": self._reduction(),
+            "norm": Executable.make(self._norm, grads),
+            **self._update.programs(state.params, state.opt_state, grads, curvature, scalars),
+        }
+        if averaged:
+            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
+            found["average"] = Executable.make(self._average, *moved)
+        return found
+
+    def _gathering(self) -> dict[str, Executable]:
+        gather = self.devices.gathering(self._shapes)
+        return {} if gather is None else {"gather": gather}
+
+    def _reduction(self) -> Executable:
+        return self._gradient.reduction(self._shapes, ("loss", "weight"))
+
+    def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
+        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        return self._gradient(self._on_groups(state), batch, state.step)
+
+    def _on_groups(self, state: TrainState) -> list[Params]:
+        return self.devices.params_on_groups({**state.frozen, **state.params})
+
+    def __call__(
+        self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One step on a batch placed by `put`."""
+        (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
+        before = None if observer is None else observer.before(state)
+        scalars = {**scalars, "squares": in_turn(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
+        params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
+        done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
+        if observer is not None:
+            observer.after(before, grads, scalars["weight"], done)
+        return done, metrics
+
+    def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
+        # Whole parameters live as long as this function: the update finds their memory free.
+        on_groups = self._on_groups(state)
+        sums = self._gradient(on_groups, batch, state.step)
+        if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
+            return sums, None
+        return sums, self._curvature(on_groups, batch, state.step).tree
+
+    def _averaged(self, state: TrainState, params: Params) -> Params | None:
+        if state.averaged is None or self._rule.averaging is None:
+            return None
+        share = np.float32(self._rule.averaging.share(state.step + 1))
+        return self._average(np.uint32(0), state.averaged, params, share)
+
+
+def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        def objective(chosen: Params) -> tuple[jax.Array, Any]:
+            total, weight, metrics = loss(model.merge({**params, **chosen}), batch, key)
+            return total, {"loss": total, "weight": weight, **metrics}
+
+        (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})
+        return Sums(scalars, grads)
+
+    return function
+
+
+def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The optimizer's estimate for the parameters `trainable`, as sums."""
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        sums = curvature(model.merge(params), batch, key)
+        named = model.named(sums)
+        return Sums({}, {name: named[name] for name in trainable})
+
+    return function
+
+
+def move(averaged: Params, params: Params, share: jax.Array) -> Params:
+    """The average after one more step, of which `share` is that of the new parameters."""
+    return jax.tree.map(lambda a, p: a + share.astype(a.dtype) * (p.astype(a.dtype) - a), averaged, params)

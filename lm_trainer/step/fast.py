@@ -1,0 +1,217 @@
+"""One optimizer step as one program over the whole mesh, in which XLA orders the additions as it likes.
+
+What the field usually does, and so the measure of what elastic determinism costs. Bits depend on the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.piecewise import Steps
+from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.step.elastic import LossFn, Observer, UpdateRule, curvature_sums, loss_and_gradient, move
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
+from lm_trainer.step.model_parallel import cut_over_group
+from lm_trainer.step.state import ModelDef, Params, Placement, TrainState, abstract_state
+from lm_trainer.step.update import Metrics, make_update
+
+
+class GlobalStep:
+    """The `Step` of `determinism: fast`.
+
+    Args:
+        model: what is trained.
+        loss: of rows; it sees those of all devices at once.
+        rule: how gradients become weights.
+        placement: where everything lies.
+        plans: the batches. What they say of microbatches matters only with `accumulate`.
+        key: for dropout.
+        accumulate: each device computes its microbatches one after the other, instead of all its rows at once.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a step consists of
+        self,
+        model: ModelDef,
+        loss: LossFn,
+        rule: UpdateRule,
+        *,
+        placement: Placement,
+        plans: Steps[MicrobatchPlan],
+        key: jax.Array,
+        accumulate: bool,
+    ):
+        self.plans, self.devices = plans, Devices(placement)
+        self._model, self._rule, self._placement = model, rule, placement
+        self._shards, self._accumulate = batch_shards(placement.mesh), accumulate
+        for plan in plans.values:
+            plan.per_shard(placement.mesh)
+        self._key_data = jax.random.key_data(key)
+        trainable = placement.shardings.params
+        self._everywhere = NamedSharding(placement.mesh, PartitionSpec())
+        function = loss_and_gradient(model, loss, trainable)
+        self._gradient: MicrobatchFn = cut_over_group(function, placement.mesh, placement.layouts, trainable)
+        self._apply = make_update(rule.optimizer, rule.tx)
+        state = (*placement.shardings, self._everywhere)
+        self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
+        # To look at a gradient or an estimate is rare, so each is a program of its own.
+        self._sums = self._jitted_sums(self._gradient, stream=0)
+        self._curvature = None
+        if rule.curvature is not None:
+            self._curvature = self._jitted_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
+        self._average = jax.jit(move, out_shardings=trainable, donate_argnums=0)
+        self._programs: dict[tuple[int, bool], Executable] = {}
+
+    def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> Any:
+        def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
+            return self._over_batch(function, params, batch, step, stream)
+
+        shardings: Any = (self._everywhere, dict(self._placement.shardings.params))
+        return jax.jit(sums, out_shardings=Sums(*shardings))
+
+    def compile(self, batch: Batch, step: int = 0) -> Executable:
+        """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+        plan, state = self.plans.at(step), self._abstract_state()
+        return self._program((state.params, state.opt_state, state.frozen), self._whole(batch, plan), plan, None)
+
+    def _abstract_state(self) -> TrainState:
+        averaged = self._rule.averaging is not None
+        return abstract_state(self._model.shapes, self._rule.tx, self._placement, averaged=averaged)
+
+    def _whole(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
+        """The shapes of a global batch of `plan` with rows like those of `batch`."""
+        rows = NamedSharding(self._placement.mesh, PartitionSpec(BATCH_AXES))
+        shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
+        return Batch(*map(shape, batch))
+
+    def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Executable:
+        kind = plan.batch_size, curvature is not None
+        if kind not in self._programs:
+            self._programs[kind] = Executable.make(self._step, *state, batch, np.int32(0), np.float32(0), curvature)
+        return self._programs[kind]
+
+    def compiled(self, step: int) -> bool:
+        """Whether this step needs no compilation."""
+        return (self.plans.at(step).batch_size, False) in self._programs
+
+    def local_rows(self, step: int = 0) -> range:
+        """The rows of the global batch of `step` that this process needs."""
+        return self.devices.local_rows(self.plans.at(step))
+
+    def put(self, batch: Batch, step: int = 0) -> Batch:
+        """This process's rows of the global batch of `step` as part of one array cut over the devices."""
+        plan, mesh = self.plans.at(step), self._placement.mesh
+        rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
+        whole = plan.rows * plan.count
+        return Batch(
+            *(jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])) for x in local)
+        )
+
+    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """The one program of a step, as `step`."""
+        return {"step": self.compile(batch, step)}
+
+    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
+        """`step`, and before it `curvature` where the optimizer takes an estimate."""
+        if self._curvature is None:
+            return self.programs(batch, step)
+        plan, state = self.plans.at(step), self._abstract_state()
+        arrays, rows = (state.params, state.opt_state, state.frozen), self._whole(batch, plan)
+        estimate = Executable.make(self._curvature, {**state.frozen, **state.params}, rows, np.int32(0))
+        return {"curvature": estimate, "step": self._program(arrays, rows, plan, state.params)}
+
+    def state_programs(self) -> dict[str, Executable]:
+        """`average` where weights are averaged."""
+        state = self._abstract_state()
+        if state.averaged is None:
+            return {}
+        return {"average": Executable.make(self._average, state.averaged, state.params, np.float32(0))}
+
+    def gradient(self, state: TrainState, batch: Batch) -> Sums:
+        """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
+        return in_turn(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
+
+    def __call__(
+        self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One step on a batch placed by `put`."""
+        curvature = None
+        if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
+            everything = {**state.frozen, **state.params}
+            curvature = in_turn(self._curvature(everything, batch, np.int32(state.step))).tree
+        seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
+        arrays = (state.params, state.opt_state, state.frozen)
+        program = self._program(arrays, batch, self.plans.at(state.step), curvature).compiled
+        step, rate = np.int32(state.step), np.float32(learning_rate)
+        params, opt_state, metrics = in_turn(program(*arrays, batch, step, rate, curvature))
+        averaged = state.averaged
+        if averaged is not None and self._rule.averaging is not None:
+            averaged = self._average(averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
+        done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
+        if observer is not None and seen is not None:
+            before, sums = seen
+            observer.after(before, sums.tree, sums.scalars["weight"], done)
+        return done, metrics
+
+    def _whole_step(  # noqa: PLR0913 - what a step reads
+        self,
+        params: Params,
+        opt_state: Any,
+        frozen: Params,
+        batch: Batch,
+        step: jax.Array,
+        learning_rate: jax.Array,
+        curvature: Any,
+    ) -> tuple[Params, Any, Metrics]:
+        scalars, grads = self._over_batch(self._gradient, {**frozen, **params}, batch, step)
+        squares = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values())
+        given: Mapping[str, Any] = {**scalars, "squares": squares, "learning_rate": learning_rate}
+        return self._apply(params, opt_state, grads, curvature, given)
+
+    def _over_batch(
+        self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
+    ) -> Sums:
+        """The sums of `function` over the batch; `stream` tells apart the random numbers of different functions."""
+        mesh, layouts = self._placement.mesh, self._placement.layouts
+        key = jax.random.wrap_key_data(self._key_data)
+        key = jax.random.fold_in(jax.random.fold_in(key, stream) if stream else key, step)
+        whole = {
+            name: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layouts[name].compute))
+            for name, x in params.items()
+        }
+
+        def one(rows: Batch, index: jax.Array | int) -> Sums:
+            scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
+            rest = self._placement.rest
+            return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, rest[n]) for n, g in tree.items()})
+
+        chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
+        if chunks == 1:
+            return one(batch, 0)
+
+        def cut(x: Any) -> jax.Array:
+            parts = jnp.moveaxis(x.reshape(self._shards, chunks, -1, *x.shape[1:]), 1, 0)
+            parts = parts.reshape(chunks, -1, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))
+
+        def add(total: Sums, item: tuple[Batch, jax.Array]) -> tuple[Sums, None]:
+            return jax.tree.map(jnp.add, total, one(*item)), None
+
+        items = (jax.tree.map(cut, batch), jnp.arange(chunks))
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, batch, 0))
+        return jax.lax.scan(add, zero, items)[0]
+
+    def _rows_at_once(self, rows: int) -> int:
+        """Rows of a batch of `rows` that each device computes together."""
+        if not self._accumulate:
+            return rows // self._shards
+        return next(plan.rows for plan in self.plans.values if plan.rows * plan.count == rows)

@@ -1,0 +1,166 @@
+"""One microbatch cut over several devices: its positions, the experts of its layers, its layers.
+
+Each device computes its part under `shard_map`; `lm_trainer.parallel.collectives` are called where parts meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.spec import DecoderSpec, MoeSpec
+from lm_trainer.parallel.collectives import axis_index, sum_over, total
+from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, spec_axes
+from lm_trainer.parallel.sharding import LeafLayout
+
+ROW_AXES = ("pipeline", "expert")
+"""The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
+
+
+def axes_in_use(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that cut a microbatch on a mesh of these sizes."""
+    return tuple(axis for axis in GROUP_AXES if sizes[axis] > 1)
+
+
+def cut_over_group(
+    function: Callable[[Any, Batch, jax.Array], tuple[dict[str, jax.Array], dict[str, jax.Array]]],
+    mesh: Mesh,
+    layouts: Mapping[str, LeafLayout],
+    names: Iterable[str],
+) -> Callable[..., Any]:
+    """`function(params, batch, key) -> (scalars, tree)`, computed by all devices that share a microbatch.
+
+    The function is called with this device's part of the rows and of the parameters. What it returns are sums over
+    that part, which are added over the devices in a fixed order.
+
+    Args:
+        function: what to compute; it comes back as it is where nothing is cut.
+        mesh: of one group, or one with batch axes, over which the result then is XLA's to add.
+        layouts: of the parameters.
+        names: the parameters that the tree has.
+    """
+    axes, names = axes_in_use(mesh.shape), tuple(names)
+    if not axes:
+        return function
+    # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
+    manual = {axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1}
+    specs = {name: _only(layout.compute, manual) for name, layout in layouts.items()}
+
+    def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
+        key = jax.random.wrap_key_data(key_data)
+        for axis in axes:
+            key = jax.random.fold_in(key, axis_index(axis))
+        scalars, tree = function(params, batch, key)
+        added = {
+            name: sum_over(x, _missing(specs[name], axes), _free_dim(x, layouts[name], mesh, axes))
+            for name, x in tree.items()
+        }
+        return {name: total(x) for name, x in scalars.items()}, added
+
+    def whole(params: Any, batch: Batch, key: jax.Array) -> Any:
+        rows, length = batch.tokens.shape
+        shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        check_rows(rows // shards, mesh.shape)
+        check_length(length, mesh.shape)
+        cut: Any = PartitionSpec(ROW_AXES, "context")
+        mapped = jax.shard_map(
+            part,
+            mesh=mesh.abstract_mesh,
+            in_specs=({name: specs[name] for name in params}, Batch(*(cut,) * len(batch)), PartitionSpec()),
+            out_specs=(PartitionSpec(), {name: specs[name] for name in names}),
+            axis_names=manual,
+            check_vma=False,
+        )
+        return mapped(params, batch, jax.random.key_data(key))
+
+    return whole
+
+
+def _only(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
+    entries = (tuple(a for a in spec_axes(entry) if a in axes) for entry in spec)
+    return PartitionSpec(*(e if len(e) > 1 else (e[0] if e else None) for e in entries))
+
+
+def _missing(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
+    there = {a for entry in spec for a in spec_axes(entry)}
+    return tuple(a for a in axes if a not in there)
+
+
+def _free_dim(x: jax.Array, layout: LeafLayout, mesh: Mesh, axes: Iterable[str]) -> int | None:
+    """A dimension that no axis cuts, and that can be cut over all `axes` while it is summed."""
+    pieces = math.prod(mesh.shape[a] for a in axes)
+    cut = [bool(spec_axes(entry)) for entry in layout.compute] + [False] * x.ndim
+    return next((d for d, size in enumerate(x.shape) if not cut[d] and size % pieces == 0), None)
+
+
+def check_length(length: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when rows of so many positions cannot be cut over the context axis."""
+    if length % sizes["context"]:
+        raise UserError(
+            f"rows of {length} positions cannot be cut into context_axis_size={sizes['context']} pieces; choose a "
+            f"divisor of model.seq_len"
+        )
+
+
+def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when the `rows` of a microbatch cannot be shared by the axes that cut rows."""
+    cuts = {f"{axis}_axis_size": sizes[axis] for axis in ROW_AXES if sizes[axis] > 1}
+    if rows % math.prod(cuts.values()):
+        raise UserError(
+            f"a microbatch of {rows} rows cannot be shared by "
+            f"{' x '.join(f'{key}={size}' for key, size in cuts.items())} devices; set "
+            f"trainer.per_device_parallelism to a multiple of {math.prod(cuts.values())}"
+        )
+
+
+def check_cut(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
+    """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
+
+    Args:
+        spec: of the model; None for one that is no `Decoder`.
+        rows: of the microbatches that there are.
+        sizes: of the axes of the mesh.
+    """
+    check_model(spec, sizes)
+    for count in rows:
+        check_rows(count, sizes)
+
+
+def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
+    """Finds what the axes of a group cannot do with a model.
+
+    Args:
+        spec: of the model; None for one that is no `Decoder`.
+        sizes: of the axes of the mesh.
+
+    Raises:
+        UserError: names the axis and what hinders it.
+    """
+    axes = axes_in_use(sizes)
+    if not axes:
+        return
+    if spec is None:
+        raise UserError(f"{axes[0]}_axis_size needs a decoder of lm_trainer, not a model of your own; set it to 1")
+    routers = any(isinstance(block.mlp, MoeSpec) for block in spec.blocks)
+    if "expert" in axes and not routers:
+        raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")
+    if "pipeline" not in axes:
+        return
+    if routers:
+        raise UserError(
+            "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
+            "microbatches; set it to 1, and expert_axis_size instead"
+        )
+    stages, layers = sizes["pipeline"], len(spec.blocks)
+    if layers % (spec.period * stages):
+        pattern = f", which repeat every {spec.period} layers," if spec.period > 1 else ""
+        raise UserError(
+            f"{layers} layers{pattern} cannot be cut into pipeline_axis_size={stages} equal stages; choose a "
+            f"divisor of {layers // spec.period}"
+        )

@@ -1,0 +1,138 @@
+"""The last piece of a step: from summed gradients to new parameters, bit for bit the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from lm_trainer.optim import OptimizerConfig
+from lm_trainer.parallel.compile_per_device import compile_for_each
+from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.no_fma import with_rounded_products
+from lm_trainer.step.executable import Executable, program_hash
+from lm_trainer.step.state import Params, StateShardings
+
+Metrics = dict[str, jax.Array]
+UpdateFn = Callable[..., tuple[Params, Any, Metrics]]
+"""`update(params, opt_state, grads, curvature, scalars)`: see `make_update`."""
+
+
+def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs) -> UpdateFn:
+    """One update as a function to be compiled.
+
+    Its arguments are parameters, optimizer state, summed gradients, the optimizer's curvature estimate (None where it
+    takes none at this step), and a dict of float32 scalars: `loss`, `weight` and what else the loss reports, as sums;
+    `squares`, the sum of squares of the gradients; `learning_rate`. A step whose loss or gradient is not finite leaves
+    parameters and optimizer as they were, but for the count of skipped steps.
+    """
+
+    def update(
+        params: Params, opt_state: Any, grads: Params, curvature: Any, scalars: Mapping[str, jax.Array]
+    ) -> tuple[Params, Any, Metrics]:
+        sums = dict(scalars)
+        weight, squares, learning_rate = sums.pop("weight"), sums.pop("squares"), sums.pop("learning_rate")
+        means = {name: total / weight for name, total in sums.items()}
+        grad_norm = jnp.sqrt(squares) / weight
+        mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        given = {"learning_rate": learning_rate, "grad_norm": grad_norm, "loss": means["loss"]}
+        if optimizer.curvature is not None:
+            given |= {"curvature": curvature, "weight": weight}
+        updates, new_opt_state = tx.update(mean_grads, opt_state, params, **given)
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
+        # An optimizer that skips bad steps leaves all but its history as it was, and counts the step.
+        kept = new_opt_state if optimizer.skip_bad_steps else jax.tree.map(keep, new_opt_state, opt_state)
+        metrics = {**means, "grad_norm": grad_norm, "tokens": weight, **optimizer.metrics(kept)}
+        return new_params, kept, metrics
+
+    return update
+
+
+class ElementwiseUpdate:
+    """Every device updates the part of the state that it holds."""
+
+    def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
+        replicated = NamedSharding(mesh, PartitionSpec())
+        # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
+        rounded = with_rounded_products(update)
+        self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
+
+    def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
+        """Consumes parameters and optimizer state."""
+        return in_turn(self._update(np.uint32(0), *args))
+
+    def programs(self, *args: Any) -> dict[str, Executable]:
+        """The programs of an update with arguments of these shapes, in the order in which they run: `update` alone."""
+        return {"update": Executable.make(self._update, np.uint32(0), *args)}
+
+
+class WholeUpdate:
+    """Every device computes the whole update, in a program of its own that knows nothing of the mesh.
+
+    For update rules that compute sums or products over a parameter: cut over devices, their order of additions would
+    depend on the mesh. Costs each device the memory and the work of the whole update.
+    """
+
+    def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
+        self._jitted = jax.jit(update, donate_argnums=(0, 1))
+        self._mesh = mesh
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._gather = jax.jit(lambda x: x, out_shardings=self._everywhere)
+        self._scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
+        self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
+
+    def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
+        """Consumes parameters and optimizer state."""
+        whole = in_turn(self._gather(args))
+        leaves, structure = jax.tree.flatten(whole)
+        programs = self._programs(structure, leaves)
+        # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
+        parts = [{shard.device: shard.data for shard in x.addressable_shards} for x in leaves]
+        local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
+        results = [program(*args) for program, args in zip(programs, local, strict=True)]
+        params, opt_state, metrics = jax.tree.map(self._join, *results)
+        return (*in_turn(self._scatter((params, opt_state))), metrics)
+
+    def programs(self, *args: Any) -> dict[str, Executable]:
+        """As `ElementwiseUpdate.programs`: `update_gather`, `update` on one of the devices, `update_scatter`."""
+        gathered = Executable.make(self._gather, args)
+        alone = SingleDeviceSharding(self._devices[0])
+        whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), args)
+        everywhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), args[:2])
+        return {
+            "update_gather": gathered,
+            "update": Executable.make(self._jitted, *whole),
+            "update_scatter": Executable.make(self._scatter, everywhere),
+        }
+
+    def _join(self, *parts: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))
+
+    def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[jax.stages.Compiled]:
+        if structure not in self._compiled:
+
+            def one(index: int) -> jax.stages.Compiled:
+                on = SingleDeviceSharding(self._devices[index])
+                shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
+                return self._jitted.lower(*jax.tree.unflatten(structure, shapes)).compile()
+
+            programs = compile_for_each(one, [[device] for device in self._devices])
+            assert len({program_hash(p) for p in programs}) == 1, "devices of one mesh compile one update differently"
+            self._compiled[structure] = programs
+        return self._compiled[structure]
+
+
+def compile_update(
+    optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs, shardings: StateShardings, mesh: Mesh
+) -> ElementwiseUpdate | WholeUpdate:
+    """The update of `optimizer` as it must be computed to have the same bits on every mesh."""
+    kind = ElementwiseUpdate if optimizer.elementwise else WholeUpdate
+    return kind(make_update(optimizer, tx), shardings, mesh)

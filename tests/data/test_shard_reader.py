@@ -1,0 +1,106 @@
+"""How rows are read: quickly, but with the outcome of the plain way; and what is done ahead of its use."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources import Row, jsonl, shards_of_urls
+from lm_trainer.data.tokenize.shard_reader import ahead
+
+FRAGMENTS = [
+    *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"/", b" ", b"\t", b"\r", b"\0", b"\x1f", b"\x7f"),
+    *(b"\\u", b"\\ud83d", b"\\ude00", b"\\u00e9", b"\\u0000", b"\\uD800", b"\\n", b"\\x", b"\\/", b"\xef\xbb\xbf"),
+    *(b"\xff", b"\xc3\xa9", b"\xed\xa0\x80", b"\xf0\x9f\x98\x80", b"\xe2\x80\xa8", b"text", b'"text":', b'"text":"a"'),
+    *(b"NaN", b"Infinity", b"-Infinity", b"null", b"true", b"1e999", b"-0", b"01", b"1.", b".5", b"1E+2", b"+1"),
+    *(b"18446744073709551616", b"9" * 400, b"9" * 5000, b"0." + b"1" * 400, b"[" * 300, b"[" * 1010 + b"]" * 1010),
+]
+
+
+def lines(count: int) -> Iterator[bytes]:
+    """Objects that are changed at random places, so that most are nearly JSON."""
+    draw = random.Random(0)
+    nested = [None, 1, 2.5, "x", {"text": "inner"}, [1, [2]], 10**30, "é\ud800"]
+    for _ in range(count):
+        value = {key: draw.choice(nested) for key in draw.sample(["text", "id", "é", "meta"], 3)}
+        value |= {"text": draw.choice(["plain", "ünï \n", '"\\/', "\ud83d", "😀"])} if draw.random() < 0.8 else {}
+        line = bytearray(json.dumps(value, ensure_ascii=draw.random() < 0.5).encode("utf-8", "surrogatepass"))
+        for _ in range(draw.choice([0, 0, 1, 1, 2, 4])):
+            place = draw.randrange(len(line) + 1)
+            line[place : place + draw.choice([0, 0, 1, 5])] = draw.choice(FRAGMENTS)
+        yield bytes(line.replace(b"\n", b" "))
+    for depth in (200, 300, 900, 990, 1000, 1015, 1030, 5000):
+        yield b'{"text": "deep", "meta": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def test_the_fast_decoder_gives_what_the_other_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("orjson")
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines(20_000)))
+    shard = shards_of_urls("train", [str(tmp_path / "a.jsonl")], "text")[0]
+    fast = list(shard.rows())
+    monkeypatch.setattr(jsonl, "_fast_decoder", lambda: None)
+    plain = list(shard.rows())
+    assert fast == plain
+    kinds = [type(row) for row in plain]
+    assert min(kinds.count(kind) for kind in set(kinds)) > 4000
+    assert len(kinds) == 20_008
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_lines_from_blocks_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK_BYTES", block)
+    texts = ["one", "", "carriage\r return", "line\u2028separator", "long " * 40, "last"]
+    content = "\r\n\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    for name, stored in {"a.jsonl": content, "b.json": content + b"\n", "c.jsonl.gz": gzip.compress(content)}.items():
+        (tmp_path / name).write_bytes(stored)
+        rows = list(shards_of_urls("train", [str(tmp_path / name)], "text")[0].rows())
+        assert [row.text for row in rows if isinstance(row, Row) and row.number % 2 == 0] == texts
+        assert [row.where.rpartition(":")[2] for row in rows] == [str(n) for n in range(1, 12)]
+
+
+def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    content = "".join(json.dumps({"text": f"{i} {draw.random()}"}) + "\n" for i in range(150_000)).encode()
+    packed = gzip.compress(content, 1)
+    (tmp_path / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    rows = iter(shards_of_urls("train", [str(tmp_path / "a.jsonl.gz")], "text")[0].rows())
+    assert sum(isinstance(next(rows), Row) for _ in range(8000)) == 8000
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz is damaged"):
+        list(rows)
+
+
+def test_items_are_made_ahead_and_errors_come_in_their_place() -> None:
+    made, closed = [], threading.Event()
+    second = threading.Event()
+
+    def items():
+        try:
+            for number in range(3):
+                made.append(number)
+                if number == 1:
+                    second.set()
+                yield number
+            raise UserError("the fourth")
+        finally:
+            closed.set()
+
+    taken = ahead(items())
+    assert next(taken) == 0
+    assert second.wait(10)
+    assert made == [0, 1]
+    assert [next(taken), next(taken)] == [1, 2]
+    with pytest.raises(UserError, match="the fourth"):
+        next(taken)
+    assert closed.is_set()
+    closed.clear()
+    another = ahead(items())
+    next(another)
+    another.close()
+    assert closed.is_set()

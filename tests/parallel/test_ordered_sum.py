@@ -1,0 +1,187 @@
+"""Sums are compared bit for bit with a brute-force tree in NumPy, on every mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
+from lm_trainer.parallel.ordered_sum import TreeSum, squares_by_layer, sum_of_squares, sum_over_shards, tree_sum
+from lm_trainer.parallel.sharding import LeafLayout, plan_layout
+from lm_trainer.profile.collectives import bytes_sent
+
+SHAPES = {
+    "matrix": ((24, 16), ("mlp", "embed")),
+    "stacked": ((3, 16, 10), ("layers", "embed", "mlp")),
+    "odd": ((7, 5), ("mlp", "vocab")),
+    "vector": ((16,), ("embed",)),
+    "few": ((12,), ("embed",)),
+    "both": ((56, 32), ("mlp", "embed")),
+}
+"""Parameters that can be cut in 8, in 4, and not at all."""
+
+MESHES = [
+    (1, MeshShape()),
+    (2, MeshShape()),
+    (4, MeshShape()),
+    (8, MeshShape()),
+    (4, MeshShape(replica=2)),
+    (8, MeshShape(replica_dcn=2, replica=2)),
+    (8, MeshShape(model=2)),
+]
+
+
+def brute_force_tree(items: list[np.ndarray]) -> np.ndarray:
+    if len(items) % 2 or len(items) == 1:
+        total = items[0]
+        for item in items[1:]:
+            total = total + item
+        return total
+    half = len(items) // 2
+    return brute_force_tree(items[:half]) + brute_force_tree(items[half:])
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 4, shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8, 12, 24])
+def test_tree_sum_is_the_recursive_tree(count: int) -> None:
+    items = list(random((count, 33)))
+    expected = brute_force_tree(items)
+    streaming: TreeSum[np.ndarray] = TreeSum(count, np.add)
+    for item in items:
+        streaming.push(item)
+    np.testing.assert_array_equal(streaming.result(), expected)
+    np.testing.assert_array_equal(np.asarray(jax.jit(tree_sum)(np.stack(items))), expected)
+
+
+def test_the_order_matters_on_this_data() -> None:
+    items = random((8, 33))
+    assert not np.array_equal(brute_force_tree(list(items)), np.add.reduce(items, axis=0))
+
+
+def test_an_unfinished_sum_has_no_result() -> None:
+    streaming: TreeSum[np.ndarray] = TreeSum(2, np.add)
+    streaming.push(np.ones(1))
+    with pytest.raises(ValueError, match="1 of 2"):
+        streaming.result()
+
+
+def test_a_streaming_sum_holds_few_partial_sums() -> None:
+    alive = 0
+    most = 0
+
+    class Item:
+        def __init__(self) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __add__(self, other: Item) -> Item:
+            nonlocal alive
+            alive -= 2
+            return Item()
+
+    streaming: TreeSum[Item] = TreeSum(64, lambda a, b: a + b)
+    for _ in range(64):
+        streaming.push(Item())
+    assert most <= 8
+
+
+def layouts_on(devices: int, shape: MeshShape, fsdp: bool):
+    mesh = build_mesh(shape, jax.devices()[:devices])
+    tensor = {"vocab": ("model",)} if shape.model == 1 else {"mlp": ("model",)}
+    compute = tensor if shape.model > 1 else {}
+    leaves = {k: v for k, v in SHAPES.items() if shape.model == 1 or k != "odd"}
+    rest = {**compute, **({"embed": ("data",)} if fsdp else {})}
+    return mesh, plan_layout(leaves, mesh, param_rules=rest, compute_rules=compute, max_shards=8)
+
+
+@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize(("devices", "shape"), MESHES)
+def test_sum_over_shards_equals_the_tree_and_lands_at_rest(devices: int, shape: MeshShape, fsdp: bool) -> None:
+    mesh, layouts = layouts_on(devices, shape, fsdp)
+    shards = batch_shards(mesh)
+    stacked = {n: random((shards, *SHAPES[n][0]), seed=i) for i, n in enumerate(layouts)}
+    placed = {
+        n: jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *layouts[n].compute)))
+        for n, x in stacked.items()
+    }
+    rest = {n: NamedSharding(mesh, layouts[n].rest) for n in layouts}
+    summed = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=rest)(placed)
+    for name, x in summed.items():
+        assert x.sharding.is_equivalent_to(rest[name], x.ndim)
+        np.testing.assert_array_equal(np.asarray(x), brute_force_tree(list(stacked[name])), err_msg=name)
+
+
+@pytest.mark.parametrize(("devices", "shape"), MESHES[:6])
+def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_too(
+    devices: int, shape: MeshShape
+) -> None:
+    mesh = build_mesh(shape, jax.devices()[:devices])
+    layouts = plan_layout(
+        {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
+    )
+    shards, whole = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
+    values = random((shards, 129, 257))
+    placed = {"large": jax.device_put(values, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))}
+    program = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=whole).lower(placed).compile()
+    np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
+    if shards > 1:
+        sent = sum(bytes_sent(program.as_text() or "").values())
+        assert sent == pytest.approx(2 * (shards - 1) / shards * 4 * 129 * 257, rel=0.01)
+
+
+def test_gradients_travel_as_slices_not_whole() -> None:
+    mesh, layouts = layouts_on(8, MeshShape(), True)
+    layouts = {n: layouts[n] for n in ("matrix", "stacked", "vector")}
+    stacked = {
+        n: jax.ShapeDtypeStruct(
+            (8, *SHAPES[n][0]), np.float32, sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES, *layouts[n].compute))
+        )
+        for n in layouts
+    }
+    rest = {n: NamedSharding(mesh, layouts[n].rest) for n in layouts}
+    program = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=rest).lower(stacked).compile()
+    text = program.as_text() or ""
+    assert "all-to-all" in text
+    assert "all-gather(" not in text
+    assert "all-reduce(" not in text
+
+
+@pytest.mark.slow
+def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut() -> None:
+    values = {n: random(shape, seed=i) for i, (n, (shape, _)) in enumerate(SHAPES.items())}
+    found, layered = set(), set()
+    for devices, shape in MESHES[:6]:
+        mesh = build_mesh(shape, jax.devices()[:devices])
+        for axis in ("embed", "mlp", None):
+            rules = {axis: ("data",)} if axis else {}
+            layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
+            placed = {n: jax.device_put(x, NamedSharding(mesh, layouts[n].rest)) for n, x in values.items()}
+
+            def sums(x: dict[str, jax.Array], m: Mesh = mesh, y: dict[str, LeafLayout] = layouts) -> Any:
+                return sum_of_squares(x, y, m), squares_by_layer(x, y, m, ["stacked"])["stacked"]
+
+            total, layers = jax.jit(sums)(placed)
+            found.add(float(total))
+            layered.add(np.asarray(layers).tobytes())
+    assert len(found) == len(layered) == 1
+    exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
+    assert found.pop() == pytest.approx(exact, rel=1e-6)
+    layers = np.sum(np.square(values["stacked"], dtype=np.float64), axis=(1, 2))
+    np.testing.assert_allclose(np.frombuffer(layered.pop(), np.float32), layers, rtol=1e-6)
+
+
+def test_sum_of_squares_over_the_model_axis_is_complete() -> None:
+    mesh, layouts = layouts_on(8, MeshShape(model=2), True)
+    values = {n: random(SHAPES[n][0], seed=3) for n in layouts}
+    placed = {n: jax.device_put(x, NamedSharding(mesh, layouts[n].rest)) for n, x in values.items()}
+    exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
+    assert float(jax.jit(lambda x: sum_of_squares(x, layouts, mesh))(placed)) == pytest.approx(exact, rel=1e-6)

@@ -1,0 +1,47 @@
+"""Arrays that are built on their devices, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.parallel.sharded_array import Slices, assemble
+
+SHAPE = (3, 8, 4)
+WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**6], ids=["on the devices", "on the host"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_every_device_has_its_block_and_asks_for_no_other(host_bytes: int, dtype: type) -> None:
+    asked: list[Slices] = []
+
+    def parts(block: Slices) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        asked.append(block)
+        for layer in range(block[0].start, block[0].stop):
+            yield (layer - block[0].start, 0, 0), WHOLE[layer : layer + 1, *block[1:]]
+
+    sharding = NamedSharding(mesh(), PartitionSpec(None, "data"))
+    array = assemble(SHAPE, dtype, sharding, parts, host_bytes=host_bytes)
+    assert array.dtype == dtype
+    assert array.sharding == sharding
+    np.testing.assert_array_equal(np.asarray(array), WHOLE.astype(dtype))
+    # Two devices of the model axis hold the same block, which is read once.
+    assert sorted(block[1].start for block in asked) == [0, 2, 4, 6]
+
+
+def test_a_scalar_and_a_replicated_array() -> None:
+    sharding = NamedSharding(mesh(), PartitionSpec())
+    scalar = assemble((), np.float32, sharding, lambda _: [((), np.full((), 2.5, np.float32))])
+    assert float(scalar) == 2.5
+    array = assemble(SHAPE, np.float32, sharding, lambda _: [((0, 0, 0), WHOLE)], host_bytes=0)
+    np.testing.assert_array_equal(np.asarray(array), WHOLE)

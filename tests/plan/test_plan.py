@@ -1,0 +1,226 @@
+"""`lmt plan`: what it predicts, against arrays that exist and programs that run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks.plan_error import VOCAB, config_of, measure_live
+from lm_trainer.core.errors import UserError
+from lm_trainer.parallel import dispatch_threads as streams
+from lm_trainer.parallel.ordered_sum import TreeSum, most_held
+from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
+from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
+from lm_trainer.plan.fit import find_largest, possible_rows
+from lm_trainer.plan.memory import StepMemory, state_bytes
+from lm_trainer.plan.table import lines
+from lm_trainer.profile.devices import device_kind, device_memory
+from lm_trainer.profile.peaks import datasheet_peak, known_devices
+from lm_trainer.run.program import build_program
+from tests.conftest import RunLmt
+
+HEADS = {"num_heads": 2, "num_kv_heads": 1}
+LLAMA = {"type": "llama", "seq_len": 32, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 1, **HEADS}
+FAST = {"train_batch_size": 8, "determinism": "fast", "per_device_parallelism": 2}
+CONFIG = """
+model: {type: gpt2, seq_len: 32, hidden_dim: 64, num_layers: 1, num_heads: 2}
+data: {tokenizer: bytes}
+trainer: {train_batch_size: 8, num_train_steps: 10}
+"""
+
+
+@pytest.fixture
+def config(in_tmp_path: Path) -> Path:
+    path = in_tmp_path / "tiny.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
+    trainer = {"train_batch_size": 8, "model_averaging": {"type": "ema"}}
+    program = build_program(config_of({"model": LLAMA, "trainer": trainer}), VOCAB, jax.devices()[:4])
+    state = program.init()
+    trees = {"parameters": state.params, "optimizer state": state.opt_state, "averaged weights": state.averaged}
+    predicted = state_bytes(program)
+    assert set(predicted) == set(trees)
+    for name, tree in trees.items():
+        for device in jax.devices()[:4]:
+            shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device]
+            assert predicted[name] == sum(shard.data.nbytes for shard in shards)
+    assert predicted["parameters"] < 4 * sum(math.prod(x.shape) for x in program.model.shapes.values()) / 3.5
+
+
+@pytest.fixture(scope="module")
+def memory() -> StepMemory:
+    """Of a step on two devices that share the state."""
+    return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2], "gpu")
+
+
+@pytest.mark.slow
+def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
+    predicted = memory.plan(memory.compile()).peak.bytes
+    assert predicted == pytest.approx(measure_live(memory.config, jax.devices()[:2]), rel=0.1)
+
+
+def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "cores", lambda: 4)
+    beside, compiled = StepMemory(memory.config, VOCAB, jax.devices()[:2], "cpu"), memory.compile()
+    (one,), (two,) = (
+        [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)
+    )
+    assert two.bytes - one.bytes == compiled["lane"].temporary + compiled["lane"].outputs
+
+
+@pytest.mark.slow
+def test_the_peak_of_one_program_for_all_is_too():
+    config, places = config_of({"model": LLAMA, "trainer": FAST}), jax.devices()[:2]
+    memory = StepMemory(config, VOCAB, places, "gpu")
+    predicted = memory.plan(memory.compile()).peak.bytes
+    assert predicted == pytest.approx(measure_live(config, places), rel=0.1)
+
+
+def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.MonkeyPatch):
+    # Rows long enough that a microbatch holds more than the update of the weights.
+    config = config_of({"model": {**LLAMA, "seq_len": 128}, "trainer": {"train_batch_size": 8}})
+    memory = StepMemory(config, VOCAB, jax.devices()[:2], "gpu")
+    compiled = functools.cache(memory.compile)
+    monkeypatch.setattr(memory, "compile", compiled)
+    sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
+    assert sizes == [1, 2, 4]
+    peaks = {rows: memory.plan(compiled(rows), rows).peak.bytes for rows in sizes}
+    assert len(set(peaks.values())) == len(sizes)
+    for limit in (max(peaks.values()), (peaks[2] + peaks[4]) // 2, peaks[2], min(peaks.values()) - 1):
+        found = find_largest(memory, limit)
+        assert found.rows == max((rows for rows in sizes if peaks[rows] <= limit), default=None)
+        if found.rows is None:
+            assert found.bytes == peaks[found.least_rows] == min(peaks.values())
+        else:
+            assert found.bytes == peaks[found.rows] <= limit
+            assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
+
+
+@pytest.mark.slow
+def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
+    def microbatch(remat: bool) -> int:
+        model = {**LLAMA, "num_layers": 4, "scan_layers": False, "gradient_checkpointing": remat}
+        config = config_of({"model": model, "trainer": {"train_batch_size": 8}})
+        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        (phase,) = (phase for phase in found.memory.phases if phase.name == "microbatch")
+        return phase.parts["temporary"]
+
+    assert microbatch(remat=True) < 0.6 * microbatch(remat=False)
+
+
+def test_the_table_says_what_is_as_good_as_it_gets():
+    schedule = [{"start": 0, "value": 8}, {"start": 5, "value": 16}]
+    config = config_of({"model": LLAMA, "trainer": {"train_batch_size": schedule, "num_train_steps": 10}})
+    group, places = DeviceGroup(8, "NVIDIA H100 80GB HBM3"), jax.devices()
+
+    def text(memory: int | None) -> str:
+        return "\n".join(lines(plan_run(config, group, places, Assumptions(vocab_size=VOCAB, memory=memory))))
+
+    assert re.search(r"largest microbatch +2 rows, as it is", text(None))
+    assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
+
+
+def test_the_table_says_what_is_not_known():
+    config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
+    text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
+    assert "n/a: how much memory 'cpu' has is not known; give --memory" in text
+    assert "n/a: no datasheet figure for float32 on 'cpu'" in text
+    assert "XLA's plan for a CPU" in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 40, 64])
+def test_a_tree_sum_holds_no_more_than_is_said(count: int):
+    alive, most = 0, 0
+
+    class Item:
+        def __init__(self) -> None:
+            nonlocal alive, most
+            alive += 1
+            most = max(most, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    # As with donated arrays, the sum lies where the first argument was.
+    tree: TreeSum[Item] = TreeSum(count, lambda a, _: a)
+    for _ in range(count):
+        tree.push(Item())
+    assert most == most_held(count)
+
+
+def test_every_device_of_the_peak_table_has_a_memory():
+    assert [kind for kind in known_devices() if device_memory(device_kind(kind)) is None] == []
+    assert device_kind("h100") == "NVIDIA H100 80GB HBM3"
+    assert all(datasheet_peak(device_kind(name), "bfloat16") for name in ("H100", "A100", "v5e", "v5p", "v6e", "L4"))
+
+
+def test_devices_and_bytes_as_people_write_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    assert (parse_devices("64xv5p").count, parse_devices("64xv5p").kind) == (64, "TPU v5")
+    assert parse_devices("8xNVIDIA H100 80GB HBM3") == parse_devices("8 x H100")
+    assert (parse_bytes("80GiB"), parse_bytes("1.5 gb")) == (80 * 2**30, 1_500_000_000)
+    # JAX by itself takes a part of a GPU's memory, and all of a TPU's.
+    found = {kind: getattr(budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
+    assert found == {"NVIDIA H200": 0.75 * 141e9, "TPU v4": 32e9, "cpu": None}
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100", "8x", "8xH1000", "-1xcpu", "99999xcpu"])
+def test_other_devices_are_refused(text: str):
+    with pytest.raises(UserError, match=r"--devices|unknown device"):
+        parse_devices(text)
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "0GiB", "8 bananas"])
+def test_other_amounts_of_memory_are_refused(text: str):
+    with pytest.raises(UserError, match="such as 80GiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--devices", "8xH10"], ["unknown device 'H10'", "did you mean 'H100'"]),
+        (["--devices", "16xH100"], ["16 devices along the data axes cannot share 8 microbatches"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(run_lmt: RunLmt, config: Path, arguments: list[str], words: list[str]):
+    done = run_lmt("plan", config, *arguments)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_devices_that_the_run_would_leave_idle_are_refused():
+    config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, "max_devices": 2}})
+    with pytest.raises(UserError, match="idle"):
+        plan_run(config, DeviceGroup(4, "cpu"), jax.devices()[:4], Assumptions())
+
+
+@pytest.mark.slow
+def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: Path):
+    options = ("--devices", "2xH100", "--mfu", "0.5", "--price", "3", "--vocab-size", "300", "--json")
+    settings = ("trainer.mp=bfloat16", "trainer.determinism=fast", "model.attn_backend=cudnn")
+    done = run_lmt("plan", config, *options, *settings)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    memory, work, time = found["memory"], found["work"], found["time"]
+    assert memory["peak_bytes"] == max(phase["bytes"] for phase in memory["phases"])
+    assert all(phase["bytes"] == sum(phase["parts"].values()) for phase in memory["phases"])
+    layer = 2 * 64 * 3 * 64 + 4 * 32 * 64 + 3 * 32 * 2 + 2 * 64 * 64 + 4 * 64 * 256
+    assert work["flops_per_token"] == 3 * (layer + 2 * 64 * 300)
+    assert (work["tokens_per_step"], work["tokens"]) == (8 * 32, 10 * 8 * 32)
+    assert time["step_seconds"] == pytest.approx(work["flops_per_step"] / (2 * 989.5e12 * 0.5))
+    assert time["cost"] == pytest.approx(3 * 2 * 10 * time["step_seconds"] / 3600)
+    assert found["budget"]["bytes"] == 60e9
+    assert (found["fit"]["rows"], found["kernel"]) == (4, "cudnn")
+    assert [path.name for path in config.parent.iterdir()] == ["tiny.yaml"]

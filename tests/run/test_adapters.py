@@ -1,0 +1,256 @@
+"""Training an adapter: what moves and what stays, what is saved, and on which model it goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lm_trainer.checkpoint.store import CheckpointStore, read_record
+from lm_trainer.config.loader import load
+from lm_trainer.config.render import to_yaml
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import ConfigError, UserError
+from lm_trainer.core.tree import named_leaves, nested_from_names
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.models import Gpt2Config, hf
+from lm_trainer.nn.lora import is_adapter
+from lm_trainer.profile.flops import flops_per_token
+from lm_trainer.run.adapters import find_base, load_whole, training_flops
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.hf_exports import HfExports
+from lm_trainer.run.program import Program, loss_function, plan_program, trace_model
+from lm_trainer.run.restore import save_state, start_state
+from lm_trainer.run.saved_model import load_model, write_model
+from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.trackers import Progress
+from tests.conftest import RunLmt
+from tests.run.conftest import MakeConfig
+
+MODEL: dict[str, Any] = {"seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
+ADAPTER = {"rank": 2, "alpha": 6.0, "dropout": 0.1}
+STEPS, VOCAB = 4, ByteTokenizer().vocab_size
+TRAINER: dict[str, Any] = {
+    "num_train_steps": STEPS,
+    "steps_per_eval": STEPS,
+    "initialize_from": "base",
+    "tracker": [],
+    "checkpointer": {"save_interval": "1h", "keep": [{"every": 2}]},
+}
+
+
+def write_base(out: Path, seed: int) -> dict[str, np.ndarray]:
+    """A checkpoint with random weights."""
+    tokenizer, rng, model = ByteTokenizer(), np.random.default_rng(seed), Gpt2Config(**MODEL)
+    leaves = hf.parameter_leaves(model, tokenizer.vocab_size)
+    params = {name: 0.1 * rng.standard_normal(leaf.shape, np.float32) for name, leaf in leaves.items()}
+    write_model(
+        out, model_config=model, params=nested_from_names(params), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
+    )
+    return params
+
+
+def configuration(make_config: MakeConfig, *overrides: str, **changes: Any) -> RunConfig:
+    trainer = {**TRAINER, **changes.pop("trainer", {})}
+    return load(make_config(adapter=ADAPTER, trainer=trainer, **changes), list(overrides), RunConfig).config
+
+
+def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str, Any], Program]:
+    """The run's checkpoints, what its records say of the base, and the program that starts from the base."""
+    store = CheckpointStore(Path("checkpoints/run"), config.trainer.checkpointer)
+    base = find_base(config, store)
+    assert base is not None
+    model = base.attach(trace_model(config, VOCAB))
+    program = plan_program(
+        config.trainer.model_copy(update={"initialize_from": None}),
+        config.optimizer,
+        model,
+        loss_function(config),
+        devices=jax.devices()[:devices],
+    )
+    return store, base.facts, program
+
+
+def start(config: RunConfig, store: CheckpointStore, program: Program) -> TrainState:
+    trainer = config.trainer.model_copy(update={"initialize_from": None})
+    return start_state(trainer, program, store, program.init, lambda _: "same")
+
+
+def some_steps(program: Program, state: TrainState) -> tuple[TrainState, list[float]]:
+    rows = np.random.default_rng(0).integers(0, 256, (STEPS, 16, 33)).astype(np.int32)
+    losses = []
+    for step in range(STEPS):
+        batch = _batch(rows[step])
+        if step == 0:
+            program.step.compile(batch)
+        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def check_merged(whole: dict[str, Any], base: dict[str, np.ndarray], adapter: dict[str, np.ndarray]) -> None:
+    assert whole.keys() == base.keys()
+    for name, x in base.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.lora.a" not in adapter:
+            np.testing.assert_array_equal(whole[name], x)
+            continue
+        a, b = adapter[f"{layer}.lora.a"], adapter[f"{layer}.lora.b"]
+        change = np.stack([3.0 * a[i].reshape(-1, 2) @ b[i].reshape(2, -1) for i in range(2)]).reshape(x.shape)
+        assert np.abs(change).max() > 1e-3
+        np.testing.assert_allclose(whole[name], x + change, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
+    make_config: MakeConfig, in_tmp_path: Path
+) -> None:
+    base, config = write_base(Path("base"), seed=0), configuration(make_config)
+    store, facts, program = plan(config)
+    state, _ = some_steps(program, start(config, store, program))
+    adapter = to_host(state.params)
+    assert len(adapter) == 2 * 6
+    assert all(map(is_adapter, adapter))
+    assert {name: x.sum() for name, x in to_host(state.frozen).items()} == {n: x.sum() for n, x in base.items()}
+    save_state(store, state, program, {"vocab_size": VOCAB, "data_fingerprint": "same", **facts})
+    store.close()
+    (store.directory / "config.yaml").write_text(to_yaml(config))
+    ByteTokenizer().save(store.directory / "tokenizer")
+
+    saved = load_model("run").record["shapes"]
+    assert not [name for name in saved if name.startswith("params.") and ".lora." not in name]
+    moments = [name for name, shape in saved.items() if name.startswith("opt_state.") and "[]" not in shape]
+    assert len(moments) == 2 * len(adapter), "two moments of Adam for each matrix, and none for what is frozen"
+
+    check_merged(named_leaves(load_whole("run").params), base, adapter)
+
+    # A base that trains on is used at the step that the adapter was begun on.
+    shutil.copytree("base/0", "base/7")
+    store, facts, program = plan(config)
+    assert facts == {"base_step": 0}
+    resumed = start(config, store, program)
+    for name, x in to_host(resumed.params).items():
+        np.testing.assert_array_equal(x, adapter[name])
+    assert resumed.step == STEPS
+    shutil.rmtree("base")
+    write_base(Path("base"), seed=1)
+    with pytest.raises(UserError, match=r"step 4 was trained beside other frozen weights .* set trainer\.id"):
+        start(config, store, program)
+    with pytest.raises(UserError, match="run is an adapter for other weights than those that are now in base"):
+        load_whole("run")
+    shutil.rmtree("base")
+    with pytest.raises(UserError, match="run is an adapter, and the model that it is for cannot be read: base: no run"):
+        load_whole("run")
+    store.close()
+
+
+def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "model": {"type": "gpt2", **MODEL},
+            "adapter": ADAPTER,
+            "trainer": {"initialize_from": "base"},
+            "hf_save_path": "out",
+        }
+    )
+    model, rng = trace_model(config, VOCAB), np.random.default_rng(0)
+    weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
+    recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
+    program = SimpleNamespace(weights=lambda state: {"": state}, model=model)
+    trainer: Any = SimpleNamespace(program=program, recorder=recorder)
+    info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
+    exports: Any = HfExports(config, "run", Progress(5))
+    with exports:
+        exports.hook(trainer, ByteTokenizer())(info)
+    written = load_file("out/run/step-3/adapter_model.safetensors")
+    name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
+    np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)
+    assert not Path("out/run/step-3/model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_from_training_to_the_export(make_config: MakeConfig, in_tmp_path: Path, run_lmt: RunLmt) -> None:
+    write_base(Path("base"), seed=0)
+    done = run_lmt("train", make_config(adapter=ADAPTER, trainer=TRAINER, model={"resid_pdrop": 0.0}))
+    assert done.returncode == 0, done.stderr
+    # Of each layer 2 x (32 + 32) for each of q, k, v and attn.c_proj, and twice 2 x (32 + 128) for the MLP.
+    assert "2,304 trained and 34,720 frozen parameters" in done.stdout
+    assert read_record(Path("checkpoints/run"), STEPS)["base_step"] == 0
+    again = run_lmt("train", "run.yaml")
+    assert "run run was complete already" in again.stdout, again.stderr
+    for command in (
+        ("generate", "run", "--prompt", "A"),
+        ("export-hf", "run", "adapter"),
+        ("export-hf", "run", "whole", "--merge"),
+    ):
+        done = run_lmt(*command)
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in Path("adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in Path("whole").iterdir()} >= {"config.json", "model.safetensors"}
+    assert "| Rank | 2 |" in Path("adapter/README.md").read_text()
+    refused = run_lmt("export-hf", "base", "other", "--merge")
+    assert refused.returncode == 2
+    assert "base has no adapter, so there is nothing to merge" in refused.stderr
+
+
+def test_what_cannot_be_adapted_is_refused(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model to adapt; name a run or checkpoint as trainer\.initialize_from"):
+        configuration(make_config, trainer={"initialize_from": None})
+    with pytest.raises(ConfigError, match="`rank`"):
+        configuration(make_config, "adapter.r=4")
+    write_base(Path("base"), seed=0)
+    for model, message in (
+        ({"activation_function": "relu"}, r"blocks\.0\.mlp\.activation: gelu_new there, relu here"),
+        ({"num_heads": 4}, r"blocks\.0\.attention\.num_heads: 2 there, 4 here"),
+    ):
+        with pytest.raises(UserError, match=rf"base is a model that computes something else .*\n  {message}"):
+            plan(configuration(make_config, model=model))
+    store, _, program = plan(configuration(make_config, model={"seq_len": 16, "attn_pdrop": 0.1}))
+    with pytest.raises(
+        UserError, match=r"base is another model:\n  embed\.positions: \(32, 32\) there, \(16, 32\) here"
+    ):
+        program.init()
+    store.close()
+
+
+def test_operations_of_a_step_are_those_that_a_frozen_model_needs(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    config = configuration(make_config, "adapter.target_modules=[c_attn]")
+    count = flops_per_token(config.model.spec(256), 32)
+    products = count.qkv + count.attention_out + count.mlp + count.head
+    pairs = 2 * 3 * (32 * 2 + 2 * 32)
+    expected = 2 * products + 3 * (count.attention_product + count.attention_softmax) + 3 * 2 * pairs
+    assert training_flops(count, trace_model(config, 256)) == expected
+    whole = load(make_config(), [], RunConfig).config
+    assert training_flops(count, trace_model(whole, 256)) == count.training
+
+
+@pytest.mark.slow
+def test_bits_are_the_same_on_one_device_and_eight(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    write_base(Path("base"), seed=0)
+    variants: list[tuple[int, dict[str, Any]]] = [
+        (1, {}),
+        (8, {}),
+        (1, {"scan_layers": False, "gradient_checkpointing": True}),
+    ]
+    found = []
+    for devices, model in variants:
+        store, _, program = plan(configuration(make_config, model=model), devices)
+        state, losses = some_steps(program, program.init())
+        found.append((losses, to_host(state.params)))
+        store.close()
+    assert found[0][0] == found[1][0]
+    for name, x in found[0][1].items():
+        np.testing.assert_array_equal(x, found[1][1][name], err_msg=name)
+        np.testing.assert_allclose(x, found[2][1][name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def _batch(rows: np.ndarray) -> Batch:
+    shape = (len(rows), rows.shape[1] - 1)
+    positions = np.tile(np.arange(shape[1], dtype=np.int32), (len(rows), 1))
+    return Batch(rows[:, :-1], rows[:, 1:], np.ones(shape, np.float32), positions, np.zeros(shape, np.int32))

@@ -1,0 +1,47 @@
+"""There is a configuration for every family, and each trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.config.loader import load
+from lm_trainer.core.batch import Batch
+from lm_trainer.models import MODEL_CONFIGS
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
+
+FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS]
+CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}_nano.yaml" for name in FAMILIES]
+STEPS, ROWS, VOCAB = 5, 8, 300
+
+
+def read(path: Path, *overrides: str) -> RunConfig:
+    return load(path, list(overrides), RunConfig).config
+
+
+def test_every_family_has_a_valid_config() -> None:
+    assert [read(path).model.type for path in CONFIGS] == FAMILIES
+    assert all(path.read_text(encoding="utf-8").startswith("# ") for path in CONFIGS), "says what it is"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
+    config = read(path, f"trainer.train_batch_size={ROWS}", "trainer.elastic_shards=1")
+    program = build_program(config, VOCAB, jax.devices()[:1])
+    length = config.model.seq_len
+    rows = np.random.default_rng(0).integers(0, VOCAB, (ROWS, length + 1)).astype(np.int32)
+    where = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
+    weights, segments = np.ones((ROWS, length), np.float32), np.zeros((ROWS, length), np.int32)
+    batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments)
+    program.step.compile(batch)
+    state, losses = program.init(), []
+    for _ in range(STEPS):
+        state, metrics = program.step(state, program.step.put(batch), config.optimizer.learning_rate)
+        losses.append(float(metrics["loss"]))
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0] - 0.2, losses

@@ -1,0 +1,58 @@
+"""Every family trains to the same bits on one device and on several, with dropout where it has any.
+
+Those that bring a part of their own are compared on eight devices, each of which costs a compilation, the others on
+two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from lm_trainer.config.loader import load
+from lm_trainer.core.batch import Batch
+from lm_trainer.models import AnyModel
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
+from lm_trainer.step.state import to_host
+from tests.models.common import SEQ, TINY, VOCAB, change
+from tests.run.conftest import MakeConfig
+
+STEPS, ROWS = 3, 8
+EIGHT = ("gpt2", "llama", "gemma3", "mixtral", "mpt", "backpack")
+
+
+def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
+    """The bits of every loss and gradient norm, and of all weights at the end."""
+    config = load(path, [], RunConfig).config
+    program = build_program(config, VOCAB, jax.devices()[:devices])
+    state, rng, series = program.init(), np.random.default_rng(0), []
+    for step in range(STEPS):
+        rows = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+        segments = np.repeat([[0] * 9 + [1] * (SEQ - 9)], ROWS, axis=0).astype(np.int32)
+        where = np.repeat([[*range(9), *range(SEQ - 9)]], ROWS, axis=0).astype(np.int32)
+        batch = Batch(rows[:, :-1], rows[:, 1:], np.ones((ROWS, SEQ), np.float32), where, segments)
+        if step == 0:
+            program.step.compile(batch)
+        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+        assert np.isfinite(metrics["loss"])
+        series += [np.float32(metrics[name]).tobytes() for name in sorted(metrics)]
+    return series, {name: leaf.tobytes() for name, leaf in to_host(state.params).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TINY.values(), ids=TINY)
+def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel) -> None:
+    dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
+    small = change(model, **dropout, gradient_checkpointing=True)
+    path = make_config(trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS})
+    whole = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**whole, "model": small.model_dump(mode="json")}))
+    first, last = train(path, 1), train(path, 8 if model.type in EIGHT else 2)
+    assert first[0] == last[0]
+    assert first[1].keys() == last[1].keys()
+    assert not [name for name, bits in first[1].items() if bits != last[1][name]]

@@ -1,0 +1,294 @@
+"""Starting from a Hugging Face checkpoint: what is taken over, what is refused, and what arrives on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.tree import nested_from_names
+from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.export.huggingface import ExportOptions, TextModel, write_hf
+from lm_trainer.models import DecoderConfig, LlamaConfig, Qwen2Config, hf
+from lm_trainer.models.rope import Llama3Rope
+from lm_trainer.parallel import sharded_array as assemble
+from lm_trainer.profile.flops import parameter_count
+from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.pretrained import HfCheckpoint, Start, find_start, settled
+from lm_trainer.run.program import build_program
+
+LLAMA = LlamaConfig(
+    seq_len=64,
+    hidden_dim=32,
+    intermediate_dim=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    layer_norm_epsilon=1e-6,
+    rope=Llama3Rope(original_max_position_embeddings=16),
+)
+KEYS = {
+    "type": "llama",
+    "seq_len": 64,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "layer_norm_epsilon": 1e-6,
+    "rope": {"type": "llama3", "original_max_position_embeddings": 16},
+}
+"""The same as somebody writes it."""
+DEFAULT = {"type": "default", "theta": 5e5}
+
+
+def write_checkpoint(out: Path, config: DecoderConfig = LLAMA, vocab_size: int = 260) -> dict[str, np.ndarray]:
+    """A random model in several files; its parameters by name."""
+    rng = np.random.default_rng(0)
+    leaves = hf.parameter_leaves(config, vocab_size)
+    params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
+    model = TextModel(config, vocab_size, nested_from_names(params), ByteTokenizer(), "base")
+    write_hf(out, model, ExportOptions(max_shard_size=20_000))
+    return params
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    out = tmp_path_factory.mktemp("hub") / "base"
+    return out, write_checkpoint(out)
+
+
+@pytest.fixture(scope="module")
+def base(params: tuple[Path, dict[str, np.ndarray]]) -> Path:
+    return params[0]
+
+
+@pytest.fixture(autouse=True)
+def _here(in_tmp_path: Path) -> None:
+    del in_tmp_path
+
+
+def config(base: Path | bool | str, **sections: Any) -> RunConfig:
+    source = str(base) if isinstance(base, Path) else base
+    data = {"tokenizer": "bytes", **sections.pop("data", {})}
+    return RunConfig.model_validate({"initialize_from_hf": source, "data": data, **sections})
+
+
+def start(run: RunConfig) -> Start:
+    found = find_start(run, "run")
+    assert found is not None
+    return found
+
+
+def test_the_model_section_comes_from_config_json(base: Path) -> None:
+    found = start(config(base, use_hf_model_config=True))
+    assert found.config.model.spec(260) == LLAMA.spec(260)
+    assert found.vocab_size == 260
+    (note,) = found.notes
+    assert f"{base}: llama, {parameter_count(LLAMA.spec(260)):,} parameters" in note
+    assert "F32" in note
+    # What is saved with the run says the same again.
+    again = RunConfig.model_validate(found.config.model_dump(mode="json"))
+    assert start(again).config.model == found.config.model
+    assert settled(config(base, use_hf_model_config=True), "x").model == found.config.model
+    assert settled(config(base), "x").model.type == "gpt2"
+
+
+def test_keys_beside_config_json_are_kept_and_contradictions_named(base: Path) -> None:
+    beside = {"type": "llama", "seq_len": 16, "gradient_checkpointing": False, "hidden_dim": 32, "head_dim": 8}
+    model = start(config(base, use_hf_model_config=True, model=beside)).config.model
+    assert (model.seq_len, model.gradient_checkpointing) == (16, False)
+    assert model.model_copy(update={"seq_len": 64}).spec(260).blocks == LLAMA.spec(260).blocks
+    with pytest.raises(UserError, match=r"model.num_layers is 8, but 3 in config.json; model.rope is ") as caught:
+        start(config(base, use_hf_model_config=True, model={"type": "llama", "num_layers": 8, "rope": DEFAULT}))
+    assert str(base / "config.json") in str(caught.value)
+    with pytest.raises(UserError, match=r"model.type: llama"):
+        start(config(base, use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+
+
+def test_positions_that_are_learned_cannot_become_fewer(tmp_path: Path) -> None:
+    from tests.export.test_huggingface import SMALL
+
+    write_checkpoint(tmp_path / "gpt2", SMALL)
+    with pytest.raises(UserError, match=r"model.seq_len is 16, but 40"):
+        start(config(tmp_path / "gpt2", use_hf_model_config=True, model={"type": "gpt2", "seq_len": 16}))
+    with pytest.raises(UserError, match=r"model.seq_len is 1024, but 40"):
+        start(config(tmp_path / "gpt2", model={**SMALL.model_dump(exclude={"seq_len"}), "type": "gpt2"}))
+
+
+def test_a_model_section_of_its_own_must_describe_the_checkpoint(base: Path) -> None:
+    assert start(config(base, model=KEYS)).config.model.spec(260).blocks == LLAMA.spec(260).blocks
+    assert len(start(config(base, model={**KEYS, "seq_len": 128})).notes) == 1
+    # What the user wrote is what the user wants; a default is not.
+    note = start(config(base, model={**KEYS, "rope": DEFAULT})).notes[1]
+    assert "model.rope is {'type': 'default', 'theta': 500000.0, 'factor': 1.0}, but {'type': 'llama3', " in note
+    with pytest.raises(UserError, match=r"model.layer_norm_epsilon is 1e-05, but 1e-06 in config.json"):
+        start(config(base, model={k: v for k, v in KEYS.items() if k != "layer_norm_epsilon"}))
+    with pytest.raises(UserError, match=r"is a llama model, but model.type is gpt2"):
+        start(config(base))
+    with pytest.raises(UserError, match=r"embed_tokens.weight has .* \[260, 32\], expected \[260, 16\] \(in model-"):
+        start(config(base, model={**KEYS, "hidden_dim": 16, "head_dim": 8}))
+    with pytest.raises(UserError, match=r"no place for .*q_norm"):
+        start(config(base, model={**KEYS, "use_qk_norm": True}))
+
+
+def test_true_is_the_reference_checkpoint(base: Path) -> None:
+    reference = {"type": "llama", "reference_checkpoint": str(base)}
+    assert start(config(True, use_hf_model_config=True, model=reference)).config.model.hidden_dim == 32
+    with pytest.raises(UserError, match="NousResearch/Llama-2-7b-hf"):  # the hub is switched off
+        start(config(True, model={"type": "llama"}))
+    with pytest.raises(UserError, match=r"model\.reference_checkpoint"):
+        start(config(True, model={"type": "mpt"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"initialize_from_hf": "x", "trainer": {"initialize_from": "y"}}, "remove one of them"),
+        ({"initialize_from_hf": "x", "trainer": {"load_checkpoint_path": "y"}}, "remove one of them"),
+        ({"initialize_from_hf": ""}, "empty"),
+        ({"use_hf_model_config": True}, "initialize_from_hf"),
+        ({"hf_upload": True}, "hf_save_path"),
+        ({"hf_save_dtype": "f64"}, "f32"),
+        ({"hf_save_steps": 0}, "greater than 0"),
+    ],
+)
+def test_keys_that_contradict_each_other(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(keys)
+
+
+def test_only_where_a_run_starts_decides_its_numbers() -> None:
+    plain, other = RunConfig(), RunConfig(initialize_from_hf="x")
+    exporting = RunConfig(hf_save_path="x", hf_save_steps=7, hf_save_dtype="bf16", hf_upload="a/b")
+    assert config_hash(plain) == config_hash(exporting) != config_hash(other)
+
+
+# The tokenizer.
+
+
+def edited(tokenizer: HfTokenizer, edit: Any) -> HfTokenizer:
+    content = json.loads(tokenizer.files()["tokenizer.json"])
+    edit(content)
+    return HfTokenizer(json.dumps(content))
+
+
+def swap(content: dict[str, Any]) -> None:
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def drop(content: dict[str, Any]) -> None:
+    del content["model"]["vocab"]["z"]
+
+
+def cut_otherwise(content: dict[str, Any]) -> None:
+    content["normalizer"] = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [(swap, r"its token 97 is 'b', not 'a'"), (drop, r"it has 256 tokens, not 257"), (cut_otherwise, "cuts text")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_another_tokenizer_is_refused_with_the_remedy(base: Path, tmp_path: Path, edit: Any, message: str) -> None:
+    found = start(config(base, model=KEYS))
+    own = load_tokenizer(base)
+    assert isinstance(own, HfTokenizer)
+    assert found.check_tokenizer(own) == 260
+    assert found.check_tokenizer(HfTokenizer(json.dumps(json.loads(own.files()["tokenizer.json"])))) == 260
+    other = edited(own, edit)
+    with pytest.raises(UserError, match=message) as caught:
+        found.check_tokenizer(other)
+    assert f"write data.tokenizer: {base}" in str(caught.value)
+    # One that is a file is compared before any text is read.
+    other.save(tmp_path / "other")
+    with pytest.raises(UserError, match=message):
+        start(config(base, model=KEYS, data={"tokenizer": str(tmp_path / "other")}))
+
+
+def test_more_tokens_than_rows_and_no_tokenizer_to_compare_with(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    source = start(config(tmp_path / "base", model=KEYS)).source
+    assert source is not None
+    with pytest.raises(UserError, match=r"ids up to 256, but .* has 200 rows"):
+        dataclasses.replace(source, vocab_size=200).check_tokenizer(ByteTokenizer())
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        source.check_tokenizer(ByteTokenizer())
+
+
+# The weights.
+
+
+@pytest.mark.parametrize("host_bytes", [2**20, 512], ids=["on the host", "on the devices"])
+def test_the_weights_arrive_cut_over_the_devices(
+    params: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch, host_bytes: int
+) -> None:
+    base, expected = params
+    monkeypatch.setattr(assemble.assemble, "__kwdefaults__", {"host_bytes": host_bytes})
+    monkeypatch.setattr("lm_trainer.run.pretrained.HOST_BYTES", host_bytes)
+    found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
+    program = build_program(found.config, found.vocab_size)
+    assert found.source is not None
+    loaded = found.source.load(found.config.model, program.model.shapes, program.placement.rest)
+    assert loaded.keys() == expected.keys()
+    assert len(jax.devices()) == 8
+    for name, x in loaded.items():
+        assert x.sharding == program.placement.rest[name]
+        np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
+    assert any(not x.sharding.is_fully_replicated for x in loaded.values())
+
+
+def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tied = LLAMA.model_copy(update={"tie_word_embeddings": True, "num_layers": 1})
+    write_checkpoint(tmp_path / "base", tied)
+    source = HfCheckpoint.open(config(tmp_path / "base"))
+    file = source.weights.stored["model.embed_tokens.weight"].file
+    tensors = load_file(file)
+    copy = tensors["model.embed_tokens.weight"].copy()
+    index = json.loads((tmp_path / "base" / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = file.name
+    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = hf.parameter_leaves(tied, 260)
+    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
+    for change, fails in ((0.0, False), (1.0, True)):
+        copy[-1, -1] += change
+        save_file({**tensors, "lm_head.weight": copy}, file)
+        source = HfCheckpoint.open(config(tmp_path / "base"))
+        if fails:
+            with pytest.raises(UserError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+                source.load(tied, shapes, dict.fromkeys(leaves, here))
+        else:
+            assert source.load(tied, shapes, dict.fromkeys(leaves, here)).keys() == leaves.keys()
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(UserError, match=r"missing/dir"):
+        start(config("./missing/dir", model=KEYS))
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        start(config("org/name@main", model=KEYS))
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "config.json").write_text('{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}')
+    with pytest.raises(UserError, match="auto_map"):
+        start(config(tmp_path / "auto", model=KEYS))
+    qwen = Qwen2Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}))
+    assert "q.bias" in str(sorted(hf.parameter_leaves(qwen, 260)))
+    raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen2"}
+    (tmp_path / "qwen").mkdir()
+    for file in base.iterdir():
+        (tmp_path / "qwen" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "qwen" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj\.bias is missing"):
+        start(config(tmp_path / "qwen", use_hf_model_config=True))

@@ -1,0 +1,135 @@
+"""Several processes that train one run: the bits of one process, and a resume by another number of them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import lmt_command, lmt_environment
+from tests.run.conftest import MakeConfig
+
+pytestmark = pytest.mark.slow
+
+STEPS = 12
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def train(config: Path, directory: Path, *, processes: int, devices: int, overrides: tuple[str, ...] = ()) -> None:
+    directory.mkdir(exist_ok=True)
+    port = free_port()
+    running = []
+    for index in range(processes):
+        together = (
+            f"trainer.distributed.coordinator_address=127.0.0.1:{port}",
+            f"trainer.distributed.num_processes={processes}",
+            f"trainer.distributed.process_id={index}",
+        )
+        command = lmt_command("train", config, *overrides, *(together if processes > 1 else ()))
+        env = lmt_environment(devices=devices)
+        with (directory / f"out.{index}").open("wb") as output:
+            running.append(subprocess.Popen(command, cwd=directory, env=env, stdout=output, stderr=output))
+    codes = [process.wait(timeout=600) for process in running]
+    assert codes == [0] * processes, "\n".join((directory / f"out.{i}").read_text() for i in range(processes))
+
+
+def numbers(directory: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (directory / "logs" / "run" / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "train/loss", "optim/grad_norm", "eval/loss", "params/norm/total")
+    return [tuple(line[key] for key in keys if key in line) for line in lines]
+
+
+def test_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    watch = {"interval": 5, "include_per_parameter_norms": False, "watch_targets": ["params"]}
+    config = make_config(
+        trainer={
+            "num_train_steps": STEPS,
+            "steps_per_eval": 6,
+            "watch": watch,
+            "checkpointer": {"keep": [{"every": 4}]},
+        }
+    )
+    train(config, tmp_path / "one", processes=1, devices=1)
+    train(config, tmp_path / "two", processes=2, devices=1)
+    reference = numbers(tmp_path / "one")
+    assert len(reference) >= STEPS + 2
+    assert numbers(tmp_path / "two") == reference
+    assert (tmp_path / "two" / "out.1").read_bytes().count(b"step ") == 0, "only the first process speaks"
+
+    for step in (8, 12):
+        (tmp_path / "two" / "checkpoints" / "run" / str(step)).rename(tmp_path / f"gone.{step}")
+    train(config, tmp_path / "two", processes=1, devices=2)
+    assert "resumed at step 4" in (tmp_path / "two" / "out.0").read_text()
+    assert numbers(tmp_path / "two") == reference
+
+
+def launch(config: Path, directory: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    """Two processes by `lmt launch local`, and where their output goes."""
+    directory.mkdir(exist_ok=True)
+    output = directory / f"out-{time.monotonic_ns()}.txt"
+    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    with output.open("wb") as stream:
+        return subprocess.Popen(command, cwd=directory, env=lmt_environment(), stdout=stream, stderr=stream), output
+
+
+def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
+    """The pid of one of the processes that a launcher has started."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (found,) = [c for c in children if f"process_id={index}" in Path(f"/proc/{c}/cmdline").read_text()]
+    return int(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the process to kill in /proc")
+def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    keep = {"save_interval": "1h", "keep": [{"every": 8}]}
+    config = make_config(trainer={"num_train_steps": 160, "steps_per_eval": 80, "checkpointer": keep})
+    train(config, tmp_path / "one", processes=1, devices=1)
+
+    killed = tmp_path / "killed"
+    launcher, output = launch(config, killed)
+    metrics = killed / "logs" / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
+        assert launcher.poll() is None, output.read_text()
+        time.sleep(0.001)
+    os.kill(of_process(launcher, 1), signal.SIGKILL)
+    assert launcher.wait(timeout=120) == 128 + signal.SIGKILL
+    printed = output.read_text()
+    assert re.search(r"^process 1 of 2 \(pid \d+\) was killed by SIGKILL$", printed, re.MULTILINE), printed
+    named = r"^\[0\] error: process 1 of 2 \(.+, pid \d+\) is gone: it was killed, or its machine was lost"
+    assert re.search(named, printed, re.MULTILINE), printed
+    assert "sending" not in printed, "the other one ends by itself"
+
+    launcher, output = launch(config, killed)
+    assert launcher.wait(timeout=600) == 0, output.read_text()
+    assert re.search(r"^\[0\] resumed at step \d+ of 160$", output.read_text(), re.MULTILINE), output.read_text()
+    assert numbers(killed) == numbers(tmp_path / "one")
+
+
+def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Here the first, at a run directory that is in use, where the other would wait for it."""
+    config = make_config(trainer={"num_train_steps": 4})
+    (tmp_path / "logs" / "run").mkdir(parents=True)
+    with (tmp_path / "logs" / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        launcher, output = launch(config, tmp_path)
+        assert launcher.wait(timeout=120) == 2, output.read_text()
+    printed = output.read_text()
+    assert re.search(r"^\[0\] error: .*is in use by", printed, re.MULTILINE), printed
+    assert re.search(r"^\[1\] error: process 0 of 2 \(.+\) stopped: .*is in use by", printed, re.MULTILINE), printed

@@ -1,0 +1,129 @@
+"""The promise: the same losses and the same weights, bit for bit, on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.config.loader import load
+from lm_trainer.data import open_data
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
+from lm_trainer.step.state import to_host
+from tests.run.conftest import MakeConfig, Plain
+
+STEPS = 50
+
+
+def run(path: Path, devices: int, **trainer: Any) -> tuple[list[bytes], str, float]:
+    """The bits of every loss and gradient norm, a hash of all weights and moments, and the validation loss."""
+    config = load(path, [f"trainer.{k}={v}" for k, v in trainer.items()], RunConfig).config
+    data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
+    program = build_program(config, data.tokenizer.vocab_size, jax.devices()[:devices])
+    state = program.init()
+    series, rate = [], config.learning_rate()
+    rows = program.step.local_rows()
+    for step, batch in enumerate(data.train(config.trainer.batch_schedule.at(0), rows=rows, num_steps=STEPS)):
+        if step == 0:
+            program.step.compile(batch)
+        state, metrics = program.step(state, program.step.put(batch), rate(step))
+        series.append(struct.pack("<ff", float(metrics["loss"]), float(metrics["grad_norm"])))
+    evaluate = program.evaluate
+    held_out = data.validation()["validation"].batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=3)
+    loss = evaluate(state.params, held_out)["loss"]
+    data.close()
+    digest = hashlib.sha256()
+    params = to_host(state.params)
+    for name in sorted(params):
+        digest.update(params[name].tobytes())
+    for leaf in jax.tree.leaves(state.opt_state):
+        digest.update(np.asarray(leaf).tobytes())
+    return series, digest.hexdigest(), loss
+
+
+def check_all_equal(path: Path, variants: list[tuple[int, Plain]]) -> None:
+    reference = run(path, 1)
+    losses = [struct.unpack("<ff", bits)[0] for bits in reference[0]]
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 1, "the run learns, so that its bits mean something"
+    for devices, trainer in variants:
+        series, weights, held_out = run(path, devices, **trainer)
+        first = next((i for i, (a, b) in enumerate(zip(series, reference[0], strict=True)) if a != b), None)
+        assert first is None, f"{devices} devices, {trainer}: the losses part at step {first}"
+        assert weights == reference[1], f"{devices} devices, {trainer}: other weights"
+        assert held_out == reference[2], f"{devices} devices, {trainer}: another validation loss"
+
+
+def test_one_device_and_two(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    check_all_equal(make_config(), [(2, {})])
+
+
+@pytest.mark.slow
+def test_one_two_four_and_eight_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    changes = {"model": {"num_layers": 2, "scan_layers": False, "gradient_checkpointing": True}}
+    check_all_equal(make_config(**changes), [(2, {}), (4, {}), (8, {})])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer": {"mp": "p=f32,c=bfloat16"}},
+        {"model": {"num_layers": 3, "cross_entropy_block_size": 24, "attn_pdrop": 0.1}},
+        {"trainer": {"train_batch_size": 24, "per_device_parallelism": 1}, "model": {"hidden_dim": 48}},
+    ],
+)
+def test_precisions_shapes_and_odd_numbers_of_microbatches(
+    make_config: MakeConfig, in_tmp_path: Path, changes: Plain
+) -> None:
+    check_all_equal(make_config(**changes), [(2, {})])
+
+
+@pytest.mark.slow
+def test_replicas_and_unsharded_state(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    variants = [
+        (2, {"fsdp_axis": "null"}),
+        (2, {"fsdp_axis": "mlp"}),
+        (4, {"replica_ici_axis_size": 2}),
+        (8, {"replica_dcn_axis_size": 2, "replica_ici_axis_size": 2}),
+    ]
+    check_all_equal(make_config(), variants)
+
+
+@pytest.mark.slow
+def test_the_comparison_notices_another_order_of_sums(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    reference = run(make_config(), 1)
+    other = run(make_config(trainer={"per_device_parallelism": 4}, model={"resid_pdrop": 0.0, "embed_pdrop": 0.0}), 1)
+    assert reference[1] != other[1]
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_is_close_and_equal_for_the_same_model_axis(
+    make_config: MakeConfig, in_tmp_path: Path
+) -> None:
+    path = make_config(model={"resid_pdrop": 0.0, "embed_pdrop": 0.0})
+    tensor = {"model_axis_size": 2, "tensor_parallel_axes": "[mlp, heads]"}
+    reference = run(path, 1)
+    two, four = run(path, 2, **tensor), run(path, 4, **tensor)
+    assert two[0] == four[0]
+    assert two[1] == four[1]
+    assert two[2] == pytest.approx(reference[2], rel=1e-3)
+
+
+def test_state_is_sharded_from_the_first_byte(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    config = load(make_config(), [], RunConfig).config
+    program = build_program(config, 257, jax.devices())
+    state = program.init()
+    up = "blocks.0.mlp.up.weight"
+    assert up in state.params, sorted(state.params)
+    assert state.params[up].shape == (2, 32, 128)
+    assert {s.data.shape for s in state.params[up].addressable_shards} == {(2, 4, 128)}
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 128)]
+    assert len(moments) == 2
+    assert all(x.addressable_shards[0].data.shape == (2, 4, 128) for x in moments)

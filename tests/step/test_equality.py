@@ -1,0 +1,32 @@
+"""The promise of equal bits, on runs drawn at random; `benchmarks/equality.py` draws more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.step.random_runs import difference, draw_family, draw_shapes, outcome
+
+QUICK, SHAPES, FAMILIES = (0,), range(12), (2, 11, 13)
+"""Numbers of runs. What is quick: a few parameters, on two devices. The families: a window, replicas, experts."""
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SHAPES])
+def test_parameters_of_random_shapes(number: int) -> None:
+    run = draw_shapes(number)
+    found = difference(run)
+    assert found is None, f"{run}: {found}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", FAMILIES)
+def test_random_language_models(number: int) -> None:
+    run = draw_family(number)
+    found = difference(run)
+    assert found is None, f"{run}: {found}"
+
+
+@pytest.mark.slow
+def test_another_order_of_additions_is_noticed() -> None:
+    run = draw_shapes(0)
+    half = run.trainer["per_device_parallelism"] * 2
+    assert outcome(run, 1, {}).first_difference(outcome(run, 1, {"per_device_parallelism": half})) is not None

@@ -1,0 +1,91 @@
+"""`determinism: fast` computes what `elastic` does, up to the order of additions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, build_program
+from lm_trainer.step.state import Params, to_host
+
+VOCAB, ROWS, SEQ = 61, 8, 16
+
+
+def program(devices: int, *, optimizer: str = "adam", **trainer: Any) -> Program:
+    model = {"type": "gpt2", "seq_len": SEQ, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+    config = RunConfig.model_validate(
+        {
+            "model": {**model, "gradient_checkpointing": False},
+            "data": {"tokenizer": "bytes"},
+            "trainer": {"train_batch_size": ROWS, "elastic_shards": 4, **trainer},
+            "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
+        }
+    )
+    return build_program(config, VOCAB, jax.devices()[:devices])
+
+
+def batch() -> Batch:
+    """Random tokens, of which some count for nothing."""
+    rows = random_batch(ROWS, SEQ, VOCAB)
+    weights = np.asarray(rows.weights).copy()
+    weights[2:4, 5:] = 0.0
+    return rows._replace(weights=weights)
+
+
+class Seen:
+    """An observer that keeps what it is shown."""
+
+    def before(self, state: Any) -> int:
+        return state.step
+
+    def after(self, before: int, grads: Params, weight: jax.Array, state: Any) -> None:
+        self.step, self.weight, self.grads = before, float(weight), to_host(grads)
+
+
+def trained(planned: Program, observer: Any = None) -> tuple[list[float], dict[str, np.ndarray]]:
+    state, metrics = planned.init(), []
+    planned.step.compile(batch())
+    for _ in range(3):
+        state, found = planned.step(state, planned.step.put(batch()), 1e-2, observer)
+        metrics += [float(found[name]) for name in ("loss", "grad_norm", "tokens")]
+    return metrics, to_host(state.params)
+
+
+def assert_close(fast: Any, elastic: Any) -> None:
+    np.testing.assert_allclose(fast[0], elastic[0], rtol=1e-5)
+    for name, value in elastic[1].items():
+        np.testing.assert_allclose(fast[1][name], value, atol=1e-4, err_msg=name)
+
+
+def test_fast_is_one_program_that_is_close_to_elastic() -> None:
+    fast = program(2, determinism="fast")
+    assert not fast.step.compiled(0)
+    assert_close(trained(fast), trained(program(1)))
+    assert fast.step.compiled(0)
+    text = fast.step.compile(batch()).hlo()
+    assert "all-reduce" in text, "XLA adds across devices inside the program"
+    assert f"s32[{ROWS // 2},{SEQ}]" in text, "a device computes all its rows at once"
+
+
+@pytest.mark.slow
+def test_fast_accumulates_where_per_device_parallelism_is_set() -> None:
+    fast, elastic = program(2, determinism="fast", per_device_parallelism=1), program(1)
+    seen, expected = Seen(), Seen()
+    assert_close(trained(fast, seen), trained(elastic, expected))
+    assert f"s32[1,{SEQ}]" in fast.step.compile(batch()).hlo()
+    assert (seen.step, seen.weight) == (expected.step, expected.weight) == (2, np.sum(batch().weights))
+    for name, value in expected.grads.items():
+        np.testing.assert_allclose(seen.grads[name], value, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sophia-g", "muon"])
+def test_fast_takes_estimates_of_curvature_and_updates_of_whole_matrices(optimizer: str) -> None:
+    fast, elastic = (trained(program(2, optimizer=optimizer, determinism=kind)) for kind in ("fast", "elastic"))
+    np.testing.assert_allclose(fast[0], elastic[0], rtol=1e-3)

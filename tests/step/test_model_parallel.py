@@ -1,0 +1,236 @@
+"""A microbatch that several devices share: the losses and gradients of one device, up to the order of additions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from pydantic import ValidationError
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.parallel.mesh import build_mesh
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, build_program, caveats, loss_function, plan_program, promise, trace_module
+from lm_trainer.step.microbatch import Sums
+from lm_trainer.step.state import to_host
+
+VOCAB, ROWS, SEQ = 61, 4, 32
+SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True}
+GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
+LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "gradient_checkpointing": False}
+MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
+MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
+WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
+
+
+def program(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **trainer: Any) -> Program:
+    """A model with `dense: false` computes its experts in groups, which a CPU otherwise does not."""
+    config = RunConfig.model_validate(
+        {
+            "model": {key: value for key, value in model.items() if key != "dense"},
+            "data": {"tokenizer": "bytes"},
+            "trainer": {**WHOLE, **trainer},
+            "optimizer": {"type": optimizer, "learning_rate": 1e-2, "warmup": 0},
+        }
+    )
+    if "dense" not in model:
+        return build_program(config, VOCAB, jax.devices()[:devices])
+    spec = config.model.spec(VOCAB)
+    blocks = tuple(replace(block, mlp=replace(block.mlp, dense=model["dense"])) for block in spec.blocks)
+    grouped = trace_module(lambda: Decoder(replace(spec, blocks=blocks), rngs=nnx.Rngs(0)), np.float32)
+    return plan_program(
+        config.trainer, config.optimizer, grouped, loss_function(config), devices=jax.devices()[:devices]
+    )
+
+
+def packed(rows: int) -> Batch:
+    """Three documents in each row, of which some tokens count for nothing, and padding."""
+    batch = random_batch(rows, SEQ, VOCAB)
+    tokens, targets, weights, positions, segments = (np.array(x) for x in batch)
+    for document, start in enumerate((13, 20), start=1):
+        segments[:, start:], positions[:, start:] = document, np.arange(SEQ - start)
+    weights[:, 12], weights[1], weights[3, 25:], segments[3, 25:] = 0.0, 0.5, 0.0, -1
+    return Batch(tokens, targets, weights, positions, segments)
+
+
+def gradient(planned: Program) -> tuple[Sums, Any]:
+    """The sums over one batch, with weights that every layout is given alike; and the memory of the lane."""
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
+    batch = packed(ROWS)
+    lane = planned.step.compile(batch)
+    sums = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
+    return Sums({n: x.item() for n, x in sums.scalars.items()}, to_host(sums.tree)), lane.memory()  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def on_one_device(model: tuple[tuple[str, Any], ...], precision: str) -> tuple[Sums, Any]:
+    return gradient(program(dict(model), 1, mp=precision))
+
+
+def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -> tuple[Any, Any]:
+    """The memory of the cut lane, and of that of one device."""
+    devices = int(np.prod(list(sizes.values())))
+    keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
+    tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
+    found, memory = gradient(program(model, devices, **keys, **tensor, **trainer))
+    expected, one = on_one_device(tuple(model.items()), trainer.get("mp", "f32"))
+    tolerance = 1e-5 if "mp" not in trainer else 3e-2
+    assert found.scalars == pytest.approx(expected.scalars, rel=tolerance)
+    for name, value in expected.tree.items():
+        scale = float(np.abs(value).max())
+        np.testing.assert_allclose(found.tree[name], value, atol=tolerance * (scale + 1e-2), err_msg=name)
+    return memory, one
+
+
+@pytest.mark.slow
+def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> None:
+    memory, one = assert_close(MISTRAL, {"context": 4})
+    assert memory.temp_size_in_bytes < 0.4 * one.temp_size_in_bytes
+
+
+@pytest.mark.slow
+def test_experts_cut_over_devices_compute_the_same() -> None:
+    planned = program(MIXTRAL, 2, expert_axis_size=2)
+    assert planned.placement.layouts["blocks.0.mlp.gate"].compute[1] == "expert"
+    memory, one = assert_close(MIXTRAL, {"expert": 2})
+    assert memory.argument_size_in_bytes < 0.75 * one.argument_size_in_bytes
+
+
+@pytest.mark.slow
+def test_layers_cut_over_devices_compute_the_same() -> None:
+    assert_close(GPT2, {"pipeline": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "sizes", "trainer"),
+    [
+        (LLAMA, {"context": 2, "model": 2}, {}),
+        (LLAMA, {"context": 2}, {"mp": "p=f32,c=bfloat16"}),
+        (MIXTRAL, {"expert": 2, "context": 2}, {}),
+        (MIXTRAL | {"dense": False}, {"expert": 2}, {}),
+        (MIXTRAL, {"expert": 2, "model": 2}, {}),
+        (GPT2 | {"num_layers": 4, "gradient_checkpointing": True}, {"pipeline": 4}, {}),
+        (GPT2, {"pipeline": 2, "context": 2}, {}),
+        (GPT2 | {"scan_layers": False}, {"pipeline": 2, "model": 2}, {}),
+        ({"type": "mpt", **SIZES, "gradient_checkpointing": False}, {"context": 2}, {}),
+    ],
+    ids=lambda value: "-".join(map(str, value.get("type", value) if isinstance(value, dict) else value)),
+)
+def test_pairs_of_axes_and_what_models_have(model: dict[str, Any], sizes: dict[str, int], trainer: Any) -> None:
+    assert_close(model, sizes, **trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [(LLAMA, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
+    ids=["context", "expert", "pipeline"],
+)
+def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis: str) -> None:
+    def bits(devices: int) -> list[bytes]:
+        sizes: dict[str, Any] = {"train_batch_size": 2 * ROWS, "elastic_shards": 4, f"{axis}_axis_size": 2}
+        planned = program(model, devices, **sizes)
+        batch = packed(2 * ROWS)
+        planned.step.compile(batch)
+        state, found = planned.init(), []
+        for _ in range(3):
+            state, metrics = planned.step(state, planned.step.put(batch), 1e-2)
+            found += [np.asarray(x).tobytes() for x in (metrics["loss"], metrics["grad_norm"])]
+        held_out = planned.evaluate(state.params, [batch])["loss"]
+        return [*found, np.float64(held_out).tobytes(), *(x.tobytes() for x in to_host(state.params).values())]
+
+    assert bits(2) == bits(4) == bits(8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "axis"),
+    [(LLAMA, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
+    ids=["context", "expert", "pipeline"],
+)
+def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], axis: str) -> None:
+    sizes: dict[str, Any] = {f"{axis}_axis_size": 2}
+    planned = program(model, 4, determinism="fast", elastic_shards=2, **sizes)
+    batch = packed(ROWS)
+    rng = np.random.default_rng(0)
+    weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
+    found = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
+    expected = on_one_device(tuple(model.items()), "f32")[0]
+    # Router penalties are of microbatches, of which there are two here.
+    assert found.scalars["loss"].item() == pytest.approx(expected.scalars["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "message"),
+    [
+        (GPT2, {"expert_axis_size": 2}, "expert_axis_size needs a model with experts, such as mixtral"),
+        (MIXTRAL, {"pipeline_axis_size": 2}, "pipeline_axis_size cannot cut a model with experts"),
+        (
+            GPT2 | {"num_layers": 3},
+            {"pipeline_axis_size": 2},
+            "3 layers cannot be cut into pipeline_axis_size=2 equal stages",
+        ),
+        (
+            GPT2,
+            {"pipeline_axis_size": 2, "train_batch_size": 3},
+            "microbatch of 3 rows.*per_device_parallelism to a mul",
+        ),
+        (GPT2, {"context_axis_size": 3}, "rows of 32 positions cannot be cut into context_axis_size=3 pieces"),
+        (GPT2, {"context_axis_size": 2, "optimizer": "sophia-h"}, "cannot be used with an optimizer that estimates"),
+        (MIXTRAL, {"expert_axis_size": 8, "train_batch_size": 8}, "axis 'experts' of size 4.*expert_axis_size=8"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:24],
+)
+def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValidationError), match=message):
+        program(model, 8, **trainer)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({}, None),
+        ({"determinism": "fast"}, "bits are equal only for the same devices"),
+        (
+            {"model_axis_size": 2, "tensor_parallel_axes": ["mlp"]},
+            "with tensor parallelism, several devices add.*microbatch: bits.*for model_axis_size=2 and any sizes",
+        ),
+        (
+            {"context_axis_size": 2},
+            "with shared positions.*dropout of their own.*equal for context_axis_size=2 and any sizes of replica",
+        ),
+        ({"model_axis_size": 2}, "model_axis_size=2 cuts no computation.*name.*tensor_parallel_axes"),
+        ({"pipeline_axis_size": 2, "context_axis_size": 2}, "equal for context_axis_size=2, pipeline_axis_size=2 and"),
+    ],
+    ids=str,
+)
+def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> None:
+    config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, **trainer}}).trainer
+    text = promise(config, build_mesh(config.mesh_shape(), jax.devices()))
+    assert (text is None) if said is None else re.search(said, text or "")
+
+
+@pytest.mark.parametrize(
+    ("mp", "said"),
+    [
+        ("p=f32,c=bfloat16", None),
+        ("f32", None),
+        ("bfloat16", "p=f32,c=bfloat16 keeps them in float32"),
+        ("p=f32,c=f16", "no loss is scaled"),
+    ],
+)
+def test_precisions_that_lose_numbers_are_named(mp: str, said: str | None) -> None:
+    config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, "mp": mp}}).trainer
+    found = list(caveats(config, build_mesh(config.mesh_shape(), jax.devices())))
+    assert (found == []) if said is None else said in found[0]

@@ -1,0 +1,91 @@
+"""The update alone, of every optimizer, on values of many magnitudes: the same bits however the state is cut."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import get_args
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.optim import AdamConfig, AnyOptimizer, MuonConfig, OptimizerConfig, Param, ScheduleFreeConfig
+from lm_trainer.parallel.mesh import MeshShape, build_mesh
+from lm_trainer.parallel.sharding import plan_layout
+from lm_trainer.step.state import place_state
+from lm_trainer.step.update import compile_update
+
+Shapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+SHAPES: Shapes = {
+    "a.weight": ((24, 136), ("mlp", "embed")),
+    "b.weight": ((3, 16, 10), ("layers", "embed", "mlp")),
+    "c.scale": ((40,), ("embed",)),
+    "embed.tokens": ((32, 16), ("vocab", "embed")),
+}
+SMALL: Shapes = {
+    "a.weight": ((56, 7), ("embed", "mlp")),
+    "b.weight": ((12, 1), ("embed", "mlp")),
+    "c.weight": ((33, 20), ("embed", "mlp")),
+}
+"""Shapes whose halves are compiled to other instructions than the whole."""
+MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
+CONFIGS: list[OptimizerConfig] = [
+    *(member() for member in MEMBERS),
+    AdamConfig(weight_decay=0.37, beta1=0.83, beta2=0.991, epsilon=1e-3, max_grad_norm=None),
+    AdamConfig(nesterov=True, adamc_weight_decay=True, skip_bad_steps=4),
+    AdamConfig(state_dtype="bfloat16"),
+    MuonConfig(state_dtype="bfloat16"),
+    AdamConfig.model_validate({"update_rms_clipping": 1.0, "clip_update_norm": {"rolling_interval_length": 4}}),
+]
+
+
+def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
+    mesh = build_mesh(MeshShape(), jax.devices()[:devices])
+    rules = {"embed": ("data",)} if fsdp else {}
+    layouts = plan_layout(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
+    abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
+    tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
+    placement = place_state(abstract, tx, layouts, mesh)
+    update = compile_update(config, tx, placement.shardings, mesh)
+    rng = np.random.default_rng(0)
+
+    def values() -> dict[str, jax.Array]:
+        draw = {n: rng.standard_normal(s) * 10.0 ** rng.integers(-6, 3, s) for n, (s, _) in shapes.items()}
+        return {n: jax.device_put(x.astype(np.float32), placement.shardings.params[n]) for n, x in draw.items()}
+
+    params = values()
+    state = jax.jit(tx.init, out_shardings=placement.shardings.opt_state)(params)
+    digest = hashlib.sha256()
+    for step in range(6):
+        scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}
+        curvature = values() if config.curvature is not None and step % 2 == 0 else None
+        given = {name: np.float32(x) for name, x in scalars.items()}
+        params, state, metrics = update(params, state, values(), curvature, given)
+        for leaf in jax.tree.leaves((params, state, metrics)):
+            digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def kind(config: OptimizerConfig) -> str:
+    return config.model_dump()["type"]
+
+
+QUICK = (AdamConfig(), MuonConfig())
+"""One whose update is elementwise, and one whose update every device computes as a whole."""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=kind(c), marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGS],
+)
+def test_the_update_has_the_same_bits_on_every_mesh(config: OptimizerConfig) -> None:
+    reference = updated(config, 1, fsdp=True)
+    meshes = [(2, True), (2, False), (8, True)] if config.elementwise else [(2, True)]
+    for devices, fsdp in meshes:
+        assert updated(config, devices, fsdp) == reference, (devices, fsdp)
+
+
+def test_products_are_rounded_alike_in_halves_and_in_the_whole() -> None:
+    config = ScheduleFreeConfig()
+    assert updated(config, 2, True, SMALL) == updated(config, 1, True, SMALL)
