@@ -105,7 +105,7 @@ def measure(directory: Path) -> dict[str, int]:
     jax.block_until_ready(jnp.zeros(8) + 1)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
-    params = source.load(source.config, program.model.shapes, program.placement.rest)
+    params = source.load(source.config, program.model.shapes, program.sharding.storage)
     jax.block_until_ready(params)
     share = sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards)
     return {"before": before, "peak": _status("VmHWM"), "after": _status("VmRSS"), "share": share}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from lm_trainer.proof.compare import Comparison
+    from lm_trainer.reproduce.compare import Comparison
 
 _NAMED = 4
 
@@ -27,8 +27,8 @@ def diff(
     import json
     from dataclasses import asdict
 
-    from lm_trainer.proof.compare import compare
-    from lm_trainer.proof.record import RunRecord
+    from lm_trainer.reproduce.compare import compare
+    from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.trackers.jsonl import encode
 
     found = compare(RunRecord.read(run_a), RunRecord.read(run_b))

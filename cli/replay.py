@@ -9,8 +9,8 @@ import typer
 from cli.common import OverridesArgument, check_is_run
 
 if TYPE_CHECKING:
-    from lm_trainer.proof.replay import Norms, Replay
-    from lm_trainer.proof.tokens import HardToken
+    from lm_trainer.reproduce.replay import Norms, Replay
+    from lm_trainer.reproduce.tokens import HardToken
 
 
 def replay(
@@ -44,9 +44,9 @@ def replay(
     import json
     import sys
 
-    from lm_trainer.proof.record import RunRecord
-    from lm_trainer.proof.replay import replay as run_replay
-    from lm_trainer.proof.rerun import QuietProgress
+    from lm_trainer.reproduce.record import RunRecord
+    from lm_trainer.reproduce.replay import replay as run_replay
+    from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
@@ -67,7 +67,7 @@ def replay(
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
-    from lm_trainer.proof.record import same
+    from lm_trainer.reproduce.record import same
 
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"

@@ -7,7 +7,7 @@ import typer
 from cli.common import OverridesArgument, check_is_run
 
 if TYPE_CHECKING:
-    from lm_trainer.proof.verify import Stretch
+    from lm_trainer.reproduce.verify import Stretch
 
 _COLUMNS = "{:<16}{:>8}{:>14}  {}"
 
@@ -48,9 +48,9 @@ def verify(
     import sys
     from dataclasses import asdict
 
-    from lm_trainer.proof.record import RunRecord
-    from lm_trainer.proof.rerun import QuietProgress
-    from lm_trainer.proof.verify import changed_since, choose, results, stretches
+    from lm_trainer.reproduce.record import RunRecord
+    from lm_trainer.reproduce.rerun import QuietProgress
+    from lm_trainer.reproduce.verify import changed_since, choose, results, stretches
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)

@@ -62,7 +62,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size)
     gradient = program.step.compile(batch)
-    devices = program.placement.mesh.devices
+    devices = program.sharding.mesh.devices
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
         flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
@@ -83,4 +83,4 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
 def _gradients(trainer: TrainerConfig, program: Program) -> int:
     if trainer.determinism == "fast":
         return 1
-    return program.step.plans.at(0).per_shard(program.placement.mesh)
+    return program.step.plans.at(0).per_shard(program.sharding.mesh)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _SALTS = (0x9E3779B9, 0x7F4A7C15)
@@ -22,7 +22,7 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
 
     Arrays have 1, 2 or 4 bytes an element.
     """
-    values = {name: in_turn(_digest(x)) for name, x in arrays.items()}
+    values = {name: wait_on_cpu(_digest(x)) for name, x in arrays.items()}
     return {name: _number(value) for name, value in values.items()}
 
 
@@ -41,7 +41,7 @@ def hashes(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
 
     Arrays have 1, 2 or 4 bytes an element. Of several processes, all must call it.
     """
-    values = {name: in_turn(_hash(x)) for name, x in arrays.items()}
+    values = {name: wait_on_cpu(_hash(x)) for name, x in arrays.items()}
     return {name: "".join(f"{_number(part):08x}" for part in parts) for name, parts in values.items()}
 
 

@@ -17,14 +17,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Steps(Generic[T]):
+class Piecewise(Generic[T]):
     """A value that holds from each start, in steps counted from 0, until the next one."""
 
     starts: tuple[int, ...]
     values: tuple[T, ...]
 
     @classmethod
-    def make(cls, phases: Sequence[tuple[int, T]]) -> Steps[T]:
+    def make(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
         """From (start, value) pairs.
 
         Raises:
@@ -78,22 +78,22 @@ IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_chec
 """A positive whole number, or how it changes: `[{start: 0, value: 64}, {start: 1000, value: 128}]`."""
 
 
-def int_steps(value: IntSchedule) -> Steps[int]:
+def piecewise_int(value: IntSchedule) -> Piecewise[int]:
     """What a configuration says as values over steps."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
-    return Steps.make([(phase.start, phase.value) for phase in phases])
+    return Piecewise.make([(phase.start, phase.value) for phase in phases])
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
     """How many rows the global batch of each step has, and where in the order of all rows it begins."""
 
-    sizes: Steps[int]
+    sizes: Piecewise[int]
 
     @classmethod
     def constant(cls, size: int) -> BatchSchedule:
         """The same size at every step."""
-        return cls(Steps((0,), (size,)))
+        return cls(Piecewise((0,), (size,)))
 
     def at(self, step: int) -> int:
         """Rows in the batch of `step`."""

@@ -62,7 +62,7 @@ class RungPlan:
     learning_rate: float
     """Its peak."""
     warmup: int
-    """Steps."""
+    """Piecewise."""
     devices: int
     accumulation: int
     """Microbatches that a device computes one after the other in each step."""

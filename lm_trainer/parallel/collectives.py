@@ -29,7 +29,7 @@ def axis_index(axis: str) -> jax.Array:
     return lax.axis_index(axis)
 
 
-def cut_axes() -> tuple[str, ...]:
+def sharded_axes() -> tuple[str, ...]:
     """The axes that cut what is being traced."""
     return tuple(axis for axis in GROUP_AXES if axis_size(axis) > 1)
 
@@ -50,7 +50,7 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 def total(x: jax.Array) -> jax.Array:
     """The sum of a small array over the whole group, on all its devices. No gradient flows through it."""
-    axes = cut_axes()
+    axes = sharded_axes()
     return tree_sum(lax.all_gather(lax.stop_gradient(x), axes)) if axes else x
 
 

@@ -9,7 +9,7 @@ import jax
 T = TypeVar("T")
 
 
-def in_turn(results: T) -> T:
+def wait_on_cpu(results: T) -> T:
     """The results of a program, on emulated CPU devices once they are computed.
 
     There, XLA runs each device's part of a program in a thread of one pool. Several programs with collectives under

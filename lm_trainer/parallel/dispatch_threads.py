@@ -21,11 +21,11 @@ _ON_A_CPU = 2
 
 def programs_at_once(platform: str, groups: int, group_size: int = 1) -> int:
     """How many programs each of so many groups of `group_size` devices of this process computes at the same time."""
-    # Programs of several emulated devices wait for one another: see `in_turn`.
+    # Programs of several emulated devices wait for one another: see `wait_on_cpu`.
     return _ON_A_CPU if platform == "cpu" and group_size == 1 and cores() >= _ON_A_CPU * groups else 1
 
 
-class Streams:
+class DispatchThreads:
     """Calls functions in `count` threads by turns, or with 1 where it is called itself."""
 
     def __init__(self, count: int):

@@ -1,7 +1,7 @@
 """The device mesh, and the rules that map logical axes of arrays onto it.
 
 A parameter lists the logical axis of each of its dimensions (`embed`, `mlp`, ...) in its `logical_axes` metadata.
-Two sets of rules say which mesh axes each of them is cut over: one for the state at rest, one for the computation.
+Two sets of rules say which mesh axes each of them is cut over: one for the state in storage, one for the computation.
 """
 
 from __future__ import annotations

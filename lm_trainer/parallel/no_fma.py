@@ -18,7 +18,7 @@ _PRODUCTS = frozenset({"mul", "square", "integer_pow"})
 _CALLS = frozenset({"pjit", "jit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
 
 
-def with_rounded_products(function: Callable[..., Any]) -> Callable[..., Any]:
+def without_fma(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with one more argument in front: a uint32 scalar of value 0 that the compiler must not know.
 
     Each product is combined bit by bit with that zero, which changes nothing and stands between it and what is added.

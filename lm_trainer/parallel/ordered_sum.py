@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards, spec_axes
-from lm_trainer.parallel.sharding import LeafLayout
+from lm_trainer.parallel.sharding import ParamSharding
 
 Item = TypeVar("Item")
 
@@ -81,8 +81,8 @@ def tree_sum(x: jax.Array) -> jax.Array:
     return total[0]
 
 
-def sum_over_shards(stacked: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> dict:
-    """Adds the contributions of all batch shards and leaves the sums where the state lies at rest.
+def sum_over_shards(stacked: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict:
+    """Adds the contributions of all batch shards and leaves the sums where the state lies in storage.
 
     Each shard sends every other shard its slice and adds what it receives in the fixed order, so the volume is that of
     a ring reduce-scatter. Arrays that no dimension can be sliced along are cut as vectors, and come back whole; small
@@ -90,7 +90,7 @@ def sum_over_shards(stacked: Mapping[str, jax.Array], layouts: Mapping[str, Leaf
 
     Args:
         stacked: name -> [shards, ...], the first axis cut over the batch axes, the rest as in `compute`.
-        layouts: the layout of each array without its first axis.
+        param_shardings: the param_sharding of each array without its first axis.
         mesh: the device mesh.
 
     Returns:
@@ -101,33 +101,33 @@ def sum_over_shards(stacked: Mapping[str, jax.Array], layouts: Mapping[str, Leaf
         return {name: x[0] for name, x in stacked.items()}
 
     def reduce(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _sum_leaf(x[0], layouts[name], mesh) for name, x in local.items()}
+        return {name: _sum_leaf(x[0], param_shardings[name], mesh) for name, x in local.items()}
 
-    in_specs = {name: PartitionSpec(BATCH_AXES, *layouts[name].compute) for name in stacked}
-    out_specs = {name: _summed_spec(layouts[name], mesh) for name in stacked}
+    in_specs = {name: PartitionSpec(BATCH_AXES, *param_shardings[name].compute) for name in stacked}
+    out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
     return jax.shard_map(reduce, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(dict(stacked))
 
 
-def _can_slice(layout: LeafLayout, mesh: Mesh) -> bool:
-    return layout.sum_dim is not None and layout.chunks % batch_shards(mesh) == 0
+def _can_slice(param_sharding: ParamSharding, mesh: Mesh) -> bool:
+    return param_sharding.sum_dim is not None and param_sharding.chunks % batch_shards(mesh) == 0
 
 
-def _rests_on_data(layout: LeafLayout) -> bool:
-    return layout.sum_dim is not None and "data" in spec_axes(layout.rest[layout.sum_dim])
+def _rests_on_data(param_sharding: ParamSharding) -> bool:
+    return param_sharding.sum_dim is not None and "data" in spec_axes(param_sharding.storage[param_sharding.sum_dim])
 
 
-def _summed_spec(layout: LeafLayout, mesh: Mesh) -> PartitionSpec:
-    dim = layout.sum_dim
-    if dim is None or not (_can_slice(layout, mesh) and _rests_on_data(layout)):
-        return layout.compute
-    entries = list(layout.compute)
+def _summed_spec(param_sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
+    dim = param_sharding.sum_dim
+    if dim is None or not (_can_slice(param_sharding, mesh) and _rests_on_data(param_sharding)):
+        return param_sharding.compute
+    entries = list(param_sharding.compute)
     entries[dim] = "data"
     return PartitionSpec(*entries)
 
 
-def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
-    dim = layout.sum_dim
-    if dim is None or not _can_slice(layout, mesh):
+def _sum_leaf(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh) -> jax.Array:
+    dim = param_sharding.sum_dim
+    if dim is None or not _can_slice(param_sharding, mesh):
         return _sum_vector(x, batch_shards(mesh))
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
@@ -139,7 +139,7 @@ def _sum_leaf(x: jax.Array, layout: LeafLayout, mesh: Mesh) -> jax.Array:
     x = tree_sum(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True))
     if replicas > 1:
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
-    return x if _rests_on_data(layout) else lax.all_gather(x, "data", axis=dim, tiled=True)
+    return x if _rests_on_data(param_sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
 def _sum_vector(x: jax.Array, shards: int) -> jax.Array:
@@ -150,40 +150,42 @@ def _sum_vector(x: jax.Array, shards: int) -> jax.Array:
     return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 
-def sum_of_squares(arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh) -> jax.Array:
-    """The float32 sum of the squares of all elements of all arrays (at rest), in an order fixed by their shapes.
+def sum_of_squares(
+    arrays: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh
+) -> jax.Array:
+    """The float32 sum of the squares of all elements of all arrays (in storage), in an order fixed by their shapes.
 
     Each array is cut into the pieces of its `grid`; a piece is summed where it lies, and their sums by one tree.
     """
-    totals = squares_by_layer(arrays, layouts, mesh, ())
+    totals = squares_by_layer(arrays, param_shardings, mesh, ())
     return tree_sum(jnp.concatenate(list(totals.values())))
 
 
 def squares_by_layer(
-    arrays: Mapping[str, jax.Array], layouts: Mapping[str, LeafLayout], mesh: Mesh, stacked: Collection[str]
+    arrays: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh, stacked: Collection[str]
 ) -> dict[str, jax.Array]:
-    """The float32 sum of the squares of each array (at rest) alone, in an order fixed by its shape.
+    """The float32 sum of the squares of each array (in storage) alone, in an order fixed by its shape.
 
     Returns:
         name -> [1]; for a name in `stacked`, [layers]: one sum for each index of the first dimension.
     """
 
     def partial_sums(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _piece_sums(x, layouts[name], mesh, int(name in stacked)) for name, x in local.items()}
+        return {name: _piece_sums(x, param_shardings[name], mesh, int(name in stacked)) for name, x in local.items()}
 
-    specs = {name: layouts[name].rest for name in arrays}
+    specs = {name: param_shardings[name].storage for name in arrays}
     sums = jax.shard_map(partial_sums, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(dict(arrays))
     replicated = NamedSharding(mesh, PartitionSpec())
     whole = {name: lax.with_sharding_constraint(x, replicated) for name, x in sums.items()}
     return {name: tree_sum(x.reshape(len(x) if name in stacked else 1, -1).T) for name, x in whole.items()}
 
 
-def _piece_sums(x: jax.Array, layout: LeafLayout, mesh: Mesh, kept: int) -> jax.Array:
+def _piece_sums(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, kept: int) -> jax.Array:
     """The sums of squares of the pieces on this device, with as many dimensions as `x`; the first `kept` stay whole."""
     x = _square(x.astype(jnp.float32))
     for dim in range(kept, x.ndim):
-        cut = math.prod(mesh.shape[axis] for axis in spec_axes(layout.rest[dim]))
-        x = _sum_pieces(x, dim, max(1, layout.grid[dim] // cut) if layout.grid else 1)
+        cut = math.prod(mesh.shape[axis] for axis in spec_axes(param_sharding.storage[dim]))
+        x = _sum_pieces(x, dim, max(1, param_sharding.grid[dim] // cut) if param_sharding.grid else 1)
     return x
 
 

@@ -1,4 +1,4 @@
-"""How each array of the training state lies on the mesh: at rest, during computation, and while it is summed.
+"""How each array of the training state lies on the mesh: in storage, during computation, and while it is summed.
 
 Everything here follows from shapes and logical axes; what decides the order of a sum does not depend on the mesh.
 """
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LeafLayout:
+class ParamSharding:
     """Where one parameter (and its gradient and optimizer moments) lies."""
 
-    rest: PartitionSpec
-    """At rest: parameters and optimizer state between steps."""
+    storage: PartitionSpec
+    """Parameters and optimizer state between steps."""
     compute: PartitionSpec
     """While a microbatch is computed: gathered over the batch axes."""
     sum_dim: int | None
@@ -35,15 +35,15 @@ class LeafLayout:
     cuts finer, and so neither of them decides the order of additions."""
 
 
-def plan_layout(
+def plan_shardings(
     leaves: Mapping[str, tuple[tuple[int, ...], Sequence[str | None]]],
     mesh: Mesh,
     *,
     param_rules: AxisRules,
     compute_rules: AxisRules,
     max_shards: int,
-) -> dict[str, LeafLayout]:
-    """The layout of every parameter, given as name -> (shape, logical axes).
+) -> dict[str, ParamSharding]:
+    """The param_sharding of every parameter, given as name -> (shape, logical axes).
 
     A dimension that the batch axes of the mesh do not divide stays whole, which is logged; one that another axis
     does not divide is an error, because the user asked for that cut by name.
@@ -51,28 +51,28 @@ def plan_layout(
     Args:
         leaves: the parameters.
         mesh: the device mesh.
-        param_rules: rules for the state at rest.
+        param_rules: rules for the state in storage.
         compute_rules: rules for the computation; its batch axes are ignored.
         max_shards: the most pieces that a batch may ever be cut into (the number of microbatches).
 
     Raises:
         UserError: two axes of a parameter on one mesh axis, or one that does not divide a dimension.
     """
-    layouts, whole = {}, []
+    param_shardings, whole = {}, []
     for name, (shape, axes) in leaves.items():
-        rest = partition_spec(name, axes, param_rules)
+        storage = partition_spec(name, axes, param_rules)
         compute = _without_batch_axes(partition_spec(name, axes, compute_rules))
-        _check_even(name, shape, axes, rest, mesh)
-        kept = _drop_uneven(shape, rest, mesh)
-        if kept != rest:
+        _check_even(name, shape, axes, storage, mesh)
+        kept = _drop_uneven(shape, storage, mesh)
+        if kept != storage:
             whole.append(name)
-        sum_dim = _sum_dim(shape, rest, compute)
+        sum_dim = _sum_dim(shape, storage, compute)
         chunks = 1 if sum_dim is None else _chunks(shape[sum_dim], max_shards)
-        grid = _grid(shape, rest, mesh, max_shards)
-        layouts[name] = LeafLayout(kept, compute, sum_dim if chunks > 1 else None, chunks, grid)
+        grid = _grid(shape, storage, mesh, max_shards)
+        param_shardings[name] = ParamSharding(kept, compute, sum_dim if chunks > 1 else None, chunks, grid)
     if whole:
         logger.warning("not sharded, because the data axis does not divide them: %s", ", ".join(whole))
-    return layouts
+    return param_shardings
 
 
 def _without_batch_axes(spec: PartitionSpec) -> PartitionSpec:
@@ -99,21 +99,21 @@ def _drop_uneven(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Par
     return PartitionSpec(*entries)
 
 
-def _sum_dim(shape: tuple[int, ...], rest: PartitionSpec, compute: PartitionSpec) -> int | None:
+def _sum_dim(shape: tuple[int, ...], storage: PartitionSpec, compute: PartitionSpec) -> int | None:
     """The dimension cut over the batch axes at rest; otherwise the one with most factors of two, then the largest.
 
     `rest` is what the rules ask for, not what this mesh can do: the choice must be the same on every mesh.
     """
-    for dim, entry in enumerate(rest):
+    for dim, entry in enumerate(storage):
         if any(a in BATCH_AXES for a in spec_axes(entry)):
             return dim if not spec_axes(compute[dim]) else None
     free = [d for d in range(len(shape)) if not spec_axes(compute[d])]
     return max(free, key=lambda d: (shape[d] & -shape[d], shape[d]), default=None)
 
 
-def _grid(shape: tuple[int, ...], rest: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
+def _grid(shape: tuple[int, ...], storage: PartitionSpec, mesh: Mesh, max_shards: int) -> tuple[int, ...]:
     """Pieces that any cut over the batch axes consists of; each lies within one piece of the cut over other axes."""
-    held = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in rest]
+    held = [math.prod(mesh.shape[a] for a in spec_axes(entry) if a not in BATCH_AXES) for entry in storage]
     return tuple(cut * _chunks(size // cut, max_shards) for size, cut in zip(shape, held, strict=True))
 
 

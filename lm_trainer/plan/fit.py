@@ -69,7 +69,7 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
         limit: in bytes.
         known: what `memory.compile` gave for some rows.
     """
-    sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
+    sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
     known = dict(known or {})
     ask = [rows for rows in sizes[-1:] if rows not in known]
     while True:

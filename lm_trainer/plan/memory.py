@@ -93,7 +93,7 @@ def bytes_per_device(tree: Any) -> int:
 
 def state_bytes(program: Program) -> dict[str, int]:
     """The state of a run on each device between steps: name -> bytes, without what the run does not have."""
-    state = abstract_state(program.model.shapes, program.tx, program.placement, averaged=program.averages)
+    state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
     parts = {
         "parameters": state.params,
         "optimizer state": state.opt_state,
@@ -108,13 +108,13 @@ class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
     The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are
-    compiled for one batch shard with `determinism: elastic`, where the lane is the same on every mesh, else for all.
+    compiled for one batch shard with `determinism: elastic`, where the program is the same on every mesh, else for all.
 
     Args:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
         devices: JAX devices, emulated ones for instance.
-        platform: on which the step is to run: there may be several lanes under way on a device of a CPU.
+        platform: on which the step is to run: there may be several microbatches under way on a device of a CPU.
 
     Raises:
         UserError: when the devices or the sharding rules do not fit.
@@ -123,7 +123,7 @@ class StepMemory:
     def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any], platform: str):
         self.config, self._vocab_size, self._devices = config, vocab_size, devices
         self.program = build_program(config, vocab_size, devices)
-        mesh = self.program.placement.mesh
+        mesh = self.program.sharding.mesh
         self._at_once = programs_at_once(platform, batch_shards(mesh), mesh.size // batch_shards(mesh))
         self.state = state_bytes(self.program)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
@@ -140,7 +140,7 @@ class StepMemory:
         trainer: dict[str, Any] = {} if rows is None else {"per_device_parallelism": rows}
         devices = self._devices
         if self._elastic:
-            mesh = self.program.placement.mesh
+            mesh = self.program.sharding.mesh
             devices = devices[: mesh.devices.size // batch_shards(mesh)]
             trainer |= {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1}
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
@@ -159,7 +159,7 @@ class StepMemory:
     def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
         """The memory of a step with these programs, which `compile(rows)` gave."""
         plan = self.largest_step(rows)
-        per_shard = plan.per_shard(self.program.placement.mesh)
+        per_shard = plan.per_shard(self.program.sharding.mesh)
         batch = per_shard * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
         if self._elastic:
@@ -169,20 +169,22 @@ class StepMemory:
     def _elastic_phases(
         self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes], per_shard: int
     ) -> Sequence[Phase]:
-        """Follows `TrainStep.__call__`: what each program finds, and what it adds.
+        """Follows `ElasticStep.__call__`: what each program finds, and what it adds.
 
         `per_shard` is how many microbatches a device computes.
         """
-        lanes = min(self._at_once, per_shard)
-        trees = most_held(per_shard) + lanes - 1
+        running = min(self._at_once, per_shard)
+        trees = most_held(per_shard) + running - 1
         fixed, phases, gathered = self._state_programs, [], "gathered parameters"
         if (gather := fixed.get("gather")) is not None:
             held = {**held, gathered: gather.outputs}
             phases.append(Phase("gather", {**held, "temporary": gather.temporary}))
         reduction = fixed["reduction"]
-        for name, lane in programs.items():
+        for name, program in programs.items():
             phase, sums = _SUMMED[name]
-            phases.append(Phase(phase, {**held, sums: trees * lane.outputs, "temporary": lanes * lane.temporary}))
+            phases.append(
+                Phase(phase, {**held, sums: trees * program.outputs, "temporary": running * program.temporary})
+            )
             both = reduction.arguments + reduction.new
             phases.append(Phase("reduction", {**held, sums: both, "temporary": reduction.temporary}))
             held = {**held, sums: reduction.outputs}
@@ -207,7 +209,7 @@ class StepMemory:
         return phases
 
     def _fast_phases(self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes]) -> Sequence[Phase]:
-        """Follows `GlobalStep.__call__`; its programs hold whatever they gather and add up."""
+        """Follows `FastStep.__call__`; its programs hold whatever they gather and add up."""
         phases = []
         if (estimate := programs.get("curvature")) is not None:
             phases.append(Phase("curvature", {**held, "estimates": estimate.outputs, "temporary": estimate.temporary}))
@@ -219,7 +221,7 @@ class StepMemory:
         return phases
 
 
-_SUMMED = {"lane": ("microbatch", "gradients"), "curvature": ("curvature", "estimates")}
+_SUMMED = {"microbatch": ("microbatch", "gradients"), "curvature": ("curvature", "estimates")}
 """For each program that runs once for a microbatch: its phase, and what is summed."""
 
 

@@ -138,7 +138,7 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
     kernel = _kernel(config, vocab_size, platform)
     config = _as_planned_here(config, platform, kernel)
     memory = StepMemory(config, vocab_size, devices, platform)
-    plan, mesh, spec = memory.largest_step(), memory.program.placement.mesh, config.model.spec(vocab_size)
+    plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)
     compiled = memory.compile()
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.program.model)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps

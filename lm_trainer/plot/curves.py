@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lm_trainer.checkpoint.policy import KeepEvery
-from lm_trainer.core.piecewise import Steps, int_steps
+from lm_trainer.core.piecewise import Piecewise, piecewise_int
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.config import RunConfig
 
@@ -53,13 +53,13 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
         Panel("learning rate", (Curve("learning rate", rate_points(rate, total)),)),
-        Panel("batch size", (Curve("batch size", _stair(int_steps(trainer.train_batch_size), total)),)),
+        Panel("batch size", (Curve("batch size", _stair(piecewise_int(trainer.train_batch_size), total)),)),
     ]
     if data.configs:
         starts, shares = zip(*data.stages, strict=True)
         weights = [tuple(count / sum(counts) for count in counts) for counts in shares]
         columns = zip(data.trained, zip(*weights, strict=True), strict=True)
-        curves = tuple(Curve(name, _stair(Steps(starts, values), total)) for name, values in columns)
+        curves = tuple(Curve(name, _stair(Piecewise(starts, values), total)) for name, values in columns)
         panels.append(Panel("mixture weights", curves))
     return SchedulePlot(total, tuple(panels), _marks(rate, trainer.checkpointer.keep, total))
 
@@ -75,7 +75,7 @@ def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
     return tuple((step, rate(step)) for step in sorted(corners | even) if 0 <= step < total)
 
 
-def _stair(values: Steps[int] | Steps[float], total: int) -> tuple[tuple[int, float], ...]:
+def _stair(values: Piecewise[int] | Piecewise[float], total: int) -> tuple[tuple[int, float], ...]:
     """A value that holds until the next one: the two ends of each stair."""
     points: list[tuple[int, float]] = []
     for start, end, value in zip(values.starts, (*values.starts[1:], total), values.values, strict=True):

@@ -19,7 +19,7 @@ from lm_trainer.nn.lora import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.model_parallel import axes_in_use, check_cut, check_length
+from lm_trainer.step.model_parallel import axes_in_use, check_group_axes, check_length
 
 _OPERATIONAL = {
     "trainer": frozenset(
@@ -142,7 +142,7 @@ class RunConfig(Config):
             return self
         try:
             check_length(self.model.seq_len, sizes)
-            check_cut(self.model.spec(vocab_size=1), self.trainer.microbatch_rows(), sizes)
+            check_group_axes(self.model.spec(vocab_size=1), self.trainer.microbatch_rows(), sizes)
         except UserError as error:
             raise ValueError(f"trainer: {error}") from None
         return self

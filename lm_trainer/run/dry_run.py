@@ -28,7 +28,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
     flops = training_flops(flops_per_token(spec, seq_len), program.model)
     plan, schedule = program.step.plans.at(0), trainer.batch_schedule
     return [
-        f"run {run} on {describe_mesh(program.placement.mesh)}",
+        f"run {run} on {describe_mesh(program.sharding.mesh)}",
         *(() if start is None else start.notes),
         *(() if note is None else (f"note: {note}",)),
         f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",

@@ -1,4 +1,4 @@
-"""From a configuration to what runs: the model, its layout on the devices, the compiled step."""
+"""From a configuration to what runs: the model, its param_sharding on the devices, the compiled step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ from lm_trainer.nn.loss import token_loss_and_metrics
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.optim import OptimizerConfig, Param
 from lm_trainer.parallel.mesh import BATCH_AXES, build_mesh
-from lm_trainer.parallel.sharding import plan_layout
+from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.elastic import CurvatureFn, LossFn, Step, TrainStep, UpdateRule
+from lm_trainer.step.elastic import CurvatureFn, ElasticStep, LossFn, Step, UpdateRule
 from lm_trainer.step.evaluate import Evaluator
-from lm_trainer.step.fast import GlobalStep
-from lm_trainer.step.model_parallel import axes_in_use, check_cut
-from lm_trainer.step.state import ModelDef, Params, Placement, TrainState, fresh_state, place_state, state_from_params
+from lm_trainer.step.fast import FastStep
+from lm_trainer.step.model_parallel import axes_in_use, check_group_axes
+from lm_trainer.step.state import (
+    ModelDef,
+    Params,
+    StateSharding,
+    TrainState,
+    fresh_state,
+    plan_state_sharding,
+    state_from_params,
+)
 
 _INIT, _DROPOUT, _ADAPTER = 0, 1, 2
 
@@ -50,7 +58,7 @@ class Program:
     """Everything of a run that is neither state nor data."""
 
     model: ModelDef
-    placement: Placement
+    sharding: StateSharding
     optimizer: OptimizerConfig
     tx: optax.GradientTransformationExtraArgs
     step: Step
@@ -68,17 +76,17 @@ class Program:
     def init(self) -> TrainState:
         """The fresh state of the run; it depends on the seed alone, or on the weights that the model starts from."""
         if self.model.load is None:
-            return fresh_state(self.model.init, self.tx, self.placement, averaged=self.averages)
-        rest = self.placement.rest
-        params = self.model.load(self.model.shapes, rest)
-        if others := {name: sharding for name, sharding in rest.items() if name not in params}:
+            return fresh_state(self.model.init, self.tx, self.sharding, averaged=self.averages)
+        storage = self.sharding.storage
+        params = self.model.load(self.model.shapes, storage)
+        if others := {name: sharding for name, sharding in storage.items() if name not in params}:
             fresh = jax.jit(lambda: {n: x for n, x in self.model.init().items() if n in others}, out_shardings=others)
             params = {**params, **fresh()}
         return self.from_weights(params)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
         """A state at step 0 with given weights, all of them."""
-        return state_from_params(params, self.tx, self.placement, averaged=self.averages)
+        return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
 
     def weights(self, state: TrainState) -> dict[str, Params]:
         """What to evaluate and export: the model as the optimizer means it under "", averaged weights by their name.
@@ -87,8 +95,8 @@ class Program:
         """
         params = state.params
         if self.averages_by_itself:
-            layout = self.placement.shardings.params
-            params = jax.jit(self.optimizer.eval_params, out_shardings=layout)(state.params, state.opt_state)
+            param_sharding = self.sharding.state.params
+            params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
 
@@ -128,7 +136,7 @@ def plan_program(
     mesh = build_mesh(trainer.mesh_shape(), devices or _devices(trainer))
     plans = trainer.microbatches()
     _check_cut(trainer, optimizer, model, mesh)
-    layouts = plan_layout(
+    param_shardings = plan_shardings(
         {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
         mesh,
         param_rules=trainer.param_rules(),
@@ -137,17 +145,17 @@ def plan_program(
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
-    placement = place_state(trained, tx, layouts, mesh)
+    sharding = plan_state_sharding(trained, tx, param_shardings, mesh)
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, trainer.mp.compute_dtype))
     key = jax.random.fold_in(jax.random.key(trainer.seed), _DROPOUT) if key is None else key
     if trainer.determinism == "fast":
         accumulate = trainer.per_device_parallelism != -1
-        step: Step = GlobalStep(model, loss, rule, placement=placement, plans=plans, key=key, accumulate=accumulate)
+        step: Step = FastStep(model, loss, rule, sharding=sharding, plans=plans, key=key, accumulate=accumulate)
     else:
-        step = TrainStep(model, loss, rule, placement=placement, plans=plans, key=key)
+        step = ElasticStep(model, loss, rule, sharding=sharding, plans=plans, key=key)
     return Program(
         model=model,
-        placement=placement,
+        sharding=sharding,
         optimizer=optimizer,
         tx=tx,
         step=step,
@@ -163,7 +171,7 @@ def _check_cut(trainer: TrainerConfig, optimizer: OptimizerConfig, model: ModelD
     if not axes:
         return
     built = nnx.eval_shape(model.build)
-    check_cut(built.spec if isinstance(built, Decoder) else None, trainer.microbatch_rows(), mesh.shape)
+    check_group_axes(built.spec if isinstance(built, Decoder) else None, trainer.microbatch_rows(), mesh.shape)
     if optimizer.curvature is not None:
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 

@@ -152,7 +152,7 @@ class Trainer:
 
     @property
     def device_mesh(self) -> Mesh:
-        return self.program.placement.mesh
+        return self.program.sharding.mesh
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
@@ -249,7 +249,7 @@ class Trainer:
         state = start_state(self.config, program, self.store, init, self._fingerprint, allow_other_data=other_data)
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
-        for note in caveats(self.config, program.placement.mesh):
+        for note in caveats(self.config, program.sharding.mesh):
             self.progress.note(note)
         self._open_trackers(state)
         return state
@@ -271,7 +271,7 @@ class Trainer:
             peak_flops=None if peak is None or not self.flops_per_token else peak.flops * devices.size,
         )
         axes = self.program.model.axes
-        self._watcher = Watcher(self.config.watch, self.program.placement, axes)
+        self._watcher = Watcher(self.config.watch, self.program.sharding, axes)
         parts = (self._tracker, self.progress, self._meter, self._watcher)
         self._recorder = self._stack.enter_context(closing(Recorder(self.config, *parts, evidence=self._evidence)))
         self._recorder.chain = self.store.record(state.step).get("chain", "")
@@ -400,16 +400,16 @@ class Trainer:
         self._watchdog.rest()
         self.progress.phase("compiling the training step")
         started = time.monotonic()
-        lanes = self.program.step.compile(batch, step)
-        program = lanes.fingerprint()
+        executable = self.program.step.compile(batch, step)
+        program = executable.fingerprint()
         self.progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {program}")
         if self._compiled_before:
             return
         self._compiled_before = True
         if self.config.log_jaxprs:
-            self.write_artifact("train_step.jaxpr.txt", lanes.jaxpr(), type="program")
+            self.write_artifact("train_step.jaxpr.txt", executable.jaxpr(), type="program")
         if self.config.log_xla_hlo:
-            self.write_artifact("train_step.hlo.txt", lanes.hlo(), type="program")
+            self.write_artifact("train_step.hlo.txt", executable.hlo(), type="program")
         rows = self.program.step.plans.at(step).rows
         for note in self._directory.record_attempt(self.config, step=step, rows=rows, program=program):
             self.progress.note(note)

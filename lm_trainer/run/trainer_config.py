@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_valida
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config, Seed
-from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Steps, int_steps
+from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import check_settings
 from lm_trainer.data.tokenize.ray_backend import RayConfig
@@ -225,21 +225,21 @@ class TrainerConfig(Config):
     @property
     def batch_schedule(self) -> BatchSchedule:
         """The size of the global batch at each step."""
-        return BatchSchedule(int_steps(self.train_batch_size))
+        return BatchSchedule(piecewise_int(self.train_batch_size))
 
-    def microbatches(self) -> Steps[MicrobatchPlan]:
+    def microbatches(self) -> Piecewise[MicrobatchPlan]:
         """How the global batch of each step is cut for computation.
 
         Raises:
             ValueError: when it cannot be cut equally.
         """
-        sizes = int_steps(self.train_batch_size)
+        sizes = piecewise_int(self.train_batch_size)
         pad = self.allow_nondivisible_batch_size
         plans = [
             MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
             for size in sizes.values
         ]
-        return Steps(sizes.starts, tuple(plans))
+        return Piecewise(sizes.starts, tuple(plans))
 
     def eval_plan(self) -> MicrobatchPlan:
         """How the batches of evaluation are cut: as many microbatches as the largest batch of training has."""

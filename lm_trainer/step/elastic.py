@@ -1,7 +1,8 @@
 """One optimizer step, bit for bit the same on every mesh.
 
-The global batch is cut into a fixed number of microbatches of fixed size. Each is computed by a hermetic lane; their
-gradients are added by one fixed binary tree, first inside a device, then across devices; then the state is updated.
+The global batch is cut into a fixed number of microbatches of fixed size. Each is computed by an
+executable of its own; their gradients are added by one fixed binary tree, first inside a device, then across devices;
+then the state is updated.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.piecewise import Steps
+from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.averaging import AveragingConfig
-from lm_trainer.parallel.cpu_sync import in_turn
-from lm_trainer.parallel.no_fma import with_rounded_products
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
-from lm_trainer.step.state import ModelDef, Params, Placement, TrainState, abstract_state
+from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
 from lm_trainer.step.update import Metrics, compile_update
 
 LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -67,7 +68,7 @@ class Step(Protocol):
     whose loss or gradient is not finite leaves parameters and optimizer as they were.
     """
 
-    plans: Steps[MicrobatchPlan]
+    plans: Piecewise[MicrobatchPlan]
     devices: Devices
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
@@ -110,7 +111,7 @@ class Step(Protocol):
     ) -> tuple[TrainState, Metrics]: ...
 
 
-class TrainStep:
+class ElasticStep:
     """The `Step` whose bits are the same on every mesh."""
 
     def __init__(
@@ -119,12 +120,12 @@ class TrainStep:
         loss: LossFn,
         rule: UpdateRule,
         *,
-        placement: Placement,
-        plans: Steps[MicrobatchPlan],
+        sharding: StateSharding,
+        plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
     ):
-        mesh, shardings = placement.mesh, placement.shardings
-        self.plans, self.devices, self._shapes = plans, Devices(placement), model.shapes
+        mesh, shardings = sharding.mesh, sharding.state
+        self.plans, self.devices, self._shapes = plans, Devices(sharding), model.shapes
         for plan in plans.values:
             plan.per_shard(mesh)
         trainable = shardings.params
@@ -134,20 +135,20 @@ class TrainStep:
             estimate = curvature_sums(model, rule.curvature, trainable)
             self._curvature = MicrobatchSum(estimate, self.devices, jax.random.fold_in(key, 1), trainable)
         self._rule = rule
-        layouts = {name: placement.layouts[name] for name in trainable}
+        param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
-        self._norm = jax.jit(lambda grads: sum_of_squares(grads, layouts, mesh), out_shardings=everywhere)
+        self._norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
         self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
-        self._average = jax.jit(with_rounded_products(move), out_shardings=shardings.params, donate_argnums=1)
+        self._average = jax.jit(without_fma(move), out_shardings=shardings.params, donate_argnums=1)
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
-        """Compiles the lane for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+        """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
         if self._curvature is not None:
             self._curvature.compile(self._shapes, batch, self.plans.at(step))
         return self._gradient.compile(self._shapes, batch, self.plans.at(step)).program
 
     def compiled(self, step: int) -> bool:
-        """Whether this step needs no compilation of its lane."""
+        """Whether this step needs no compilation."""
         return self._gradient.compiled(self.plans.at(step))
 
     def local_rows(self, step: int = 0) -> range:
@@ -159,21 +160,21 @@ class TrainStep:
         return self.devices.put(batch, self.plans.at(step))
 
     def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """What runs before the update: `gather` where parameters are cut at rest, `lane`, and `reduction`."""
-        return {**self._gathering(), "lane": self.compile(batch, step), "reduction": self._reduction()}
+        """What runs before the update: `gather` where parameters are cut in storage, `microbatch`, and `reduction`."""
+        return {**self._gathering(), "microbatch": self.compile(batch, step), "reduction": self._reduction()}
 
     def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """`lane`, and `curvature` where the optimizer takes an estimate: the same for any number of batch shards."""
-        found = {"lane": self.compile(batch, step)}
+        """`microbatch`, and `curvature` where the optimizer takes it: the same for any number of batch shards."""
+        found = {"microbatch": self.compile(batch, step)}
         if self._curvature is not None:
             found["curvature"] = self._curvature.compile(self._shapes, batch, self.plans.at(step)).program
         return found
 
     def state_programs(self) -> dict[str, Executable]:
-        """`gather` where parameters are cut at rest, `reduction`, `norm`, those of the update, `average` if any."""
+        """`gather` where parameters are cut in storage, `reduction`, `norm`, those of the update, `average` if any."""
         averaged = self._rule.averaging is not None
-        state = abstract_state(self._shapes, self._rule.tx, self.devices.placement, averaged=averaged)
-        everywhere = NamedSharding(self.devices.placement.mesh, PartitionSpec())
+        state = abstract_state(self._shapes, self._rule.tx, self.devices.sharding, averaged=averaged)
+        everywhere = NamedSharding(self.devices.sharding.mesh, PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
         scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
         # Gradients and estimates have the shapes of the parameters, and lie as they do.
@@ -209,7 +210,7 @@ class TrainStep:
         """One step on a batch placed by `put`."""
         (scalars, grads), curvature = self._gradient_and_curvature(state, batch)
         before = None if observer is None else observer.before(state)
-        scalars = {**scalars, "squares": in_turn(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
+        scalars = {**scalars, "squares": wait_on_cpu(self._norm(grads)), "learning_rate": np.float32(learning_rate)}
         params, opt_state, metrics = self._update(state.params, state.opt_state, grads, curvature, scalars)
         done = TrainState(state.step + 1, params, opt_state, self._averaged(state, params), state.frozen)
         if observer is not None:

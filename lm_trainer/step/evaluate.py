@@ -11,7 +11,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.elastic import LossFn
-from lm_trainer.step.executable import Lanes
+from lm_trainer.step.executable import PerGroupExecutable
 from lm_trainer.step.microbatch import Devices, MicrobatchPlan, Sums
 from lm_trainer.step.state import ModelDef, Params
 
@@ -34,11 +34,11 @@ class Evaluator:
 
         cut = devices.cut(sums, ())
 
-        def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> dict[str, jax.Array]:
-            del step, lane
+        def of_microbatch(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
+            del step, index
             return cut(params, batch, jax.random.key(0))[0]
 
-        self._lanes = Lanes(lane, devices.groups)
+        self._executable = PerGroupExecutable(of_microbatch, devices.groups)
         self._devices, self._plan, self._shapes = devices, plan, model.shapes
 
     @property
@@ -68,7 +68,7 @@ class Evaluator:
             placed = self._devices.put(batch, self._plan)
             for i, microbatches in enumerate(placed.microbatches):
                 for j, rows in enumerate(microbatches):
-                    for name, x in self._lanes(i, on_groups[i], rows, np.int32(0), np.int32(j)).items():
+                    for name, x in self._executable(i, on_groups[i], rows, np.int32(0), np.int32(j)).items():
                         parts.setdefault(name, []).append(x)
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
         sums = {name: math.fsum(gather(np.asarray(values)).ravel().tolist()) for name, values in sorted(parts.items())}
@@ -76,6 +76,6 @@ class Evaluator:
         return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
 
     def _compile(self, batch: Batch) -> None:
-        if not self._lanes.compiled:
+        if not self._executable.compiled:
             rows = Batch(*(np.empty((self._plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-            self._lanes.compile(self._shapes, self._devices.placement.layouts, rows)
+            self._executable.compile(self._shapes, self._devices.sharding.params, rows)

@@ -1,8 +1,8 @@
-"""Hermetic lanes: the computation of one microbatch as an executable of its own.
+"""The computation of one microbatch as an executable of its own.
 
 Inside one big program XLA rewrites the same computation differently for one device than for many, so its bits change
-with the mesh. A lane is compiled alone, for one batch shard's devices, to the same optimised program on every mesh;
-the hash of that program is recorded with the run.
+with the mesh. The computation of a microbatch is compiled alone, for one batch shard's devices, to the same optimised
+program on every mesh; the hash of that program is recorded with the run.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.compile_per_device import compile_for_each
-from lm_trainer.parallel.cpu_sync import in_turn
-from lm_trainer.parallel.dispatch_threads import Streams, programs_at_once
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, MESH_AXES, batch_shards
-from lm_trainer.parallel.sharding import LeafLayout
+from lm_trainer.parallel.sharding import ParamSharding
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Group:
+class ModelParallelGroup:
     """The devices that compute one microbatch together: those along the axes that are not batch axes."""
 
     index: int
@@ -43,7 +43,7 @@ class Group:
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
 
-def local_groups(mesh: Mesh) -> list[Group]:
+def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
     """The batch shards whose devices belong to this process, in the order of the batch.
 
     Raises:
@@ -59,7 +59,7 @@ def local_groups(mesh: Mesh) -> list[Group]:
     for index, devices in enumerate(rows):
         if devices[0].process_index == jax.process_index():
             grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
-            groups.append(Group(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
+            groups.append(ModelParallelGroup(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
     return groups
 
 
@@ -93,35 +93,39 @@ class Executable:
         return self.compiled.memory_analysis()
 
 
-class Lanes:
+class PerGroupExecutable:
     """One function, compiled once for every group of this process.
 
     Args:
-        function: `function(params, batch, step, lane)` with a Batch of one microbatch; step and lane are int32 scalars.
+        function: `function(params, batch, step, index)` with a Batch of one microbatch; `step` and
+            `index` are int32 scalars.
         groups: where to compile it.
         results: how what it returns lies on a group; XLA's choice without.
     """
 
     def __init__(
-        self, function: Callable[..., Any], groups: Sequence[Group], results: Callable[[Group], Any] | None = None
+        self,
+        function: Callable[..., Any],
+        groups: Sequence[ModelParallelGroup],
+        results: Callable[[ModelParallelGroup], Any] | None = None,
     ):
         self._function, self._results = function, results
         self.groups = groups
         devices = groups[0].mesh.devices
-        self._streams = Streams(programs_at_once(devices.flat[0].platform, len(groups), devices.size))
+        self._streams = DispatchThreads(programs_at_once(devices.flat[0].platform, len(groups), devices.size))
         self._compiled: list[Executable] = []
 
     def compile(
-        self, params: Mapping[str, jax.ShapeDtypeStruct], layouts: Mapping[str, LeafLayout], batch: Batch
+        self, params: Mapping[str, jax.ShapeDtypeStruct], param_shardings: Mapping[str, ParamSharding], batch: Batch
     ) -> None:
-        """Compiles for all groups at once, for parameters in their `compute` layout and a microbatch like `batch`."""
+        """Compiles for all groups at once, for parameters in their `compute` sharding and a microbatch like `batch`."""
         traced: list[jax.stages.Traced] = []
 
         def one(index: int) -> jax.stages.Compiled:
             group = self.groups[index]
             whole = group.sharding()
             placed = {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*layouts[name].compute))
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
                 for name, x in params.items()
             }
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
@@ -148,7 +152,7 @@ class Lanes:
 
     def __call__(self, group: int, *args: Any) -> Any:
         """Enqueues the function on the `group`-th local group and returns at once, where programs may wait in line."""
-        return in_turn(self._streams(self._compiled[group].compiled, *args))
+        return wait_on_cpu(self._streams(self._compiled[group].compiled, *args))
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:
@@ -161,7 +165,7 @@ def program_hash(compiled: jax.stages.Compiled) -> str:
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-def on_group(array: jax.Array, group: Group) -> jax.Array:
+def on_group(array: jax.Array, group: ModelParallelGroup) -> jax.Array:
     """The part of a global array that lies on a group, as an array of that group.
 
     `array` must not be cut over the batch axes; its data are not copied.

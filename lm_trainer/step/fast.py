@@ -14,25 +14,25 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.piecewise import Steps
-from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.core.piecewise import Piecewise
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.step.elastic import LossFn, Observer, UpdateRule, curvature_sums, loss_and_gradient, move
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
-from lm_trainer.step.model_parallel import cut_over_group
-from lm_trainer.step.state import ModelDef, Params, Placement, TrainState, abstract_state
+from lm_trainer.step.model_parallel import shard_over_group
+from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
 from lm_trainer.step.update import Metrics, make_update
 
 
-class GlobalStep:
+class FastStep:
     """The `Step` of `determinism: fast`.
 
     Args:
         model: what is trained.
         loss: of rows; it sees those of all devices at once.
         rule: how gradients become weights.
-        placement: where everything lies.
+        sharding: where everything lies.
         plans: the batches. What they say of microbatches matters only with `accumulate`.
         key: for dropout.
         accumulate: each device computes its microbatches one after the other, instead of all its rows at once.
@@ -44,23 +44,23 @@ class GlobalStep:
         loss: LossFn,
         rule: UpdateRule,
         *,
-        placement: Placement,
-        plans: Steps[MicrobatchPlan],
+        sharding: StateSharding,
+        plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
         accumulate: bool,
     ):
-        self.plans, self.devices = plans, Devices(placement)
-        self._model, self._rule, self._placement = model, rule, placement
-        self._shards, self._accumulate = batch_shards(placement.mesh), accumulate
+        self.plans, self.devices = plans, Devices(sharding)
+        self._model, self._rule, self._sharding = model, rule, sharding
+        self._shards, self._accumulate = batch_shards(sharding.mesh), accumulate
         for plan in plans.values:
-            plan.per_shard(placement.mesh)
+            plan.per_shard(sharding.mesh)
         self._key_data = jax.random.key_data(key)
-        trainable = placement.shardings.params
-        self._everywhere = NamedSharding(placement.mesh, PartitionSpec())
+        trainable = sharding.state.params
+        self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         function = loss_and_gradient(model, loss, trainable)
-        self._gradient: MicrobatchFn = cut_over_group(function, placement.mesh, placement.layouts, trainable)
+        self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
-        state = (*placement.shardings, self._everywhere)
+        state = (*sharding.state, self._everywhere)
         self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         # To look at a gradient or an estimate is rare, so each is a program of its own.
         self._sums = self._jitted_sums(self._gradient, stream=0)
@@ -74,7 +74,7 @@ class GlobalStep:
         def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
             return self._over_batch(function, params, batch, step, stream)
 
-        shardings: Any = (self._everywhere, dict(self._placement.shardings.params))
+        shardings: Any = (self._everywhere, dict(self._sharding.state.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
@@ -84,11 +84,11 @@ class GlobalStep:
 
     def _abstract_state(self) -> TrainState:
         averaged = self._rule.averaging is not None
-        return abstract_state(self._model.shapes, self._rule.tx, self._placement, averaged=averaged)
+        return abstract_state(self._model.shapes, self._rule.tx, self._sharding, averaged=averaged)
 
     def _whole(self, batch: Batch, plan: MicrobatchPlan) -> Batch:
         """The shapes of a global batch of `plan` with rows like those of `batch`."""
-        rows = NamedSharding(self._placement.mesh, PartitionSpec(BATCH_AXES))
+        rows = NamedSharding(self._sharding.mesh, PartitionSpec(BATCH_AXES))
         shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
         return Batch(*map(shape, batch))
 
@@ -108,7 +108,7 @@ class GlobalStep:
 
     def put(self, batch: Batch, step: int = 0) -> Batch:
         """This process's rows of the global batch of `step` as part of one array cut over the devices."""
-        plan, mesh = self.plans.at(step), self._placement.mesh
+        plan, mesh = self.plans.at(step), self._sharding.mesh
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
         whole = plan.rows * plan.count
@@ -138,7 +138,7 @@ class GlobalStep:
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
-        return in_turn(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
+        return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
 
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
@@ -147,12 +147,12 @@ class GlobalStep:
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
-            curvature = in_turn(self._curvature(everything, batch, np.int32(state.step))).tree
+            curvature = wait_on_cpu(self._curvature(everything, batch, np.int32(state.step))).tree
         seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._program(arrays, batch, self.plans.at(state.step), curvature).compiled
         step, rate = np.int32(state.step), np.float32(learning_rate)
-        params, opt_state, metrics = in_turn(program(*arrays, batch, step, rate, curvature))
+        params, opt_state, metrics = wait_on_cpu(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
         if averaged is not None and self._rule.averaging is not None:
             averaged = self._average(averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
@@ -181,18 +181,18 @@ class GlobalStep:
         self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
     ) -> Sums:
         """The sums of `function` over the batch; `stream` tells apart the random numbers of different functions."""
-        mesh, layouts = self._placement.mesh, self._placement.layouts
+        mesh, param_shardings = self._sharding.mesh, self._sharding.params
         key = jax.random.wrap_key_data(self._key_data)
         key = jax.random.fold_in(jax.random.fold_in(key, stream) if stream else key, step)
         whole = {
-            name: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layouts[name].compute))
+            name: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, param_shardings[name].compute))
             for name, x in params.items()
         }
 
         def one(rows: Batch, index: jax.Array | int) -> Sums:
             scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
-            rest = self._placement.rest
-            return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, rest[n]) for n, g in tree.items()})
+            storage = self._sharding.storage
+            return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
         if chunks == 1:

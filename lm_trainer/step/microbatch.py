@@ -13,12 +13,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.ordered_sum import TreeSum, sum_over_shards, tree_sum
-from lm_trainer.step.executable import Executable, Group, Lanes, local_groups, on_group, stack_groups
-from lm_trainer.step.model_parallel import cut_over_group
-from lm_trainer.step.state import Params, Placement
+from lm_trainer.step.executable import (
+    Executable,
+    ModelParallelGroup,
+    PerGroupExecutable,
+    local_groups,
+    on_group,
+    stack_groups,
+)
+from lm_trainer.step.model_parallel import shard_over_group
+from lm_trainer.step.state import Params, StateSharding
 
 
 class Sums(NamedTuple):
@@ -107,27 +114,30 @@ class PlacedBatch:
 class Devices:
     """Where microbatches are computed, and how rows and parameters get there."""
 
-    def __init__(self, placement: Placement):
-        self.placement = placement
-        self.groups = local_groups(placement.mesh)
-        compute = {name: NamedSharding(placement.mesh, layout.compute) for name, layout in placement.layouts.items()}
+    def __init__(self, sharding: StateSharding):
+        self.sharding = sharding
+        self.groups = local_groups(sharding.mesh)
+        compute = {
+            name: NamedSharding(sharding.mesh, param_sharding.compute)
+            for name, param_sharding in sharding.params.items()
+        }
         # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
-        there = all(_same(compute[name], rest) for name, rest in placement.rest.items())
+        there = all(_same(compute[name], storage) for name, storage in sharding.storage.items())
         self._gather = None if there else jax.jit(lambda p: p, out_shardings=compute)
 
     def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
-        return cut_over_group(function, self.groups[0].mesh, self.placement.layouts, names)
+        return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
 
     def local_rows(self, plan: MicrobatchPlan) -> range:
         """The rows of the global batch that this process needs."""
-        rows = plan.per_shard(self.placement.mesh) * plan.rows
+        rows = plan.per_shard(self.sharding.mesh) * plan.rows
         ends = (self.groups[0].index * rows, (self.groups[-1].index + 1) * rows)
         return range(*(min(end, plan.batch_size) for end in ends))
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Cuts this process's rows and sends them to their devices."""
-        per_shard = plan.per_shard(self.placement.mesh)
+        per_shard = plan.per_shard(self.sharding.mesh)
         batch = pad_rows(batch, per_shard * plan.rows * len(self.groups))
         placed = []
         for i, group in enumerate(self.groups):
@@ -140,14 +150,14 @@ class Devices:
         """The program that brings parameters to where they are computed with, None where they rest there."""
         if self._gather is None:
             return None
-        rest = self.placement.rest
+        storage = self.sharding.storage
         return Executable.make(
-            self._gather, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rest[n]) for n, x in shapes.items()}
+            self._gather, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
         )
 
     def params_on_groups(self, params: Params) -> list[Params]:
         """The parameters as each local group computes with them."""
-        whole = in_turn(self._gather(params)) if self._gather else params
+        whole = wait_on_cpu(self._gather(params)) if self._gather else params
         return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
 
 
@@ -170,56 +180,60 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 
 class MicrobatchSum:
-    """Computes one function of every microbatch in hermetic lanes and adds the results by one fixed tree.
+    """Computes one function of every microbatch in an executable of its own and adds the results by one fixed tree.
 
     Args:
         function: what to compute of a microbatch.
         devices: where.
         key: folded with the step and the number of the microbatch.
-        names: the parameters that the summed tree has; it lies as they do at rest.
+        names: the parameters that the summed tree has; it lies as they do in storage.
     """
 
     def __init__(self, function: MicrobatchFn, devices: Devices, key: jax.Array, names: Mapping[str, Any]):
-        mesh = devices.placement.mesh
+        mesh = devices.sharding.mesh
         self.devices, self._mesh = devices, mesh
         self._function, self._key_data = devices.cut(function, names), jax.random.key_data(key)
-        self._layouts = {name: devices.placement.layouts[name] for name in names}
-        self._lanes: dict[int, Lanes] = {}
+        self._layouts = {name: devices.sharding.params[name] for name in names}
+        self._executables: dict[int, PerGroupExecutable] = {}
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        rest = {name: devices.placement.rest[name] for name in names}
-        summed: Any = Sums(NamedSharding(mesh, PartitionSpec()), rest)  # pyright: ignore[reportArgumentType]
+        storage = {name: devices.sharding.storage[name] for name in names}
+        summed: Any = Sums(NamedSharding(mesh, PartitionSpec()), storage)  # pyright: ignore[reportArgumentType]
         # With one shard there is nothing to add, and what comes out lies where it was.
         alone = (0,) if batch_shards(mesh) == 1 else ()
         self._reduce = jax.jit(self._reduction, out_shardings=summed, donate_argnums=alone)
 
-    def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Lanes:
+    def compile(
+        self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan
+    ) -> PerGroupExecutable:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
-        if plan.rows not in self._lanes:
-            lanes = Lanes(_lane(self._function, self._key_data), self.devices.groups, self._on_group)
+        if plan.rows not in self._executables:
+            executable = PerGroupExecutable(
+                _of_microbatch(self._function, self._key_data), self.devices.groups, self._on_group
+            )
             rows = Batch(*(np.empty((plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-            lanes.compile(shapes, self.devices.placement.layouts, rows)
-            self._lanes[plan.rows] = lanes
-        return self._lanes[plan.rows]
+            executable.compile(shapes, self.devices.sharding.params, rows)
+            self._executables[plan.rows] = executable
+        return self._executables[plan.rows]
 
-    def _on_group(self, group: Group) -> Any:
+    def _on_group(self, group: ModelParallelGroup) -> Any:
         """How the sums of a microbatch, with an axis in front, lie on its group: like the parameters there."""
-        tree = {name: group.sharding(None, *layout.compute) for name, layout in self._layouts.items()}
+        tree = {name: group.sharding(None, *param_sharding.compute) for name, param_sharding in self._layouts.items()}
         return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
 
     def compiled(self, plan: MicrobatchPlan) -> bool:
         """Whether microbatches of `plan` can be computed at once."""
-        return plan.rows in self._lanes
+        return plan.rows in self._executables
 
     def __call__(self, on_groups: list[Params], batch: PlacedBatch, step: int) -> Sums:
-        """The sums over the global batch: scalars on every device, the tree as the state at rest."""
-        lanes, groups = self._lanes[batch.plan.rows], self.devices.groups
+        """The sums over the global batch: scalars on every device, the tree as the state in storage."""
+        executable, groups = self._executables[batch.plan.rows], self.devices.groups
         per_shard = len(batch.microbatches[0])
         sums = [TreeSum(per_shard, self._add) for _ in groups]
         for j in range(per_shard):
             for i, group in enumerate(groups):
-                lane = np.int32(group.index * per_shard + j)
-                sums[i].push(lanes(i, on_groups[i], batch.microbatches[i][j], np.int32(step), lane))
-        return in_turn(self._reduce(self._stack([s.result() for s in sums])))
+                index = np.int32(group.index * per_shard + j)
+                sums[i].push(executable(i, on_groups[i], batch.microbatches[i][j], np.int32(step), index))
+        return wait_on_cpu(self._reduce(self._stack([s.result() for s in sums])))
 
     def reduction(self, shapes: Mapping[str, jax.ShapeDtypeStruct], scalars: Iterable[str]) -> Executable:
         """The program that adds over devices, for a tree of these shapes and scalars of these names."""
@@ -228,7 +242,10 @@ class MicrobatchSum:
             sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
             return jax.ShapeDtypeStruct((batch_shards(self._mesh), *shape), dtype, sharding=sharding)
 
-        tree = {n: stacked(shapes[n].shape, shapes[n].dtype, layout.compute) for n, layout in self._layouts.items()}
+        tree = {
+            n: stacked(shapes[n].shape, shapes[n].dtype, param_sharding.compute)
+            for n, param_sharding in self._layouts.items()
+        }
         whole = PartitionSpec()
         return Executable.make(self._reduce, Sums({name: stacked((), np.float32, whole) for name in scalars}, tree))
 
@@ -237,8 +254,8 @@ class MicrobatchSum:
         return Sums(
             {name: stack_groups([p.scalars[name] for p in parts], whole, self._mesh) for name in parts[0].scalars},
             {
-                name: stack_groups([p.tree[name] for p in parts], layout.compute, self._mesh)
-                for name, layout in self._layouts.items()
+                name: stack_groups([p.tree[name] for p in parts], param_sharding.compute, self._mesh)
+                for name, param_sharding in self._layouts.items()
             },
         )
 
@@ -250,10 +267,11 @@ class MicrobatchSum:
         )
 
 
-def _lane(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:
-    def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
+def _of_microbatch(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:
+    # The names of these arguments stand in the compiled program, and so in the hash that runs have recorded.
+    def sums(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
         # The leading axis is that of the batch shards once the groups' results are put together.
         return jax.tree.map(lambda x: x[None], Sums(*function(params, batch, key)))
 
-    return lane
+    return sums

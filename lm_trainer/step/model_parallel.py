@@ -17,7 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.spec import DecoderSpec, MoeSpec
 from lm_trainer.parallel.collectives import axis_index, sum_over, total
 from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, spec_axes
-from lm_trainer.parallel.sharding import LeafLayout
+from lm_trainer.parallel.sharding import ParamSharding
 
 ROW_AXES = ("pipeline", "expert")
 """The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
@@ -28,10 +28,10 @@ def axes_in_use(sizes: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in GROUP_AXES if sizes[axis] > 1)
 
 
-def cut_over_group(
+def shard_over_group(
     function: Callable[[Any, Batch, jax.Array], tuple[dict[str, jax.Array], dict[str, jax.Array]]],
     mesh: Mesh,
-    layouts: Mapping[str, LeafLayout],
+    param_shardings: Mapping[str, ParamSharding],
     names: Iterable[str],
 ) -> Callable[..., Any]:
     """`function(params, batch, key) -> (scalars, tree)`, computed by all devices that share a microbatch.
@@ -42,7 +42,7 @@ def cut_over_group(
     Args:
         function: what to compute; it comes back as it is where nothing is cut.
         mesh: of one group, or one with batch axes, over which the result then is XLA's to add.
-        layouts: of the parameters.
+        param_shardings: of the parameters.
         names: the parameters that the tree has.
     """
     axes, names = axes_in_use(mesh.shape), tuple(names)
@@ -50,7 +50,7 @@ def cut_over_group(
         return function
     # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
     manual = {axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1}
-    specs = {name: _only(layout.compute, manual) for name, layout in layouts.items()}
+    specs = {name: _only(param_sharding.compute, manual) for name, param_sharding in param_shardings.items()}
 
     def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
         key = jax.random.wrap_key_data(key_data)
@@ -58,7 +58,7 @@ def cut_over_group(
             key = jax.random.fold_in(key, axis_index(axis))
         scalars, tree = function(params, batch, key)
         added = {
-            name: sum_over(x, _missing(specs[name], axes), _free_dim(x, layouts[name], mesh, axes))
+            name: sum_over(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
             for name, x in tree.items()
         }
         return {name: total(x) for name, x in scalars.items()}, added
@@ -92,10 +92,10 @@ def _missing(spec: PartitionSpec, axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(a for a in axes if a not in there)
 
 
-def _free_dim(x: jax.Array, layout: LeafLayout, mesh: Mesh, axes: Iterable[str]) -> int | None:
+def _free_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Iterable[str]) -> int | None:
     """A dimension that no axis cuts, and that can be cut over all `axes` while it is summed."""
     pieces = math.prod(mesh.shape[a] for a in axes)
-    cut = [bool(spec_axes(entry)) for entry in layout.compute] + [False] * x.ndim
+    cut = [bool(spec_axes(entry)) for entry in param_sharding.compute] + [False] * x.ndim
     return next((d for d, size in enumerate(x.shape) if not cut[d] and size % pieces == 0), None)
 
 
@@ -119,7 +119,7 @@ def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_cut(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
+def check_group_axes(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
     """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
 
     Args:

@@ -18,10 +18,10 @@ from pydantic import NonNegativeInt, field_validator
 from lm_trainer.core.config import Config
 from lm_trainer.core.histogram import histogram
 from lm_trainer.core.tree import leaf_name
-from lm_trainer.parallel.cpu_sync import in_turn
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.ordered_sum import squares_by_layer
-from lm_trainer.parallel.sharding import LeafLayout
-from lm_trainer.step.state import Params, Placement, TrainState
+from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.state import Params, StateSharding, TrainState
 
 Target = Literal["grads", "params", "updates", "opt_state"]
 
@@ -70,12 +70,12 @@ class Watcher:
 
     Args:
         config: what to look at.
-        placement: where the state lies.
+        sharding: where the state lies.
         axes: the logical axes of every parameter.
     """
 
-    def __init__(self, config: WatchConfig, placement: Placement, axes: Mapping[str, tuple[str | None, ...]]):
-        self._config, self._mesh, self._layouts = config, placement.mesh, placement.layouts
+    def __init__(self, config: WatchConfig, sharding: StateSharding, axes: Mapping[str, tuple[str | None, ...]]):
+        self._config, self._mesh, self._layouts = config, sharding.mesh, sharding.params
         self._layered = {name for name, names in axes.items() if names[:1] == ("layers",)}
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
         self._measure = jax.jit(self._values, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
@@ -94,7 +94,7 @@ class Watcher:
 
         Args:
             before: what `before` returned.
-            grads: sums over the batch, at rest.
+            grads: sums over the batch, in storage.
             weight: what to divide them by.
             state: the state after the step.
         """
@@ -105,7 +105,7 @@ class Watcher:
             "params": state.params if {"params", "updates", "opt_state"} & {*targets} else None,
             "opt_state": state.opt_state if "opt_state" in targets else None,
         }
-        self._pending.append((state.step, (weight, in_turn(self._measure(given)))))
+        self._pending.append((state.step, (weight, wait_on_cpu(self._measure(given)))))
 
     def report(self, until: int | None = None) -> list[Watched]:
         """What was seen since the last report, up to the step `until`; waits until it is computed."""
@@ -119,8 +119,8 @@ class Watcher:
 
     def _leaves(
         self, target: Target, given: Mapping[str, Any]
-    ) -> tuple[Params, dict[str, LeafLayout], Collection[str]]:
-        """The arrays of a target, their layouts, and the names of those with one index for each layer in front."""
+    ) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+        """The arrays of a target, their shardings, and the names of those with one index for each layer in front."""
         params = given["params"]
         if target == "opt_state":
             return self._moments(given["opt_state"], params)
@@ -129,22 +129,24 @@ class Watcher:
             arrays = {n: x.astype(jnp.float32) - given["before"][n].astype(jnp.float32) for n, x in arrays.items()}
         return arrays, {name: self._layouts[name] for name in arrays}, self._layered & arrays.keys()
 
-    def _moments(self, opt_state: Any, params: Params) -> tuple[Params, dict[str, LeafLayout], Collection[str]]:
-        arrays, layouts, layered = {}, {}, set()
+    def _moments(self, opt_state: Any, params: Params) -> tuple[Params, dict[str, ParamSharding], Collection[str]]:
+        arrays, param_shardings, layered = {}, {}, set()
         for name, param, x in _moments(opt_state, params):
             arrays[name] = x
             whole = PartitionSpec(*(None,) * x.ndim)
             same = x.shape == params[param].shape
-            layouts[name] = self._layouts[param] if same else LeafLayout(whole, whole, None, 1)
+            param_shardings[name] = self._layouts[param] if same else ParamSharding(whole, whole, None, 1)
             if param in self._layered and x.shape[0] == params[param].shape[0]:
                 layered.add(name)
-        return arrays, layouts, layered
+        return arrays, param_shardings, layered
 
-    def _measured(self, arrays: Params, layouts: Mapping[str, LeafLayout], layered: Collection[str]) -> dict[str, Any]:
+    def _measured(
+        self, arrays: Params, param_shardings: Mapping[str, ParamSharding], layered: Collection[str]
+    ) -> dict[str, Any]:
         config, result = self._config, {}
         if config.include_norms or config.include_per_parameter_norms:
             split = layered if config.split_scan_layers else ()
-            result["squares"] = squares_by_layer(arrays, layouts, self._mesh, split)
+            result["squares"] = squares_by_layer(arrays, param_shardings, self._mesh, split)
         if config.include_histograms:
             groups = {name: x if name in layered else x[None] for name, x in arrays.items()}
             shared = not config.split_scan_layers

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
-from lm_trainer.parallel.sharding import LeafLayout
+from lm_trainer.parallel.sharding import ParamSharding
 
 Params = dict[str, jax.Array]
 """Dotted name -> array; every place that handles parameters outside a model uses this form."""
@@ -101,42 +101,42 @@ class ModelDef:
 
 
 class StateShardings(NamedTuple):
-    """The sharding of every array of a `TrainState` at rest."""
+    """The sharding of every array of a `TrainState` in storage."""
 
     params: dict[str, NamedSharding]
     opt_state: Any
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where everything lies."""
+class StateSharding:
+    """Shardings of everything that a step reads and writes."""
 
     mesh: Mesh
-    layouts: Mapping[str, LeafLayout]
+    params: Mapping[str, ParamSharding]
     """By parameter name."""
-    shardings: StateShardings
+    state: StateShardings
     """Of what is trained."""
-    rest: Mapping[str, NamedSharding]
-    """Of every parameter at rest, whether it is trained or not."""
+    storage: Mapping[str, NamedSharding]
+    """Of every parameter in storage, whether it is trained or not."""
 
 
-def place_state(
+def plan_state_sharding(
     trainable: Mapping[str, jax.ShapeDtypeStruct],
     tx: optax.GradientTransformation,
-    layouts: Mapping[str, LeafLayout],
+    param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
-) -> Placement:
+) -> StateSharding:
     """Moments lie as their parameters do; everything else of the optimizer is replicated.
 
     Args:
         trainable: the parameters that the optimizer updates.
         tx: the optimizer.
-        layouts: of all parameters.
+        param_shardings: of all parameters.
         mesh: the device mesh.
     """
-    rest = {name: NamedSharding(mesh, layout.rest) for name, layout in layouts.items()}
+    storage = {name: NamedSharding(mesh, param_sharding.storage) for name, param_sharding in param_shardings.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
-    params = {name: rest[name] for name in trainable}
+    params = {name: storage[name] for name in trainable}
     abstract = jax.eval_shape(tx.init, dict(trainable))
 
     def place(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
@@ -154,13 +154,13 @@ def place_state(
         transform_non_params=lambda _: replicated,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    return Placement(mesh, layouts, StateShardings(params, opt_state), rest)
+    return StateSharding(mesh, param_shardings, StateShardings(params, opt_state), storage)
 
 
 def abstract_state(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     tx: optax.GradientTransformation,
-    placement: Placement,
+    sharding: StateSharding,
     *,
     averaged: bool = False,
 ) -> TrainState:
@@ -169,37 +169,37 @@ def abstract_state(
     def placed(x: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    params: Any = {name: placed(x, placement.rest[name]) for name, x in shapes.items()}
-    trained = {name: params.pop(name) for name in placement.shardings.params}
-    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), placement.shardings.opt_state)
+    params: Any = {name: placed(x, sharding.storage[name]) for name, x in shapes.items()}
+    trained = {name: params.pop(name) for name in sharding.state.params}
+    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), sharding.state.opt_state)
     return TrainState(0, trained, opt_state, dict(trained) if averaged else None, params)
 
 
 def fresh_state(
-    init: Callable[[], Params], tx: optax.GradientTransformation, placement: Placement, *, averaged: bool = False
+    init: Callable[[], Params], tx: optax.GradientTransformation, sharding: StateSharding, *, averaged: bool = False
 ) -> TrainState:
     """A state at step 0, sharded from the first byte: no device ever holds an unsharded copy.
 
     Args:
         init: all parameters, as `ModelDef.init`.
         tx: the optimizer.
-        placement: where everything lies; it says what is trained.
+        sharding: where everything lies; it says what is trained.
         averaged: whether the state has an average of the parameters.
     """
-    rest = placement.rest
-    return state_from_params(jax.jit(init, out_shardings=dict(rest))(), tx, placement, averaged=averaged)
+    storage = sharding.storage
+    return state_from_params(jax.jit(init, out_shardings=dict(storage))(), tx, sharding, averaged=averaged)
 
 
 def state_from_params(
     params: Mapping[str, np.ndarray | jax.Array],
     tx: optax.GradientTransformation,
-    placement: Placement,
+    sharding: StateSharding,
     *,
     averaged: bool = False,
 ) -> TrainState:
     """A state at step 0 with given parameters (all of them) and a fresh optimizer; arguments as for `fresh_state`."""
-    shardings = placement.shardings
-    placed = {name: jax.device_put(params[name], sharding) for name, sharding in placement.rest.items()}
+    shardings = sharding.state
+    placed = {name: jax.device_put(params[name], lies) for name, lies in sharding.storage.items()}
     trained = {name: placed.pop(name) for name in shardings.params}
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)
     return TrainState(0, trained, opt_state, copied(trained) if averaged else None, placed)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.parallel.compile_per_device import compile_for_each
-from lm_trainer.parallel.cpu_sync import in_turn
-from lm_trainer.parallel.no_fma import with_rounded_products
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.step.executable import Executable, program_hash
 from lm_trainer.step.state import Params, StateShardings
 
@@ -61,12 +61,12 @@ class ElementwiseUpdate:
     def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
         replicated = NamedSharding(mesh, PartitionSpec())
         # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
-        rounded = with_rounded_products(update)
+        rounded = without_fma(update)
         self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        return in_turn(self._update(np.uint32(0), *args))
+        return wait_on_cpu(self._update(np.uint32(0), *args))
 
     def programs(self, *args: Any) -> dict[str, Executable]:
         """The programs of an update with arguments of these shapes, in the order in which they run: `update` alone."""
@@ -91,7 +91,7 @@ class WholeUpdate:
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        whole = in_turn(self._gather(args))
+        whole = wait_on_cpu(self._gather(args))
         leaves, structure = jax.tree.flatten(whole)
         programs = self._programs(structure, leaves)
         # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
@@ -99,7 +99,7 @@ class WholeUpdate:
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
-        return (*in_turn(self._scatter((params, opt_state))), metrics)
+        return (*wait_on_cpu(self._scatter((params, opt_state))), metrics)
 
     def programs(self, *args: Any) -> dict[str, Executable]:
         """As `ElementwiseUpdate.programs`: `update_gather`, `update` on one of the devices, `update_scatter`."""

@@ -15,7 +15,7 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from lm_trainer.core.piecewise import BatchSchedule, Steps
+    from lm_trainer.core.piecewise import BatchSchedule, Piecewise
     from lm_trainer.data import DataConfig, open_data
 
     jax.distributed.initialize(address, count, index)
@@ -28,7 +28,7 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
         return range(min(start for start, _, _ in found), max(stop for _, stop, _ in found))
 
     data = open_data(DataConfig.model_validate_json(config.read_text()), seq_len=SEQ_LEN, seed=3)
-    schedule = BatchSchedule(Steps.make(list(BATCH)))
+    schedule = BatchSchedule(Piecewise.make(list(BATCH)))
     found: dict[str, np.ndarray] = {"fingerprint": np.frombuffer(data.fingerprint().encode(), np.uint8)}
     batches = data.train(schedule, rows=rows, first_step=steps.start, num_steps=len(steps))
     for step, batch in zip(steps, batches, strict=True):

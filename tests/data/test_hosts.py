@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lm_trainer.core.piecewise import BatchSchedule, Steps
+from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data import DataConfig, open_data
 from tests.conftest import lmt_environment
 from tests.data import host
@@ -68,7 +68,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(tmp_path: Path,
     file = tmp_path / "config.json"
     file.write_text(config.model_dump_json(exclude_unset=True))
     data = open_data(config, seq_len=host.SEQ_LEN, seed=3)
-    schedule = BatchSchedule(Steps.make(list(host.BATCH)))
+    schedule = BatchSchedule(Piecewise.make(list(host.BATCH)))
     expected = list(data.train(schedule, rows=range, num_steps=9))
     data.close()
     for first, then in ((2, 4), (4, 1)):

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.piecewise import BatchSchedule, Steps
+from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.mixture import RESOLUTION, Mixture, shares
@@ -168,7 +168,7 @@ class TestData:
         assert first != second
 
     def test_weights_change_at_the_step_that_is_named(self, make_config: Callable[..., DataConfig]) -> None:
-        schedule = BatchSchedule(Steps.make([(0, 2), (5, 8)]))
+        schedule = BatchSchedule(Piecewise.make([(0, 2), (5, 8)]))
         staged = make_config(train_weights=[[0, {"a": 1}], [7, {"b": 0.5, "c": 0.5}]])
         found = origins(opened(staged), 100, schedule)
         assert {name for name, _, _ in found[: 5 * 2 + 2 * 8]} == {"a"}

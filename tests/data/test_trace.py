@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.piecewise import BatchSchedule, Steps
+from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
@@ -23,7 +23,7 @@ from lm_trainer.data.trace import passages, trace
 from tests.conftest import RunLmt
 from tests.data.conftest import MakeBuild
 
-SCHEDULE = BatchSchedule(Steps.make([(0, 3), (4, 6)]))
+SCHEDULE = BatchSchedule(Piecewise.make([(0, 3), (4, 6)]))
 
 
 @pytest.fixture

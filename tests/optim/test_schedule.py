@@ -12,11 +12,11 @@ import optax
 import pytest
 from pydantic import ValidationError
 
-from lm_trainer.core.piecewise import BatchSchedule, Steps, TokenSchedule
+from lm_trainer.core.piecewise import BatchSchedule, Piecewise, TokenSchedule
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.schedule import Schedule, ScheduleName
 
-TOKENS = TokenSchedule(BatchSchedule(Steps.make([(0, 32), (40, 64)])), seq_len=128)
+TOKENS = TokenSchedule(BatchSchedule(Piecewise.make([(0, 32), (40, 64)])), seq_len=128)
 TOTAL = 100
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from lm_trainer.parallel import dispatch_threads as streams
-from lm_trainer.parallel.dispatch_threads import Streams, programs_at_once
+from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 
 
 def test_calls_take_turns_among_threads():
-    two = Streams(2)
+    two = DispatchThreads(2)
     names = [two(threading.get_ident) for _ in range(6)]
     assert len(set(names)) == 2
     assert names[::2] == [names[0]] * 3
@@ -19,16 +19,16 @@ def test_calls_take_turns_among_threads():
 
 
 def test_one_stream_is_the_thread_that_calls():
-    assert Streams(1)(threading.get_ident) == threading.get_ident()
+    assert DispatchThreads(1)(threading.get_ident) == threading.get_ident()
 
 
 def test_what_a_call_raises_comes_out():
     with pytest.raises(ZeroDivisionError):
-        Streams(2)(lambda: 1 // 0)
+        DispatchThreads(2)(lambda: 1 // 0)
 
 
 def test_what_is_enqueued_side_by_side_waits_for_what_it_needs():
-    two, step = Streams(2), jax.jit(lambda x: jnp.tanh(x @ x) + 1).lower(jnp.eye(200)).compile()
+    two, step = DispatchThreads(2), jax.jit(lambda x: jnp.tanh(x @ x) + 1).lower(jnp.eye(200)).compile()
     x = y = jnp.eye(200)
     for _ in range(20):
         x, y = two(step, x), step(y)

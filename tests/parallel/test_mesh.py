@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import MESH_AXES, MeshShape, build_mesh, parse_rules, partition_spec
-from lm_trainer.parallel.sharding import plan_layout
+from lm_trainer.parallel.sharding import plan_shardings
 
 
 def test_the_data_axis_takes_the_devices_that_remain() -> None:
@@ -49,9 +49,9 @@ def test_a_dimension_that_the_data_axis_does_not_divide_stays_whole_and_is_named
 ) -> None:
     mesh = build_mesh(MeshShape(), jax.devices())
     leaves = {"w": ((12, 16), ("embed", "mlp")), "v": ((16,), ("embed",))}
-    layouts = plan_layout(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
-    assert layouts["w"].rest == PartitionSpec(None, None)
-    assert layouts["v"].rest == PartitionSpec("data")
+    param_shardings = plan_shardings(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
+    assert param_shardings["w"].storage == PartitionSpec(None, None)
+    assert param_shardings["v"].storage == PartitionSpec("data")
     assert "not sharded" in caplog.text
     assert "w" in caplog.text
 
@@ -61,8 +61,8 @@ def test_what_fixes_the_order_of_sums_does_not_depend_on_the_mesh() -> None:
     plans = set()
     for devices in (1, 2, 4, 8):
         mesh = build_mesh(MeshShape(), jax.devices()[:devices])
-        layouts = plan_layout(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
-        plans.add(tuple((name, x.sum_dim, x.chunks) for name, x in layouts.items()))
+        param_shardings = plan_shardings(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
+        plans.add(tuple((name, x.sum_dim, x.chunks) for name, x in param_shardings.items()))
     assert plans == {(("w", 0, 4), ("v", 0, 8), ("odd", None, 1))}
 
 
@@ -70,4 +70,4 @@ def test_a_model_axis_that_does_not_divide_is_refused() -> None:
     mesh = build_mesh(MeshShape(model=8), jax.devices())
     rules = {"mlp": ("model",)}
     with pytest.raises(UserError, match=r"w: its axis 'mlp' of size 12 cannot be cut into model_axis_size=8 pieces"):
-        plan_layout({"w": ((4, 12), ("embed", "mlp"))}, mesh, param_rules=rules, compute_rules=rules, max_shards=8)
+        plan_shardings({"w": ((4, 12), ("embed", "mlp"))}, mesh, param_rules=rules, compute_rules=rules, max_shards=8)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
 from lm_trainer.parallel.ordered_sum import TreeSum, squares_by_layer, sum_of_squares, sum_over_shards, tree_sum
-from lm_trainer.parallel.sharding import LeafLayout, plan_layout
+from lm_trainer.parallel.sharding import ParamSharding, plan_shardings
 from lm_trainer.profile.collectives import bytes_sent
 
 SHAPES = {
@@ -99,24 +99,24 @@ def layouts_on(devices: int, shape: MeshShape, fsdp: bool):
     tensor = {"vocab": ("model",)} if shape.model == 1 else {"mlp": ("model",)}
     compute = tensor if shape.model > 1 else {}
     leaves = {k: v for k, v in SHAPES.items() if shape.model == 1 or k != "odd"}
-    rest = {**compute, **({"embed": ("data",)} if fsdp else {})}
-    return mesh, plan_layout(leaves, mesh, param_rules=rest, compute_rules=compute, max_shards=8)
+    storage = {**compute, **({"embed": ("data",)} if fsdp else {})}
+    return mesh, plan_shardings(leaves, mesh, param_rules=storage, compute_rules=compute, max_shards=8)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
 @pytest.mark.parametrize(("devices", "shape"), MESHES)
 def test_sum_over_shards_equals_the_tree_and_lands_at_rest(devices: int, shape: MeshShape, fsdp: bool) -> None:
-    mesh, layouts = layouts_on(devices, shape, fsdp)
+    mesh, param_shardings = layouts_on(devices, shape, fsdp)
     shards = batch_shards(mesh)
-    stacked = {n: random((shards, *SHAPES[n][0]), seed=i) for i, n in enumerate(layouts)}
+    stacked = {n: random((shards, *SHAPES[n][0]), seed=i) for i, n in enumerate(param_shardings)}
     placed = {
-        n: jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *layouts[n].compute)))
+        n: jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *param_shardings[n].compute)))
         for n, x in stacked.items()
     }
-    rest = {n: NamedSharding(mesh, layouts[n].rest) for n in layouts}
-    summed = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=rest)(placed)
+    storage = {n: NamedSharding(mesh, param_shardings[n].storage) for n in param_shardings}
+    summed = jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=storage)(placed)
     for name, x in summed.items():
-        assert x.sharding.is_equivalent_to(rest[name], x.ndim)
+        assert x.sharding.is_equivalent_to(storage[name], x.ndim)
         np.testing.assert_array_equal(np.asarray(x), brute_force_tree(list(stacked[name])), err_msg=name)
 
 
@@ -125,13 +125,13 @@ def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_t
     devices: int, shape: MeshShape
 ) -> None:
     mesh = build_mesh(shape, jax.devices()[:devices])
-    layouts = plan_layout(
+    param_shardings = plan_shardings(
         {"large": ((129, 257), ("mlp", "vocab"))}, mesh, param_rules={}, compute_rules={}, max_shards=8
     )
     shards, whole = batch_shards(mesh), NamedSharding(mesh, PartitionSpec())
     values = random((shards, 129, 257))
     placed = {"large": jax.device_put(values, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))}
-    program = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=whole).lower(placed).compile()
+    program = jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=whole).lower(placed).compile()
     np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
     if shards > 1:
         sent = sum(bytes_sent(program.as_text() or "").values())
@@ -139,16 +139,20 @@ def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_t
 
 
 def test_gradients_travel_as_slices_not_whole() -> None:
-    mesh, layouts = layouts_on(8, MeshShape(), True)
-    layouts = {n: layouts[n] for n in ("matrix", "stacked", "vector")}
+    mesh, param_shardings = layouts_on(8, MeshShape(), True)
+    param_shardings = {n: param_shardings[n] for n in ("matrix", "stacked", "vector")}
     stacked = {
         n: jax.ShapeDtypeStruct(
-            (8, *SHAPES[n][0]), np.float32, sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES, *layouts[n].compute))
+            (8, *SHAPES[n][0]),
+            np.float32,
+            sharding=NamedSharding(mesh, PartitionSpec(BATCH_AXES, *param_shardings[n].compute)),
         )
-        for n in layouts
+        for n in param_shardings
     }
-    rest = {n: NamedSharding(mesh, layouts[n].rest) for n in layouts}
-    program = jax.jit(lambda x: sum_over_shards(x, layouts, mesh), out_shardings=rest).lower(stacked).compile()
+    storage = {n: NamedSharding(mesh, param_shardings[n].storage) for n in param_shardings}
+    program = (
+        jax.jit(lambda x: sum_over_shards(x, param_shardings, mesh), out_shardings=storage).lower(stacked).compile()
+    )
     text = program.as_text() or ""
     assert "all-to-all" in text
     assert "all-gather(" not in text
@@ -163,10 +167,10 @@ def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut
         mesh = build_mesh(shape, jax.devices()[:devices])
         for axis in ("embed", "mlp", None):
             rules = {axis: ("data",)} if axis else {}
-            layouts = plan_layout(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
-            placed = {n: jax.device_put(x, NamedSharding(mesh, layouts[n].rest)) for n, x in values.items()}
+            param_shardings = plan_shardings(SHAPES, mesh, param_rules=rules, compute_rules={}, max_shards=8)
+            placed = {n: jax.device_put(x, NamedSharding(mesh, param_shardings[n].storage)) for n, x in values.items()}
 
-            def sums(x: dict[str, jax.Array], m: Mesh = mesh, y: dict[str, LeafLayout] = layouts) -> Any:
+            def sums(x: dict[str, jax.Array], m: Mesh = mesh, y: dict[str, ParamSharding] = param_shardings) -> Any:
                 return sum_of_squares(x, y, m), squares_by_layer(x, y, m, ["stacked"])["stacked"]
 
             total, layers = jax.jit(sums)(placed)
@@ -180,8 +184,8 @@ def test_sum_of_squares_has_the_same_bits_on_every_mesh_however_the_state_is_cut
 
 
 def test_sum_of_squares_over_the_model_axis_is_complete() -> None:
-    mesh, layouts = layouts_on(8, MeshShape(model=2), True)
-    values = {n: random(SHAPES[n][0], seed=3) for n in layouts}
-    placed = {n: jax.device_put(x, NamedSharding(mesh, layouts[n].rest)) for n, x in values.items()}
+    mesh, param_shardings = layouts_on(8, MeshShape(model=2), True)
+    values = {n: random(SHAPES[n][0], seed=3) for n in param_shardings}
+    placed = {n: jax.device_put(x, NamedSharding(mesh, param_shardings[n].storage)) for n, x in values.items()}
     exact = sum(float(np.sum(np.square(x, dtype=np.float64))) for x in values.values())
-    assert float(jax.jit(lambda x: sum_of_squares(x, layouts, mesh))(placed)) == pytest.approx(exact, rel=1e-6)
+    assert float(jax.jit(lambda x: sum_of_squares(x, param_shardings, mesh))(placed)) == pytest.approx(exact, rel=1e-6)

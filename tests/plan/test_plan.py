@@ -74,7 +74,7 @@ def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatc
     (one,), (two,) = (
         [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)
     )
-    assert two.bytes - one.bytes == compiled["lane"].temporary + compiled["lane"].outputs
+    assert two.bytes - one.bytes == compiled["microbatch"].temporary + compiled["microbatch"].outputs
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
     memory = StepMemory(config, VOCAB, jax.devices()[:2], "gpu")
     compiled = functools.cache(memory.compile)
     monkeypatch.setattr(memory, "compile", compiled)
-    sizes = possible_rows(memory.config.trainer, memory.program.placement.mesh)
+    sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
     assert sizes == [1, 2, 4]
     peaks = {rows: memory.plan(compiled(rows), rows).peak.bytes for rows in sizes}
     assert len(set(peaks.values())) == len(sizes)

@@ -239,11 +239,11 @@ def test_the_weights_arrive_cut_over_the_devices(
     found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
     program = build_program(found.config, found.vocab_size)
     assert found.source is not None
-    loaded = found.source.load(found.config.model, program.model.shapes, program.placement.rest)
+    loaded = found.source.load(found.config.model, program.model.shapes, program.sharding.storage)
     assert loaded.keys() == expected.keys()
     assert len(jax.devices()) == 8
     for name, x in loaded.items():
-        assert x.sharding == program.placement.rest[name]
+        assert x.sharding == program.sharding.storage[name]
         np.testing.assert_array_equal(np.asarray(x), expected[name], err_msg=name)
     assert any(not x.sharding.is_fully_replicated for x in loaded.values())
 

@@ -123,9 +123,9 @@ BOTH, MODEL_AXIS = PartitionSpec(None, "data", "model"), PartitionSpec(None, Non
     ],
     ids=str,
 )
-def test_where_a_parameter_lies(trainer: dict[str, Any], rest: PartitionSpec, compute: PartitionSpec) -> None:
-    layout = build_program(config(**trainer), VOCAB, jax.devices()[:4]).placement.layouts[UP]
-    assert (layout.rest, layout.compute) == (rest, compute)
+def test_where_a_parameter_lies(trainer: dict[str, Any], storage: PartitionSpec, compute: PartitionSpec) -> None:
+    param_sharding = build_program(config(**trainer), VOCAB, jax.devices()[:4]).sharding.params[UP]
+    assert (param_sharding.storage, param_sharding.compute) == (storage, compute)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_where_a_parameter_lies(trainer: dict[str, Any], rest: PartitionSpec, co
     ids=str,
 )
 def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) -> None:
-    mesh = build_program(config(**trainer), VOCAB).placement.mesh
+    mesh = build_program(config(**trainer), VOCAB).sharding.mesh
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes
     assert list(mesh.devices.flat) == jax.devices()[: mesh.devices.size]
 

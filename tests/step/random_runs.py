@@ -84,10 +84,10 @@ def draw_shapes(number: int) -> RandomRun:
         shape = tuple(one_of(*sizes) for _ in names)
         return ((3, *shape), ("layers", *names)) if one_of(True, False, False) else (shape, names)
 
-    rest = _draw_rest(number, one_of)
-    if rest["optimizer"]["type"] == "sophia-g":  # its estimate needs a language model
-        rest["optimizer"]["type"] = "sophia-h"
-    return RandomRun(**rest, shapes=tuple(parameter() for _ in range(3)))
+    storage = _draw_rest(number, one_of)
+    if storage["optimizer"]["type"] == "sophia-g":  # its estimate needs a language model
+        storage["optimizer"]["type"] = "sophia-h"
+    return RandomRun(**storage, shapes=tuple(parameter() for _ in range(3)))
 
 
 def _chooser(seed: int) -> OneOf:

@@ -63,13 +63,13 @@ def packed(rows: int) -> Batch:
 
 
 def gradient(planned: Program) -> tuple[Sums, Any]:
-    """The sums over one batch, with weights that every layout is given alike; and the memory of the lane."""
+    """The sums over one batch, with weights that every mesh is given alike; and the memory of the executable."""
     rng = np.random.default_rng(0)
     weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
     batch = packed(ROWS)
-    lane = planned.step.compile(batch)
+    executable = planned.step.compile(batch)
     sums = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
-    return Sums({n: x.item() for n, x in sums.scalars.items()}, to_host(sums.tree)), lane.memory()  # pyright: ignore[reportArgumentType]
+    return Sums({n: x.item() for n, x in sums.scalars.items()}, to_host(sums.tree)), executable.memory()  # pyright: ignore[reportArgumentType]
 
 
 @cache
@@ -78,7 +78,7 @@ def on_one_device(model: tuple[tuple[str, Any], ...], precision: str) -> tuple[S
 
 
 def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -> tuple[Any, Any]:
-    """The memory of the cut lane, and of that of one device."""
+    """The memory of the cut executable, and of that of one device."""
     devices = int(np.prod(list(sizes.values())))
     keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
     tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
@@ -101,7 +101,7 @@ def test_positions_cut_over_devices_take_less_memory_and_compute_the_same() -> N
 @pytest.mark.slow
 def test_experts_cut_over_devices_compute_the_same() -> None:
     planned = program(MIXTRAL, 2, expert_axis_size=2)
-    assert planned.placement.layouts["blocks.0.mlp.gate"].compute[1] == "expert"
+    assert planned.sharding.params["blocks.0.mlp.gate"].compute[1] == "expert"
     memory, one = assert_close(MIXTRAL, {"expert": 2})
     assert memory.argument_size_in_bytes < 0.75 * one.argument_size_in_bytes
 

@@ -18,7 +18,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.histogram import BINS, histogram
 from lm_trainer.models import Gpt2Config
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
-from lm_trainer.parallel.sharding import plan_layout
+from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -52,16 +52,18 @@ class Run:
 
     def __init__(self, config: WatchConfig, devices: int = 1):
         mesh = build_mesh(MeshShape(), jax.devices()[:devices])
-        layouts = plan_layout(
+        param_shardings = plan_shardings(
             {name: (SHAPES[name], AXES[name]) for name in SHAPES},
             mesh,
             param_rules={"embed": ("data",)},
             compute_rules={"batch": ("data",)},
             max_shards=8,
         )
-        self.shardings = {name: NamedSharding(mesh, layout.rest) for name, layout in layouts.items()}
-        placement: Any = types.SimpleNamespace(mesh=mesh, layouts=layouts)
-        self.watcher = Watcher(config, placement, AXES)
+        self.shardings = {
+            name: NamedSharding(mesh, param_sharding.storage) for name, param_sharding in param_shardings.items()
+        }
+        sharding: Any = types.SimpleNamespace(mesh=mesh, param_shardings=param_shardings)
+        self.watcher = Watcher(config, sharding, AXES)
         self.tx = optax.adam(0.1)
         params = self.put(values(0))
         self.state = TrainState(0, params, jax.jit(self.tx.init)(params))
@@ -194,8 +196,8 @@ def test_layers_share_a_histogram_when_they_are_not_split():
     ids=str,
 )
 def test_when_it_looks(fields, due):
-    placement: Any = types.SimpleNamespace(mesh=build_mesh(MeshShape(), jax.devices()[:1]), layouts={})
-    watcher = Watcher(WatchConfig(**fields), placement, {})
+    sharding: Any = types.SimpleNamespace(mesh=build_mesh(MeshShape(), jax.devices()[:1]), param_shardings={})
+    watcher = Watcher(WatchConfig(**fields), sharding, {})
     assert [step for step in range(1, 31) if watcher.due(step)] == due
 
 
@@ -236,7 +238,7 @@ def trained(observed: bool) -> dict[str, bytes]:
     positions, segments = np.tile(np.arange(8, dtype=np.int32), (2, 1)), np.zeros_like(tokens)
     batch = Batch(tokens, np.roll(tokens, -1, 1), np.ones((2, 8), np.float32), positions, segments)
     config = WatchConfig(watch_targets=("grads", "updates"), interval=1)
-    watcher = Watcher(config, program.placement, program.model.axes) if observed else None
+    watcher = Watcher(config, program.sharding, program.model.axes) if observed else None
     program.step.compile(batch)
     state = program.init()
     for _ in range(3):

@@ -11,8 +11,8 @@ import pytest
 
 from lm_trainer.optim import AdamConfig, AnyOptimizer, MuonConfig, OptimizerConfig, Param, ScheduleFreeConfig
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
-from lm_trainer.parallel.sharding import plan_layout
-from lm_trainer.step.state import place_state
+from lm_trainer.parallel.sharding import plan_shardings
+from lm_trainer.step.state import plan_state_sharding
 from lm_trainer.step.update import compile_update
 
 Shapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
@@ -43,19 +43,19 @@ CONFIGS: list[OptimizerConfig] = [
 def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
     mesh = build_mesh(MeshShape(), jax.devices()[:devices])
     rules = {"embed": ("data",)} if fsdp else {}
-    layouts = plan_layout(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
+    param_shardings = plan_shardings(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
     tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
-    placement = place_state(abstract, tx, layouts, mesh)
-    update = compile_update(config, tx, placement.shardings, mesh)
+    sharding = plan_state_sharding(abstract, tx, param_shardings, mesh)
+    update = compile_update(config, tx, sharding.state, mesh)
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:
         draw = {n: rng.standard_normal(s) * 10.0 ** rng.integers(-6, 3, s) for n, (s, _) in shapes.items()}
-        return {n: jax.device_put(x.astype(np.float32), placement.shardings.params[n]) for n, x in draw.items()}
+        return {n: jax.device_put(x.astype(np.float32), sharding.state.params[n]) for n, x in draw.items()}
 
     params = values()
-    state = jax.jit(tx.init, out_shardings=placement.shardings.opt_state)(params)
+    state = jax.jit(tx.init, out_shardings=sharding.state.opt_state)(params)
     digest = hashlib.sha256()
     for step in range(6):
         scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}

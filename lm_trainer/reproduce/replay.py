@@ -13,9 +13,9 @@ import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.trace import TracedRow, trace
-from lm_trainer.proof.record import RunRecord
-from lm_trainer.proof.rerun import Rerun, rerun
-from lm_trainer.proof.tokens import HardToken, hardest, token_losses
+from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.reproduce.rerun import Rerun, rerun
+from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
 from lm_trainer.step.norms import WatchConfig, Watcher
 from lm_trainer.step.state import Params, TrainState, to_host
 from lm_trainer.trackers import Progress
@@ -74,7 +74,7 @@ class _Look:
     def __init__(self, again: Rerun):
         program = again.trainer.program
         config = WatchConfig(watch_targets=("grads", "params", "updates"), split_scan_layers=True, interval=1)
-        self._watcher = Watcher(config, program.placement, program.model.axes)
+        self._watcher = Watcher(config, program.sharding, program.model.axes)
         self.grads: Params = {}
         self.weight = 1.0
 

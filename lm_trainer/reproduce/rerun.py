@@ -19,7 +19,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.parallel.distributed import DistributedConfig
-from lm_trainer.proof.record import RunRecord
+from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.environment import threads_again
 from lm_trainer.run.fingerprint import fingerprint, link

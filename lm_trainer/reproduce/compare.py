@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.proof.record import RunRecord, same
+from lm_trainer.reproduce.record import RunRecord, same
 from lm_trainer.run.config import changed_keys
 from lm_trainer.run.environment import environment_differences
 

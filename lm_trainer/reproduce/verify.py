@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.proof.record import RunRecord, same
-from lm_trainer.proof.rerun import Rerun, configure_again, rerun
+from lm_trainer.reproduce.record import RunRecord, same
+from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
 from lm_trainer.run.environment import environment, environment_differences
 from lm_trainer.trackers import Progress
 
