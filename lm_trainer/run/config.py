@@ -12,6 +12,7 @@ from pydantic import PositiveInt, model_validator
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.numeric import Numeric, Operational, keep_numeric
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.data import DataConfig
 from lm_trainer.models import AnyModel, Gpt2Config
@@ -21,55 +22,6 @@ from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.model_parallel import axes_in_use, check_group_axes, check_length
 
-_OPERATIONAL = {
-    "trainer": frozenset(
-        {
-            "id",
-            "steps_per_eval",
-            "max_eval_batches",
-            "per_device_eval_parallelism",
-            "steps_per_log",
-            "sample_tokens",
-            "log_dir",
-            "tracker",
-            "watch",
-            "watchdog",
-            "profiler",
-            "profiler_start_step",
-            "profiler_num_steps",
-            "profiler_perfetto_link",
-            "log_jaxprs",
-            "log_xla_hlo",
-            "crash_on_nan",
-            "crash_on_inf",
-            "checkpointer",
-            "load_checkpoint",
-            "load_checkpoint_path",
-            "batch_axis",
-            "fsdp_axis",
-            "axis_resources",
-            "parameter_axis_resources",
-            "max_devices",
-            "replica_ici_axis_size",
-            "replica_dcn_axis_size",
-            "jax_compilation_cache_dir",
-            "require_accelerator",
-            "allow_partial_checkpoint",
-            "distributed",
-            "ray",
-            "shutdown_at_exit",
-        }
-    ),
-    "data": frozenset({"cache_dir", "num_workers", "stream", "tokenizer_backend"}),
-}
-"""Keys that may change between two attempts at one run, because no weight depends on them."""
-
-_OPERATIONAL_TOP = frozenset({"use_hf_model_config", "hf_save_path", "hf_save_steps", "hf_upload", "hf_save_dtype"})
-"""The same outside of sections; which model it is stands in the model section."""
-
-_OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
-"""Prefixes of JAX settings that change no number."""
-
 
 class RunConfig(Config):
     """A run is a function of this value, of the data that it names, and of the code."""
@@ -78,31 +30,31 @@ class RunConfig(Config):
         ("model_configurator", "run_configurator"), "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
     )
 
-    model: AnyModel = Gpt2Config()
+    model: Numeric[AnyModel] = Gpt2Config()
     """What is trained: a family of models and its sizes."""
-    data: DataConfig = DataConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    optimizer: AnyOptimizer = AdamConfig()
+    data: Numeric[DataConfig] = DataConfig()
+    trainer: Numeric[TrainerConfig] = TrainerConfig()
+    optimizer: Numeric[AnyOptimizer] = AdamConfig()
     """How gradients become new weights, and the learning rate over time."""
-    adapter: AnyAdapter | None = None
+    adapter: Numeric[AnyAdapter | None] = None
     """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
 
-    initialize_from_hf: bool | str = False
+    initialize_from_hf: Numeric[bool | str] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision
     if need be; `true`: `model.reference_checkpoint`, or the family's best known one. A run that has a checkpoint of its
     own resumes that."""
-    use_hf_model_config: bool = False
+    use_hf_model_config: Operational[bool] = False
     """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
     for a `seq_len` where positions are not learned; what config.json does not say can be set."""
-    hf_save_path: str | None = None
+    hf_save_path: Operational[str | None] = None
     """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
     to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says."""
-    hf_save_steps: PositiveInt = 10_000
+    hf_save_steps: Operational[PositiveInt] = 10_000
     """Steps between exports; there is one after the last step as well."""
-    hf_upload: bool | str = False
+    hf_upload: Operational[bool | str] = False
     """Upload every export to the Hugging Face hub: to `ORG/NAME`, or with `true` to the run's id in the account of the
     token in HF_TOKEN. A repository that it makes is private."""
-    hf_save_dtype: Literal["f32", "float32", "bf16", "bfloat16"] | None = None
+    hf_save_dtype: Operational[Literal["f32", "float32", "bf16", "bfloat16"] | None] = None
     """Numbers in the exported weights; null: as the parameters are."""
 
     def learning_rate(self) -> Schedule:
@@ -157,21 +109,15 @@ class RunConfig(Config):
 
 
 def numeric_identity(config: Config) -> dict[str, Any]:
-    """The part of a configuration that decides the run's numbers, as plain data, without credentials in URLs."""
-    plain = config.model_dump(mode="json")
-    jax_config = plain["trainer"]["jax_config"]
-    plain["trainer"]["jax_config"] = {k: v for k, v in jax_config.items() if not k.startswith(_OPERATIONAL_JAX)}
-    sections = {
-        section: {k: v for k, v in values.items() if k not in _OPERATIONAL.get(section, ())}
-        if isinstance(values, dict)
-        else values
-        for section, values in plain.items()
-        if section not in _OPERATIONAL_TOP
-    }
-    # A cut over the model axis changes the additions inside the model; over the other axes it changes nothing.
-    shared = plain["trainer"]["axis_resources"]
-    sections["trainer"]["axis_resources"] = {axis: over for axis, over in shared.items() if "model" in over}
-    return without_credentials(sections)
+    """Takes the part of a configuration that decides the run's numbers, as plain data, without credentials in URLs.
+
+    The marks of the fields of `config` and of its sections say what that is; deeper blocks count as a whole.
+    """
+    found = {}
+    for key, value in keep_numeric(config, config.model_dump(mode="json")).items():
+        section = getattr(config, key)
+        found[key] = keep_numeric(section, value) if isinstance(section, Config) else value
+    return without_credentials(found)
 
 
 def config_hash(config: RunConfig) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config, Seed
+from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import check_settings
@@ -30,6 +31,19 @@ _CUT_BY = {"layers": "pipeline", "experts": "expert"}
 """The logical axes of parameters that a mesh axis cuts without a rule."""
 
 
+_OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
+"""Prefixes of JAX settings that change no number."""
+
+
+def _numeric_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if not name.startswith(_OPERATIONAL_JAX)}
+
+
+def _over_model_axis(rules: Mapping[str, Any]) -> dict[str, Any]:
+    # Sharding over the model axis changes the additions inside the model; over the other axes it changes nothing.
+    return {axis: over for axis, over in rules.items() if "model" in over}
+
+
 class TrainerConfig(Config):
     """Everything about a run that is neither the model, nor the data, nor the optimizer."""
 
@@ -38,129 +52,129 @@ class TrainerConfig(Config):
         "wandb": "deprecated; use `tracker` with `type: wandb`",
     }
 
-    seed: Seed = 0
+    seed: Numeric[Seed] = 0
     """Decides initial weights, data order and dropout."""
-    id: str | None = None
+    id: Operational[str | None] = None
     """Name of the run; the same name again resumes it. Default: the environment's RUN_ID, else the name of the
     configuration file and a hash of all that decides the run's numbers, so that the same command resumes."""
-    mp: PrecisionPolicy = Policy()
+    mp: Numeric[PrecisionPolicy] = Policy()
     """Mixed precision: parts as in `p=f32,c=bfloat16` (parameters with gradients and optimizer state, computation), or
     one dtype for both: `f32`. `bfloat16` alone keeps weights in bfloat16 too, which loses small updates; with `float16`
     no loss is scaled."""
-    quantization: AnyQuantization | None = None
+    quantization: Numeric[AnyQuantization | None] = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
-    determinism: Literal["elastic", "fast"] = "elastic"
+    determinism: Numeric[Literal["elastic", "fast"]] = "elastic"
     """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
     order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
     at once. It is there to measure what `elastic` costs."""
 
-    cpu_threads: PositiveInt | None = None
+    cpu_threads: Numeric[PositiveInt | None] = None
     """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
     Unset: one for each core, and when the run is resumed, as many as before. XLA has no fewer than a process has
     (emulated) devices: write that number to get the same bits on 1 to so many of them, on any number of cores."""
 
-    num_train_steps: PositiveInt = 400_000
+    num_train_steps: Numeric[PositiveInt] = 400_000
     """How many optimizer steps to run."""
-    train_batch_size: IntSchedule = 512
+    train_batch_size: Numeric[IntSchedule] = 512
     """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
     value: 128}]`."""
-    per_device_parallelism: int = -1
+    per_device_parallelism: Numeric[int] = -1
     """Rows in a microbatch, the unit of computation; -1: train_batch_size / elastic_shards. It decides the order of
     additions, so changing it changes the run's bits; changing the number of devices does not."""
-    per_device_eval_parallelism: int = -1
+    per_device_eval_parallelism: Operational[int] = -1
     """Rows that a device evaluates at once; -1: as in training."""
-    elastic_shards: PositiveInt = 8
+    elastic_shards: Numeric[PositiveInt] = 8
     """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
     that the run can ever use."""
-    allow_nondivisible_batch_size: bool = False
+    allow_nondivisible_batch_size: Numeric[bool] = False
     """Fill up a batch that cannot be cut into equal microbatches with rows that count for nothing, instead of refusing
     it. They cost computation."""
-    model_averaging: AnyAveraging | None = None
+    model_averaging: Numeric[AnyAveraging | None] = None
     """Keep an average of the weights as well, which is evaluated beside them and exported."""
 
-    steps_per_eval: PositiveInt | tuple[PositiveInt, ...] = 1000
+    steps_per_eval: Operational[PositiveInt | tuple[PositiveInt, ...]] = 1000
     """Steps between evaluations, or a list of the steps after which to evaluate; there is one after the last step as
     well."""
-    max_eval_batches: PositiveInt | None = None
+    max_eval_batches: Operational[PositiveInt | None] = None
     """Evaluate at most so many batches of each validation set; null: all."""
-    steps_per_log: PositiveInt = 1
+    steps_per_log: Operational[PositiveInt] = 1
     """Steps between lines of metrics."""
-    sample_tokens: NonNegativeInt = 128
+    sample_tokens: Operational[NonNegativeInt] = 128
     """After training, print a sample of so many tokens; 0: none."""
 
-    log_dir: str = "logs/"
+    log_dir: Operational[str] = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
-    tracker: AnyTracker | tuple[AnyTracker, ...] = (TensorboardConfig(),)
+    tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
     """Where metrics go besides metrics.jsonl: one tracker or a list. A block without `type` is one of wandb."""
-    watch: WatchConfig = WatchConfig()
-    profiler: bool = False
+    watch: Operational[WatchConfig] = WatchConfig()
+    profiler: Operational[bool] = False
     """Record a trace of some steps, for TensorBoard's profiler: `tensorboard --logdir` on the run directory shows it
     with the package tensorboard-plugin-profile."""
-    profiler_start_step: NonNegativeInt = 5
+    profiler_start_step: Operational[NonNegativeInt] = 5
     """How many steps are done when the trace begins; a few, so that nothing is compiled in it."""
-    profiler_num_steps: PositiveInt = 100
+    profiler_num_steps: Operational[PositiveInt] = 100
     """How many steps are traced."""
-    profiler_perfetto_link: bool = False
+    profiler_perfetto_link: Operational[bool] = False
     """After the trace, print a link to the Perfetto viewer and wait until it has been opened."""
-    log_jaxprs: bool = True
+    log_jaxprs: Operational[bool] = True
     """Write what was traced of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
-    log_xla_hlo: bool = True
+    log_xla_hlo: Operational[bool] = True
     """Write the compiled program of the training step to RUN_DIR/artifacts, and hand it to the trackers."""
-    crash_on_nan: bool = True
+    crash_on_nan: Operational[bool] = True
     """Stop when the loss or the gradient is NaN. The step is not applied in any case."""
-    crash_on_inf: bool = True
+    crash_on_inf: Operational[bool] = True
     """Stop when the loss or the gradient is infinite. The step is not applied in any case."""
-    watchdog: WatchdogConfig = WatchdogConfig()
+    watchdog: Operational[WatchdogConfig] = WatchdogConfig()
 
-    checkpointer: CheckpointerConfig = CheckpointerConfig()
-    load_checkpoint: bool | None = None
+    checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
+    load_checkpoint: Operational[bool | None] = None
     """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
-    load_checkpoint_path: str | None = None
+    load_checkpoint_path: Operational[str | None] = None
     """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
-    initialize_from: str | None = None
+    initialize_from: Numeric[str | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
-    allow_partial_checkpoint: bool = False
+    allow_partial_checkpoint: Operational[bool] = False
     """Where a checkpoint lacks parameters of the model, start those afresh and name them, instead of refusing it."""
 
-    batch_axis: str = "batch"
+    batch_axis: Operational[str] = "batch"
     """The logical axis that is cut over all devices for data parallelism."""
-    fsdp_axis: str | tuple[str, ...] | None = "embed"
+    fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
     """Logical axes along which parameters and optimizer state are cut over the data axis of the mesh at rest."""
-    tensor_parallel_axes: tuple[str, ...] | None = None
+    tensor_parallel_axes: Numeric[tuple[str, ...] | None] = None
     """Logical axes that are cut over the model axis of the mesh."""
-    axis_resources: Resources = {}
+    axis_resources: Annotated[Resources, numeric_part(_over_model_axis)] = {}
     """Logical axis to mesh axis or axes, for the state at rest and for computation."""
-    parameter_axis_resources: Resources = {}
+    parameter_axis_resources: Operational[Resources] = {}
     """Like axis_resources, for the state at rest only."""
-    compute_axis_resources: Resources = {}
+    compute_axis_resources: Numeric[Resources] = {}
     """Like axis_resources, for computation only."""
-    model_axis_size: PositiveInt = 1
+    model_axis_size: Numeric[PositiveInt] = 1
     """Devices that share one copy of the model by tensor parallelism."""
-    context_axis_size: PositiveInt = 1
+    context_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the positions of each row: sequence length and activations are cut, keys and values are
     gathered for attention."""
-    expert_axis_size: PositiveInt = 1
+    expert_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the experts of each layer, and the rows of a microbatch."""
-    pipeline_axis_size: PositiveInt = 1
+    pipeline_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the layers, each a run of them; the rows of a microbatch flow through them one after the other
     (GPipe, Huang et al. 2019)."""
-    max_devices: PositiveInt | None = None
+    max_devices: Operational[PositiveInt | None] = None
     """Use no more devices than these, the first of those that are there; null: all. Several processes use all."""
-    replica_ici_axis_size: PositiveInt = 1
+    replica_ici_axis_size: Operational[PositiveInt] = 1
     """Copies of the state inside a slice; the data axis takes the devices that remain."""
-    replica_dcn_axis_size: PositiveInt = 1
+    replica_dcn_axis_size: Operational[PositiveInt] = 1
     """Copies of the state over slices that a slower network connects."""
 
-    jax_config: dict[str, JsonValue] = {}
+    jax_config: Annotated[dict[str, JsonValue], numeric_part(_numeric_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
-    jax_compilation_cache_dir: str | None = None
+    jax_compilation_cache_dir: Operational[str | None] = None
     """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
     directory."""
-    distributed: DistributedConfig = DistributedConfig()
-    ray: RayConfig = RayConfig()
-    require_accelerator: bool | None = None
+    distributed: Operational[DistributedConfig] = DistributedConfig()
+    ray: Operational[RayConfig] = RayConfig()
+    require_accelerator: Operational[bool | None] = None
     """Refuse to run on a CPU; null: no."""
-    shutdown_at_exit: bool | NonNegativeFloat = False
+    shutdown_at_exit: Operational[bool | NonNegativeFloat] = False
     """Shut the machine down when the command ends, however it ends: `true`, or after so many seconds. For rented
     machines that cost while they are idle."""
 

@@ -101,7 +101,7 @@ BOTH, MODEL_AXIS = PartitionSpec(None, "data", "model"), PartitionSpec(None, Non
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rest", "compute"),
+    ("trainer", "storage", "compute"),
     [
         ({}, CUT, WHOLE),
         ({"fsdp_axis": None}, WHOLE, WHOLE),
