@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.setting import load, setting, table
-from lm_trainer.core.cores import cores
-from lm_trainer.core.runtime import keep_freed_memory
+from lm_trainer.core.runtime import available_cores, keep_freed_memory
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.sources import Row
@@ -159,10 +158,17 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
         shutil.rmtree(cache)
         return stored / 1e6 / seconds, (cpu_of_all() - used) / seconds
 
-    pairs = [(build(1), build(cores())) for _ in range(rounds)]
+    pairs = [(build(1), build(available_cores())) for _ in range(rounds)]
     one, several, busy = (statistics.median(x) for x in zip(*((a[0], b[0], b[1]) for a, b in pairs), strict=True))
     ratio = statistics.median(b[0] / a[0] for a, b in pairs)
-    return [f"{stored / 1e6:.0f}", str(cores()), f"{one:.1f}", f"{several:.1f}", f"{ratio:.2f}", f"{busy:.2f}"]
+    return [
+        f"{stored / 1e6:.0f}",
+        str(available_cores()),
+        f"{one:.1f}",
+        f"{several:.1f}",
+        f"{ratio:.2f}",
+        f"{busy:.2f}",
+    ]
 
 
 def cpu_of_all() -> float:

@@ -161,14 +161,14 @@ def parameter_bytes(size: argparse.Namespace) -> float:
 def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     import jax
 
-    from lm_trainer.core.cores import cores
+    from lm_trainer.core.runtime import available_cores
 
     device = jax.devices()[0]
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax"))
     yield "# What elastic determinism costs"
     yield ""
     yield f"`python benchmarks/elastic_cost.py {' '.join(size.shape)}` on {device.device_kind} ({device.platform}),"
-    yield f"{platform.platform()}, {cores()} CPU cores; Python {platform.python_version()}, {packages}."
+    yield f"{platform.platform()}, {available_cores()} CPU cores; Python {platform.python_version()}, {packages}."
     yield f"Commit {commit()}. GPT-2 of {size.layers} layers and width {size.hidden}, {size.mp}, with"
     yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.batch} rows of {size.seq_len} tokens;"
     yield f"{size.pairs} steps of each kind in turn."
@@ -179,7 +179,7 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     yield "in the same turn. Temporary memory: XLA's, of the largest program. Sent: by each device in a step, read from"
     yield "the compiled programs; a ring sends 2 (n - 1) / n times the parameters, to gather them and to add gradients."
     if device.platform == "cpu":
-        yield f"Emulated devices share {cores()} cores: beyond that many devices, times show overhead only."
+        yield f"Emulated devices share {available_cores()} cores: beyond that many devices, times show overhead only."
 
 
 def commit() -> str:

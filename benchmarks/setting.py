@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from lm_trainer.core.cores import cores
+from lm_trainer.core.runtime import available_cores
 
 LMT = [sys.executable, "-c", "from cli.main import main; main()"]
 """The command `lmt` of the checkout that is on the path."""
@@ -17,7 +17,8 @@ LMT = [sys.executable, "-c", "from cli.main import main; main()"]
 
 def setting(*packages: str) -> str:
     versions = ", ".join(f"{package} {_version(package)}" for package in packages)
-    return f"{_processor()}, {cores()} cores; Python {platform.python_version()}, {versions}; commit {_commit()}."
+    machine = f"{_processor()}, {available_cores()} cores"
+    return f"{machine}; Python {platform.python_version()}, {versions}; commit {_commit()}."
 
 
 def load(when: str = "at the end") -> str:

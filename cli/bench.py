@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def compile(
 
         lmt bench compile configs/gpt2_nano.yaml
     """
-    run = load_settled_config(ctx, config, overrides)
+    run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.bench.start import measure_starts
 
     _begin(run, "starting ...")

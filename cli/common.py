@@ -84,18 +84,18 @@ def check_is_run(run: str) -> None:
         raise UserError(f"{run}: no such option; a run comes first, then settings (KEY=VALUE)")
 
 
-def load_settled_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
+def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
     """As `load_run_config`, with the model section that training takes from a Hugging Face checkpoint."""
-    return settle(load_run_config(ctx, config, overrides), config)
+    return resolve(load_run_config(ctx, config, overrides), config)
 
 
-def settle(run: "RunConfig", config: Path) -> "RunConfig":
+def resolve(run: "RunConfig", config: Path) -> "RunConfig":
     """The configuration of a file with the model section that training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
-    from lm_trainer.run.pretrained import settled
+    from lm_trainer.run.pretrained import resolve_model
 
-    return settled(run, config.stem)
+    return resolve_model(run, config.stem)
 
 
 def report(error: UserError) -> int:

@@ -9,10 +9,10 @@ from cli.common import (
     OVERRIDES,
     ConfigArgument,
     OverridesArgument,
+    load_resolved_config,
     load_run,
     load_run_config,
-    load_settled_config,
-    settle,
+    resolve,
 )
 from lm_trainer.core.errors import UserError
 
@@ -43,7 +43,7 @@ def show(
         for name, decaying in weight_decay(loaded).items():
             typer.echo(f"{'decays' if decaying else '-':8}{name}")
         return
-    run = settle(loaded.config, config)
+    run = resolve(loaded.config, config)
 
     def where(key: "KeyPath") -> str:
         found = loaded.origin(key)
@@ -84,7 +84,7 @@ def plot(
 
     from lm_trainer.plot import plot_schedules, save_image, to_text
 
-    schedules = plot_schedules(load_settled_config(ctx, config, overrides))
+    schedules = plot_schedules(load_resolved_config(ctx, config, overrides))
     if out is not None:
         save_image(schedules, out)
         typer.echo(f"{out}: written", err=True)

@@ -7,7 +7,7 @@ import typer
 
 from cli import data_at
 from cli.build_progress import build_progress
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, load_settled_config
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def inspect(
 @app.command(context_settings=OVERRIDES)
 def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
-    run = load_settled_config(ctx, config, overrides)
+    run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import Store
 

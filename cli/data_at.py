@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.build_progress import build_progress
-from cli.common import ConfigArgument, OverridesArgument, load_settled_config
+from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 
 if TYPE_CHECKING:
     from lm_trainer.data.trace import TracedRow
@@ -30,7 +30,7 @@ def at(
 
         lmt data at my.yaml --step 12000 --row 3
     """
-    run = load_settled_config(ctx, config, overrides)
+    run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import open_data
     from lm_trainer.data.trace import trace
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import ConfigArgument, OverridesArgument, load_settled_config
+from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 
 
 def plan(
@@ -42,7 +42,7 @@ def plan(
     from lm_trainer.core.runtime import prepare_process
 
     prepare_process()  # before anything imports jax
-    run = load_settled_config(ctx, config, overrides)
+    run = load_resolved_config(ctx, config, overrides)
 
     import json
 

@@ -27,7 +27,7 @@ from benchmarks.peers.shapes import (
     decays,
 )
 from benchmarks.peers.torch_models import plain_model
-from lm_trainer.core.cores import cores
+from lm_trainer.core.runtime import available_cores
 
 
 def transformers_model(shape: Shape, weights: dict[str, np.ndarray]) -> nn.Module:
@@ -111,6 +111,6 @@ class TorchTrainer:
 
 
 def make(shape: Shape, weights: Path, *, compiled: bool = False, transformers: bool = False) -> TorchTrainer:
-    torch.set_num_threads(cores())
+    torch.set_num_threads(available_cores())
     model = (transformers_model if transformers else plain_model)(shape, read_weights(weights))
     return TorchTrainer(shape, model, compiled=compiled)

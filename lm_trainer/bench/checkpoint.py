@@ -18,7 +18,7 @@ from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.restore import save_state, saved_arrays
 
 
@@ -36,7 +36,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
         store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
         with closing(store):
-            run = _Run(settled(config, "bench"), store, steps)
+            run = _Run(resolve_model(config, "bench"), store, steps)
             write = _writer(Path(directory) / "plain", run.num_bytes)
             for warm in (run.train, run.save_and_train, write):
                 warm()

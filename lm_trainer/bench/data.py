@@ -14,7 +14,7 @@ from lm_trainer.data.pipeline import Data
 from lm_trainer.profile.timing import Measured, Spread, si
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 
 _AHEAD = 8
@@ -29,7 +29,7 @@ def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
     Raises:
         UserError: for missing or damaged data, or as `configured_program`.
     """
-    config = settled(config, "bench")
+    config = resolve_model(config, "bench")
     data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed)
     with closing(data):
         program, _ = configured_program(config, data.tokenizer.vocab_size)

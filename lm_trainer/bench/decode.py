@@ -11,7 +11,7 @@ from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 
 
 def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repeats: int) -> Measured:
@@ -20,7 +20,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     Raises:
         UserError: when prompt and new tokens do not fit into the model's context, or as `configured_program`.
     """
-    program, vocab_size = configured_program(config := settled(config, "bench"))
+    program, vocab_size = configured_program(config := resolve_model(config, "bench"))
     context = config.model.spec(vocab_size).num_positions
     if prompt + new > context:
         raise UserError(

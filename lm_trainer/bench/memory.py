@@ -13,7 +13,7 @@ from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, 
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 from lm_trainer.step.state import TrainState
 
@@ -27,7 +27,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     Raises:
         UserError: as `configured_program`.
     """
-    program, vocab_size = configured_program(config := settled(config, "bench"))
+    program, vocab_size = configured_program(config := resolve_model(config, "bench"))
     rows, seq_len = program.step.local_rows(), config.model.seq_len
     batch = random_batch(len(rows), seq_len, vocab_size)
     state = program.init()

@@ -15,7 +15,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.executable import Executable
@@ -57,7 +57,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
-    program, vocab_size = configured_program(config := settled(config, "bench"))
+    program, vocab_size = configured_program(config := resolve_model(config, "bench"))
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size)

@@ -11,11 +11,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
+
+
+def available_cores() -> int:
+    """The number of processor cores that this process may use."""
+    # The affinity mask knows of a scheduler's or a container's share of the machine; not every system has one.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare_process() -> list[str]:
@@ -32,7 +37,7 @@ def prepare_process() -> list[str]:
     done = []
     if keep_freed_memory(one_arena=True):
         done.append("the allocator keeps freed memory for the next step")
-    if cores() == 1 and _asked_threads() is None:
+    if available_cores() == 1 and _asked_threads() is None:
         # With a single thread XLA picks other matrix kernels, whose bits differ from those of every other count.
         set_cpu_threads(2)
         done.append("XLA runs two threads on the only core, to compute the same bits as on two")
@@ -72,7 +77,7 @@ def cpu_threads() -> int | None:
 
     if jax.default_backend() != "cpu":
         return None
-    return max(_asked_threads() or cores(), jax.local_device_count())
+    return max(_asked_threads() or available_cores(), jax.local_device_count())
 
 
 def _asked_threads() -> int | None:

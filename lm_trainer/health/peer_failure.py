@@ -35,7 +35,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """A machine that is gone without closing its connections is noticed after a minute."""
 
 
-def joined(config: DistributedConfig, progress: Progress) -> Peers:
+def join_processes(config: DistributedConfig, progress: Progress) -> FailureDetector:
     """Connects the processes of the run, says what was found, and leaves the progress to the first of them.
 
     Raises:
@@ -46,10 +46,10 @@ def joined(config: DistributedConfig, progress: Progress) -> Peers:
         progress.note(found)
     if not is_lead():
         progress.close()
-    return Peers(progress)
+    return FailureDetector(progress)
 
 
-class Peers:
+class FailureDetector:
     """While active in all processes of a run, none outlives another for long; use it as a context manager.
 
     A process that fails says why. One that is killed or loses its machine cannot, and is named by the others.
@@ -59,7 +59,7 @@ class Peers:
         self._progress = progress
         self._links: dict[int, _Link] = {}
         self._names: list[str] = []
-        self._told, self._all_failed = False, threading.Event()
+        self._reported, self._all_failed = False, threading.Event()
         self._failed: set[int] = set()
         self._lock = threading.Lock()
 
@@ -76,22 +76,22 @@ class Peers:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.tell(kind, error, trace)
+        self.report(kind, error, trace)
         for link in self._links.values():
             if error is None:
                 link.send(end=None)
             link.close()
 
-    def tell(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def report(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Tells the others of a failure, before anything waits for them; has the form of `__exit__`.
 
         Where they fail alike, as on a loss that is not finite, returns when all have said so. Where only this process
         fails, prints the error and ends it: whatever closes after this would wait for the others.
         """
         del kind, trace
-        if error is None or self._told or not self._links:
+        if error is None or self._reported or not self._links:
             return
-        self._told = True
+        self._reported = True
         code = error.exit_code if isinstance(error, UserError) else EXIT_CRASH
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         if is_lead():
@@ -104,7 +104,7 @@ class Peers:
             sys.stderr.write(f"error: {error}\n")
         else:
             traceback.print_exception(error)
-        _leave(code)
+        _exit(code)
 
     def _connect(self, hosts: list[str]) -> None:
         lead_host = hosts[0]
@@ -150,7 +150,7 @@ class Peers:
         """Reads what process `index` says, until it has ended, and acts on it."""
         for message in link.messages():
             if "lost" in message:
-                _perish(message["lost"], EXIT_CRASH)
+                _exit_with_reason(message["lost"], EXIT_CRASH)
             elif "all" in message:
                 self._all_failed.set()
             elif message["end"] is None:
@@ -162,7 +162,7 @@ class Peers:
         if index not in self._failed and not link.closed:
             text = f"{self._names[index]} is gone: it was killed, or its machine was lost"
             self._relay(lost=text)
-            _perish(text, EXIT_CRASH)
+            _exit_with_reason(text, EXIT_CRASH)
 
     def _note_failure(self, index: int) -> None:
         with self._lock:
@@ -173,9 +173,9 @@ class Peers:
 
     def _follow(self, text: str, code: int) -> None:
         """Ends this process as well, unless it fails by itself."""
-        if not self._all_failed.wait(GRACE) and not self._told:
+        if not self._all_failed.wait(GRACE) and not self._reported:
             self._relay(lost=text)
-            _perish(text, code)
+            _exit_with_reason(text, code)
 
     def _relay(self, **message: Any) -> None:
         """From the first process to the others, which are connected to it alone."""
@@ -218,14 +218,14 @@ def _gather_texts(text: str) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gather(padded)]
 
 
-def _perish(text: str, code: int) -> None:
+def _exit_with_reason(text: str, code: int) -> None:
     sys.stderr.write(
         f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
     )
-    _leave(code)
+    _exit(code)
 
 
-def _leave(code: int) -> None:
+def _exit(code: int) -> None:
     """Ends the process at once: its main thread may wait for ever, and so would everything that runs at an end."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -45,10 +45,10 @@ class Watchdog:
     Time during which the process was stopped or the machine slept does not count.
 
     Args:
-        config: when to bark, and whether to bite.
+        config: when to warn, and whether to abort.
         directory: where the stacks go; where it cannot be written, they go to standard error.
         clock: seconds that only grow.
-        leave: ends the process with an exit code.
+        exit: ends the process with an exit code.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Watchdog:
         directory: Path,
         *,
         clock: Callable[[], float] = time.monotonic,
-        leave: Callable[[int], object] = os._exit,
+        exit: Callable[[int], object] = os._exit,
     ):
         self._timeout = None if config.timeout is None else config.timeout.total_seconds()
         self._interval = min((self._timeout or 0.0) / 4, 10.0)
-        self._abort, self._directory, self._clock, self._leave = config.abort, directory, clock, leave
+        self._abort, self._directory, self._clock, self._exit = config.abort, directory, clock, exit
         # One tuple, so that the thread never sees half a change.
         self._wait: tuple[str, float] | None = None
         self._reported: tuple[str, float] | None = None
@@ -80,23 +80,23 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def waiting_for(self, what: str) -> None:
+    def arm(self, what: str) -> None:
         """From now on the run waits for this."""
         self._wait = (what, self._clock())
 
-    def rest(self) -> None:
+    def disarm(self) -> None:
         """What comes now may take any time."""
         self._wait = None
 
     def each(self, items: Iterable[T], what: str) -> Iterator[T]:
         """The items, where the time for one of them and its use is measured."""
         for item in items:
-            self.waiting_for(what)
+            self.arm(what)
             yield item
-        self.waiting_for(what)
+        self.arm(what)
 
-    def look(self) -> None:
-        """Barks when the present wait is longer than the timeout, once for each wait."""
+    def check(self) -> None:
+        """Warns when the present wait is longer than the timeout, once for each wait."""
         now, wait = self._clock(), self._wait
         if now - self._looked > 2 * self._interval + 1:
             self._awake_since = now
@@ -106,13 +106,13 @@ class Watchdog:
         age = now - max(wait[1], self._awake_since)
         if age >= self._timeout:
             self._reported = wait
-            self._bark(wait[0], age)
+            self._warn(wait[0], age)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
-            self.look()
+            self.check()
 
-    def _bark(self, what: str, age: float) -> None:
+    def _warn(self, what: str, age: float) -> None:
         text = f"no progress for {age:.0f} s, waiting for {what}"
         where = self._write_stacks(text)
         if self._abort:
@@ -121,7 +121,7 @@ class Watchdog:
             outcome = "the run waits on (trainer.watchdog.abort: true would end it)"
         _write(2, f"\nwatchdog: {text}; the stacks of all threads are {where}; {outcome}\n".encode())
         if self._abort:
-            self._leave(EXIT_PREEMPTED)
+            self._exit(EXIT_PREEMPTED)
 
     def _write_stacks(self, text: str) -> str:
         index = jax.process_index()

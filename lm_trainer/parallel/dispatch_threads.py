@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lm_trainer.core.cores import cores
+from lm_trainer.core.runtime import available_cores
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _ON_A_CPU = 2
 def programs_at_once(platform: str, groups: int, group_size: int = 1) -> int:
     """How many programs each of so many groups of `group_size` devices of this process computes at the same time."""
     # Programs of several emulated devices wait for one another: see `wait_on_cpu`.
-    return _ON_A_CPU if platform == "cpu" and group_size == 1 and cores() >= _ON_A_CPU * groups else 1
+    return _ON_A_CPU if platform == "cpu" and group_size == 1 and available_cores() >= _ON_A_CPU * groups else 1
 
 
 class DispatchThreads:

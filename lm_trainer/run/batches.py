@@ -100,7 +100,7 @@ class Patience:
                 if what and what != shown:
                     shown = what
                     self._progress.phase(what)
-                    self._watchdog.waiting_for(f"tokenised data after step {state.step}")
+                    self._watchdog.arm(f"tokenised data after step {state.step}")
                 time.sleep(_POLL_SECONDS)
         except UserError:
             if state.step:

@@ -12,8 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lm_trainer.core.cores import cores
-from lm_trainer.core.runtime import cpu_threads
+from lm_trainer.core.runtime import available_cores, cpu_threads
 from lm_trainer.run.trainer_config import TrainerConfig
 
 _COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
@@ -33,7 +32,7 @@ def environment() -> dict[str, Any]:
         "code": _code_hash(),
         "devices": [d.device_kind for d in jax.devices()],
         "processes": jax.process_count(),
-        "cores": cores(),
+        "cores": available_cores(),
         "cpu_threads": cpu_threads(),
     }
 

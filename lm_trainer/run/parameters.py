@@ -6,7 +6,7 @@ from lm_trainer.config.loader import Loaded
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.optim import Param
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.pretrained import settled
+from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import trace_model
 
 _ANY_VOCABULARY = 256
@@ -18,7 +18,7 @@ def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
     Raises:
         ConfigError: when a pattern in `optimizer.weight_decay_modules` matches no parameter.
     """
-    config = settled(loaded.config, "run")
+    config = resolve_model(loaded.config, "run")
     # The names do not depend on the size of the vocabulary, which is known only once the tokenizer is read.
     model = trace_model(config, _ANY_VOCABULARY)
     params = {

@@ -84,7 +84,7 @@ def find_start(config: RunConfig, run: str) -> Start | None:
     return Start(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
 
 
-def settled(config: RunConfig, name: str) -> RunConfig:
+def resolve_model(config: RunConfig, name: str) -> RunConfig:
     """The configuration with the model section that training would use; nothing but config.json is read.
 
     Args:
@@ -104,7 +104,7 @@ def settled(config: RunConfig, name: str) -> RunConfig:
 
 
 def stored_vocabulary(config: RunConfig) -> int:
-    """Rows of the embedding in the checkpoint that `initialize_from_hf` means; raises as `settled`."""
+    """Rows of the embedding in the checkpoint that `initialize_from_hf` means; raises as `resolve_model`."""
     return read_hf_config(_locate(config, weights=False))[1]
 
 

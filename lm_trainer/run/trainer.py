@@ -19,7 +19,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.core.precision import Policy
 from lm_trainer.core.runtime import configure_jax
-from lm_trainer.health.peer_failure import joined
+from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import StopRequest, preempted
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.optim import OptimizerConfig
@@ -108,13 +108,13 @@ class Trainer:
         with ExitStack() as stack:
             stack.enter_context(self._stop)
             configure_jax(config.jax_config, config.jax_compilation_cache_dir, self._directory.cpu_threads(config))
-            peers = stack.enter_context(joined(config.distributed, self.progress))
+            failure_detector = stack.enter_context(join_processes(config.distributed, self.progress))
             check_devices(config)
             self._directory.allow_change = self.allow_config_change
             stack.enter_context(self._directory)
             self.store = stack.enter_context(closing(CheckpointStore(self.checkpoint_path, config.checkpointer)))
             stack.enter_context(self._watchdog)
-            stack.push(peers.tell)
+            stack.push(failure_detector.report)
             self._stack = stack.pop_all()
         return self
 
@@ -344,21 +344,21 @@ class Trainer:
         feed, total = Feed(batches, self._patience), self.num_train_steps
         while state.step < total:
             started = time.perf_counter()
-            self._watchdog.waiting_for(f"the batch of step {state.step + 1}")
+            self._watchdog.arm(f"the batch of step {state.step + 1}")
             batch = feed.next(state)
             if batch is None:
-                self._watchdog.rest()
+                self._watchdog.disarm()
                 self.progress.note(f"the data ended after step {state.step} of {total}")
                 return
             info = self._step(state, batch, started)
             state = info.state
-            self._watchdog.waiting_for(f"step {state.step}")
+            self._watchdog.arm(f"step {state.step}")
             self._stopping = any_process(bool(self._stop.requested))
             self.run_hooks(info, force=state.step == total)
             if self._stopping and state.step < total:
                 self.store.wait()
                 raise preempted(self._stop.requested, state.step)
-            self._watchdog.rest()
+            self._watchdog.disarm()
             yield info
 
     def train(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> TrainState:
@@ -369,11 +369,11 @@ class Trainer:
         """
         for info in self.training_steps(state, train_loader):
             state = info.state
-        self._watchdog.waiting_for("the last step and its checkpoint")
+        self._watchdog.arm("the last step and its checkpoint")
         if self._recorder is not None:
             self._recorder.flush()
         self._keep(state)
-        self._watchdog.rest()
+        self._watchdog.disarm()
         return state
 
     def _keep(self, state: TrainState) -> None:
@@ -397,7 +397,7 @@ class Trainer:
         return file
 
     def _compile(self, step: int, batch: Batch) -> None:
-        self._watchdog.rest()
+        self._watchdog.disarm()
         self.progress.phase("compiling the training step")
         started = time.monotonic()
         executable = self.program.step.compile(batch, step)
@@ -435,7 +435,7 @@ class Trainer:
 
     def _save(self, state: TrainState) -> None:
         self.recorder.flush()
-        self._watchdog.waiting_for(f"the checkpoint of step {state.step}")
+        self._watchdog.arm(f"the checkpoint of step {state.step}")
         facts = {
             "data_fingerprint": self._fingerprint(state.step),
             "train_loss": self.recorder.train_loss,

@@ -31,7 +31,7 @@ class Clock:
         """Time in which the watchdog looks as often as its thread would."""
         for _ in range(seconds // 10):
             self.now += 10
-            watchdog.look()
+            watchdog.check()
 
 
 @pytest.mark.parametrize("timeout", ["0s", "-1s", "10"])
@@ -42,15 +42,15 @@ def test_timeouts_that_cannot_be(timeout: str) -> None:
 
 def test_what_takes_too_long_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clock, codes = Clock(), []
-    watchdog = Watchdog(MINUTE, tmp_path, clock=clock, leave=codes.append)
+    watchdog = Watchdog(MINUTE, tmp_path, clock=clock, exit=codes.append)
     for step in range(3):
-        watchdog.waiting_for(f"the batch of step {step}")
+        watchdog.arm(f"the batch of step {step}")
         clock.pass_time(watchdog, 50)
-    watchdog.rest()
+    watchdog.disarm()
     clock.pass_time(watchdog, 500)
     assert capfd.readouterr().err == ""
 
-    watchdog.waiting_for("the checkpoint of step 7")
+    watchdog.arm("the checkpoint of step 7")
     clock.pass_time(watchdog, 300)
     said = capfd.readouterr().err
     assert said.count("watchdog: no progress for 60 s, waiting for the checkpoint of step 7") == 1
@@ -60,7 +60,7 @@ def test_what_takes_too_long_is_named_once(tmp_path: Path, capfd: pytest.Capture
     assert stacks.count("waiting for the checkpoint of step 7") == 1
     assert codes == []
 
-    watchdog.waiting_for("step 8")
+    watchdog.arm("step 8")
     clock.pass_time(watchdog, 60)
     assert "waiting for step 8" in capfd.readouterr().err
 
@@ -68,7 +68,7 @@ def test_what_takes_too_long_is_named_once(tmp_path: Path, capfd: pytest.Capture
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path: Path) -> None:
     clock = Clock()
     watchdog = Watchdog(MINUTE, tmp_path, clock=clock)
-    watchdog.waiting_for("step 1")
+    watchdog.arm("step 1")
     clock.pass_time(watchdog, 30)
     clock.now += 3600
     clock.pass_time(watchdog, 50)
@@ -90,7 +90,7 @@ def test_each_item_has_the_whole_time(tmp_path: Path) -> None:
 def test_stacks_that_cannot_be_written_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     watchdog = Watchdog(MINUTE, tmp_path / "gone", clock=clock)
-    watchdog.waiting_for("step 1")
+    watchdog.arm("step 1")
     clock.pass_time(watchdog, 60)
     said = capfd.readouterr().err
     assert "test_stacks_that_cannot_be_written_are_shown" in said
@@ -100,7 +100,7 @@ def test_stacks_that_cannot_be_written_are_shown(tmp_path: Path, capfd: pytest.C
 def test_a_run_that_waits_for_its_data_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The real thread and clock: the data wait until the watchdog has barked."""
+    """The real thread and clock: the data wait until the watchdog has warned."""
     monkeypatch.chdir(tmp_path)
     stacks = tmp_path / "own" / "stacks.txt"
 
@@ -124,7 +124,7 @@ from datetime import timedelta
 from pathlib import Path
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
 with Watchdog(WatchdogConfig(timeout=timedelta(seconds=0.2), abort=True), Path(".")) as watchdog:
-    watchdog.waiting_for("a mount that is dead")
+    watchdog.arm("a mount that is dead")
     time.sleep(600)
 """
 

@@ -47,5 +47,5 @@ def test_what_is_enqueued_side_by_side_waits_for_what_it_needs():
     ],
 )
 def test_how_many_run_side_by_side(platform, cores, groups, size, at_once, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "cores", lambda: cores)
+    monkeypatch.setattr(streams, "available_cores", lambda: cores)
     assert programs_at_once(platform, groups, size) == at_once

@@ -69,7 +69,7 @@ def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
 
 
 def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "cores", lambda: 4)
+    monkeypatch.setattr(streams, "available_cores", lambda: 4)
     beside, compiled = StepMemory(memory.config, VOCAB, jax.devices()[:2], "cpu"), memory.compile()
     (one,), (two,) = (
         [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)

@@ -22,7 +22,7 @@ from lm_trainer.models.rope import Llama3Rope
 from lm_trainer.parallel import sharded_array as assemble
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig, config_hash
-from lm_trainer.run.pretrained import HfCheckpoint, Start, find_start, settled
+from lm_trainer.run.pretrained import HfCheckpoint, Start, find_start, resolve_model
 from lm_trainer.run.program import build_program
 
 LLAMA = LlamaConfig(
@@ -98,8 +98,8 @@ def test_the_model_section_comes_from_config_json(base: Path) -> None:
     # What is saved with the run says the same again.
     again = RunConfig.model_validate(found.config.model_dump(mode="json"))
     assert start(again).config.model == found.config.model
-    assert settled(config(base, use_hf_model_config=True), "x").model == found.config.model
-    assert settled(config(base), "x").model.type == "gpt2"
+    assert resolve_model(config(base, use_hf_model_config=True), "x").model == found.config.model
+    assert resolve_model(config(base), "x").model.type == "gpt2"
 
 
 def test_keys_beside_config_json_are_kept_and_contradictions_named(base: Path) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.cache.format import BUILDER, PART_BYTES, Ledger, check_manifest, claim, make_manifest, shard_key
 from lm_trainer.data.cache.kvstore import Store
 from lm_trainer.data.formats import FormatConfig, TextFormat
@@ -84,7 +84,7 @@ class BuildOptions:
             least = BESIDE_BYTES if self.beside else PARALLEL_BYTES
             if (len(shards) < 2 and not self.beside) or sum(shard.size for shard in shards) < least:
                 return 0
-            wanted = cores()
+            wanted = available_cores()
         return min(max(1, wanted // at_once) if wanted else 0, len(shards))
 
 

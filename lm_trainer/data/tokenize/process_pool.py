@@ -13,9 +13,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lm_trainer.core.cores import cores
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.runtime import keep_freed_memory
+from lm_trainer.core.runtime import available_cores, keep_freed_memory
 from lm_trainer.data.tokenize.shard_writer import Job, build_shard
 
 _TICK_SECONDS, _GRACE_SECONDS = 0.2, 5.0
@@ -38,7 +37,7 @@ def run_in_processes(jobs: Sequence[Job], num_workers: int, tick: Callable[[], N
     context = multiprocessing.get_context("spawn")
     # No event: to set one waits for everyone who waits for it, also for a worker that was killed meanwhile.
     stopped, stop = context.Pipe(duplex=False)
-    threads = max(1, cores() // num_workers)
+    threads = max(1, available_cores() // num_workers)
     arguments = (stopped, threads)
     with stopped, ProcessPoolExecutor(num_workers, context, initializer=_start, initargs=arguments) as pool:
         try:
