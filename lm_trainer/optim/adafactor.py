@@ -41,7 +41,7 @@ class AdafactorConfig(OptimizerConfig):
     min_dim_size_to_factor: PositiveInt = 128
     """Matrices with fewer rows or columns keep a second moment for each number."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The gradient over the root of its factored second moment, clipped and scaled to the weight."""
         parts: list[optax.GradientTransformation] = [self._normalise(params)]
         if self.clipping_threshold is not None:

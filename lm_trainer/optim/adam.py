@@ -16,7 +16,7 @@ from lm_trainer.optim.params import Params
 class AdamConfig(OptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["adam"] = "adam"
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -39,7 +39,7 @@ class AdamConfig(OptimizerConfig):
     def elementwise(self) -> bool:
         return super().elementwise and self.update_rms_clipping is None
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The first moment over the root of the second, both corrected for their start at 0."""
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, nesterov=self.nesterov)
         if self.update_rms_clipping is None:

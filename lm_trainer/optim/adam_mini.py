@@ -32,7 +32,7 @@ class AdamMiniConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The average gradient over the root of its block's second moment, both corrected for their start at 0."""
         blocks = {name: block_axes(param) for name, param in params.items() if param.role != "vector"}
         mini = _scale_by_blocks(blocks, params, self.beta1, self.beta2, self.epsilon)

@@ -14,7 +14,7 @@ from lm_trainer.optim.params import Params
 class AdanConfig(OptimizerConfig):
     """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW."""
 
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["adan"] = "adan"
     learning_rate: PositiveFloat = 6e-4
@@ -30,7 +30,7 @@ class AdanConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the average of squares."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The average gradient plus 1 - beta2 times the average difference, over the root of the average square."""
         del params
         return optax.scale_by_adan(b1=self.beta1, b2=self.beta2, b3=self.beta3, eps=self.epsilon)

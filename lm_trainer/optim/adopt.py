@@ -16,7 +16,7 @@ class AdoptConfig(OptimizerConfig):
     decay it changes nothing.
     """
 
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["adopt"] = "adopt"
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -28,7 +28,7 @@ class AdoptConfig(OptimizerConfig):
     use_clipping: bool = True
     """Clips each normalised gradient to the fourth root of the number of steps done."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
         del params
         return optax.contrib.scale_by_adopt(

@@ -1,61 +1,43 @@
-"""What every optimizer shares: the learning rate over time, weight decay, clipping, skipping of bad steps."""
+"""Base class of the optimizers' configurations: weight decay, clipping, skipping of bad steps, and the update rule."""
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import optax
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    StrictBool,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, StrictBool, field_validator, model_validator
 
-from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
-from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
-from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
+from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.optim.low_precision import keep_in_bfloat16
 from lm_trainer.optim.params import Params
-from lm_trainer.optim.schedule import Schedule, ScheduleName
 from lm_trainer.optim.skip import SkipStepConfig, skip_bad_steps
 
 
-class OptimizerConfig(Config):
-    """Fields that all optimizers have.
+class OptimizerConfig(LearningRateConfig):
+    """Keys of every optimizer, and the update rule that they have in common.
 
-    To add one: give `direction`, and `elementwise_direction` where it holds. What is left is the same for all.
+    A new optimizer defines `transform`, and sets `elementwise_transform` where that is true. Where its paper differs in
+    more than that, it overrides `clip_rule`, `decay_rule` or `rule`.
     """
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        "cooldown": "deprecated; use `decay`",
-        "haps": "deprecated; use `cycles`",
-        "warmup_ratio": "renamed; use `warmup`",
-    }
-    elementwise_direction: ClassVar[bool] = False
-    """Whether `direction` moves each number by nothing but its own gradient and state and given scalars."""
+    elementwise_transform: ClassVar[bool] = False
+    """True if `transform` computes each number's update from its own gradient and state and given scalars alone."""
     weights_in_state: ClassVar[bool] = False
-    """Whether the state holds weights, which need all their digits."""
+    """True if the state holds weights, which need all their digits."""
 
-    learning_rate: PositiveFloat = 6e-4
-    """The peak learning rate."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     weight_decay_modules: str | tuple[str, ...] | None = None
     """Which parameters decay: a regular expression that matches a dotted name from its start, such as
     `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. `attn`, `token_embeddings`, `position_embeddings` and
-    `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after what
-    is a weight without saying so. `lmt config show --decays` lists what is found. A pattern that matches no parameter
-    is an error."""
+    `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after a name
+    that does not end in it. `lmt config show --decays` lists the parameters that are found. A pattern that matches no
+    parameter is an error."""
     default_weight_decay_mask: bool | None = None
     """Whether matrices and heads decay, but no biases, norms and embedding tables. null: if no weight_decay_modules
     are set; true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything
@@ -66,63 +48,12 @@ class OptimizerConfig(Config):
     """Clips the norm of the update by the history of such norms; a milder form of skip_bad_steps. null: no clipping."""
     skip_bad_steps: StrictBool | Annotated[int, Field(strict=True, ge=2)] | SkipStepConfig = False
     """Skips steps whose loss or gradient norm is much larger than in the steps before, or not finite. true: with the
-    defaults; a number: with a history of that many steps. The run still stops at what is not finite while
-    trainer.crash_on_nan and trainer.crash_on_inf say so."""
+    defaults; a number: with a history of that many steps. The run still stops at a loss or gradient that is not finite
+    while trainer.crash_on_nan and trainer.crash_on_inf say so."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the optimizer keeps arrays of the size of the parameters in. bfloat16 halves their memory; they are rounded
+    """The dtype of the optimizer's arrays of the size of the parameters. bfloat16 halves their memory; they are rounded
     up or down by chance, so that small changes are not lost, and computed with in float32. Smaller arrays stay as they
     are, and with trainer.mp `p=bfloat16` all are bfloat16 anyway."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """The learning rate at the end of the decay, as a part of the peak."""
-    warmup: FractionOrSteps = 0.01
-    """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
-    rewarmup: FractionOrSteps = 0.0
-    """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
-    learning rate jumps back to the peak."""
-    decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
-    each cycle; null: everything after the warm-up. What is left between the two is at the peak."""
-    cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """How many times warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is lowest;
-    the end of the run need not be listed."""
-    cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Instead of `cycles`, how long each is: a fraction of the run (a float up to 1.0), a number of steps, or a list of
-    numbers of steps. What is left of the run is a last, shorter cycle."""
-    cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
-    """The peak of each cycle as a multiple of `learning_rate`; null: all 1."""
-    lr_schedule: ScheduleName = "cosine"
-    """The shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
-    `power` (by the batch size and the number of tokens, with `learning_rate` as its limit)."""
-
-    def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> Schedule:
-        """The learning rate as a function of the step, from 0.
-
-        Args:
-            num_train_steps: steps of the run.
-            tokens: the tokens of each step; only `power` needs them.
-
-        Raises:
-            ValueError: when cycles or phases do not fit into the run.
-        """
-        ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
-        cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
-        peaks = self.cycle_peaks or ()
-        return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks)
-
-    @field_validator("cycle_length")
-    @classmethod
-    def _is_a_length(cls, value: Any) -> Any:
-        if isinstance(value, float):
-            fraction_or_steps(value, 1)
-        return value
-
-    @model_validator(mode="after")
-    def _cycles_are_said_once(self) -> Self:
-        if self.cycles is not None and self.cycle_length is not None:
-            raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
-        if self.rewarmup and self.cycles is None and self.cycle_length is None:
-            raise ValueError("rewarmup has no effect on a single cycle; set cycles or cycle_length too")
-        return self
 
     @model_validator(mode="after")
     def _weights_keep_their_digits(self) -> Self:
@@ -133,6 +64,7 @@ class OptimizerConfig(Config):
     @field_validator("weight_decay_modules")
     @classmethod
     def _compiles(cls, value: Any) -> Any:
+        # An empty pattern would be part of every name, and so decay all parameters without a word.
         if value is not None and (not value or "" in tuple(value)):
             raise ValueError("names nothing; write a regular expression, a list of parts of names, or null")
         if isinstance(value, str):
@@ -146,16 +78,16 @@ class OptimizerConfig(Config):
 
     @property
     def elementwise(self) -> bool:
-        """Whether the update of a number depends on nothing but its own gradient and state and given scalars.
+        """True if the update of each number follows from its own gradient and state and given scalars alone.
 
-        Only then can every device update its part of the state alone. Otherwise each computes the whole update, in one
-        program that is the same on every mesh, because a sum over a part that the mesh decides would change its bits.
+        Only then does every device update its own shard of the state. Otherwise each computes the whole update, in one
+        program that is the same on every mesh: a sum over a shard would have other bits on another mesh.
         """
-        return self.elementwise_direction and self.clip_update_norm is None
+        return self.elementwise_transform and self.clip_update_norm is None
 
     @property
     def curvature(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        """Which estimate of the loss's curvature the update takes, as its keyword argument `curvature`."""
+        """The estimate of the loss's curvature that `update` takes as its keyword argument `curvature`; None: none."""
         return None
 
     @property
@@ -164,17 +96,17 @@ class OptimizerConfig(Config):
         return 1
 
     def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """The update rule for these parameters, on flat dicts of arrays by the same names.
+        """Returns the update rule for these parameters, on flat dicts of arrays by the same names.
 
-        Its `update` takes keyword arguments, all of them float32 scalars that were computed once, outside, so that no
-        device computes them differently: `learning_rate`, `grad_norm` (the global norm of the gradient) and `loss`. It
-        takes and ignores others. In its state, arrays that are like parameters are found by
-        `optax.tree_utils.tree_map_params`.
+        Its `update` takes the keyword arguments `learning_rate`, `grad_norm` (the global norm of the gradient) and
+        `loss`, float32 scalars that are computed once, outside of it, so that no device computes them differently. It
+        ignores others. `optax.tree_utils.tree_map_params` finds the arrays of its state that are like parameters.
 
         Raises:
             UserError: when `weight_decay_modules` names no parameter.
         """
         whole = optax.chain(self.clip_rule(), self.rule(params))
+        # Skipping is outermost: a skipped step must leave no trace in any state, that of the rounding included.
         if self.state_dtype == "bfloat16":
             whole = keep_in_bfloat16(whole)
         if self.skip_bad_steps is False:
@@ -182,24 +114,26 @@ class OptimizerConfig(Config):
         return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))
 
     def clip_rule(self) -> optax.GradientTransformation:
-        """What happens to the gradient first."""
+        """Returns the first transformation of the gradient: clipping by its global norm."""
         return clip_by_given_norm(self.max_grad_norm)
 
     def rule(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """From clipped gradients to updates: direction, weight decay, clipping, times minus the learning rate."""
+        """Returns the rule from clipped gradients to updates: transform, weight decay, clipping, learning rate."""
         clip = optax.identity() if self.clip_update_norm is None else clip_update_norm(self.clip_update_norm)
-        return optax.chain(self.direction(params), self.decay_rule(params), clip, scale_by_given_learning_rate())
+        return optax.chain(self.transform(params), self.decay_rule(params), clip, scale_by_given_learning_rate())
 
     @abstractmethod
-    def direction(self, params: Params) -> optax.GradientTransformation:
-        """From clipped gradients to what is subtracted after multiplication by the learning rate, but for the decay."""
+    def transform(self, params: Params) -> optax.GradientTransformation:
+        """Returns the update transform, as optax's `scale_by_*`: from the clipped gradient to the update, before weight
+        decay and before the factor of minus the learning rate.
+        """
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
-        """Adds the weight decay."""
+        """Returns the transformation that adds the weight decay."""
         return decay_weights(self.weight_decay, self.decay_mask(params))
 
     def decay_mask(self, params: Params) -> dict[str, bool]:
-        """Which parameters decay.
+        """Says of each parameter whether it decays.
 
         Raises:
             UserError: when `weight_decay_modules` names no parameter.
@@ -212,12 +146,12 @@ class OptimizerConfig(Config):
         return {name: name in named or (use_default and decays_by_default(param)) for name, param in params.items()}
 
     def metrics(self, opt_state: Any) -> dict[str, jax.Array]:
-        """Scalars for the log, from the state that `update` returned; meant to be called under `jit`."""
+        """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
         return {f"optim/{name}": value for name, value in fields.items() if value is not None}
 
     def eval_params(self, params: Any, opt_state: Any) -> Any:
-        """The weights to evaluate and to export, from those that are trained and the optimizer's state."""
+        """Returns the weights to evaluate and to export, from the trained ones and the optimizer's state."""
         del opt_state
         return params
 

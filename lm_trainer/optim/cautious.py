@@ -19,7 +19,7 @@ class CautiousConfig(OptimizerConfig):
     """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
 
     # The share of numbers that agree is computed from a count of integers, which is exact in any order.
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["cautious"] = "cautious"
     beta1: float = Field(default=0.95, ge=0, lt=1)
@@ -29,7 +29,7 @@ class CautiousConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """Adam's direction where it agrees with the gradient, scaled up for what is left out."""
         return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 

@@ -81,7 +81,7 @@ class KronConfig(OptimizerConfig):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The preconditioned momentum, no weight's root mean square above 1.1."""
         triangles = {name: self._triangles(param) for name, param in params.items()}
         blocks = {name: self._blocks(param, *triangles[name]) for name, param in params.items()}

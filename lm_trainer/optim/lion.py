@@ -14,7 +14,7 @@ from lm_trainer.optim.params import Params
 class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
 
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = 6e-4
@@ -25,7 +25,7 @@ class LionConfig(OptimizerConfig):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the momentum; the paper takes 0.99, and 0.95 to 0.98 where training is unstable."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The sign of beta1 * momentum + (1 - beta1) * gradient."""
         del params
         return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)

@@ -42,7 +42,7 @@ class MarsConfig(OptimizerConfig):
         """None: what is clipped is the corrected gradient."""
         return optax.identity()
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """Adam's direction from corrected gradients."""
         del params
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)

@@ -53,7 +53,7 @@ class MuonConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-8
     """AdamW: added to the root of the second moment."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The orthogonalised momentum, scaled by the shape of the matrix; Adam's direction for what is no matrix."""
         momentum = orthogonalised_momentum(
             params,

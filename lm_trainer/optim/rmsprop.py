@@ -18,7 +18,7 @@ class RmsPropConfig(OptimizerConfig):
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "eps": "renamed; use `epsilon`"}
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     type: Literal["rmsprop"] = "rmsprop"
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -28,7 +28,7 @@ class RmsPropConfig(OptimizerConfig):
     epsilon: PositiveFloat = 1e-30
     """Added to the root of the average of squared gradients."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The average of gradient / (sqrt(v) + epsilon)."""
         del params
         return optax.chain(

@@ -22,7 +22,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     is x.
     """
 
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
     weights_in_state: ClassVar[bool] = True
 
     type: Literal["schedule_free"] = "schedule_free"
@@ -39,7 +39,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     weight_lr_power: NonNegativeFloat = 2.0
     """A step counts in the average with this power of the largest learning rate so far."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """Adam's direction without momentum."""
         del params
         return optax.scale_by_rms(decay=self.beta2, eps=self.epsilon, eps_in_sqrt=False, bias_correction=True)

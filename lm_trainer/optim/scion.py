@@ -36,7 +36,7 @@ class ScionConfig(OptimizerConfig):
     scion_epsilon: PositiveFloat = 1e-8
     """Added to the norm of a matrix before the iterations."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """The orthogonalised average of gradients times sqrt(max(1, outputs / inputs)); the sign of that of others."""
         spectral = orthogonalised_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon

@@ -81,7 +81,7 @@ class SoapConfig(OptimizerConfig):
     block_size: PositiveInt = 256
     """The largest size of a block; blocks have the largest size up to it that divides the dimension."""
 
-    def direction(self, params: Params) -> optax.GradientTransformation:
+    def transform(self, params: Params) -> optax.GradientTransformation:
         """Adam's direction in the bases, turned back."""
         sides = {name: self._sides(param) for name, param in params.items()}
         blocks = {name: self._blocks(param, *sides[name]) for name, param in params.items()}

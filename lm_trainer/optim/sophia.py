@@ -34,7 +34,7 @@ class SophiaConfig(OptimizerConfig):
         **OptimizerConfig.refused_keys,
         "rng_seed": "the random numbers of the estimate follow from `trainer.seed`",
     }
-    elementwise_direction: ClassVar[bool] = True
+    elementwise_transform: ClassVar[bool] = True
 
     beta1: float = Field(default=0.96, ge=0, lt=1)
     """Decay of the average of gradients."""
@@ -53,7 +53,7 @@ class SophiaConfig(OptimizerConfig):
     def curvature_interval(self) -> int:
         return self.update_interval
 
-    def direction(self, params: Params) -> optax.GradientTransformationExtraArgs:
+    def transform(self, params: Params) -> optax.GradientTransformationExtraArgs:
         """clip(m / max(gamma h, epsilon)), with m corrected for its start at 0.
 
         Its `update` takes `curvature`, None or the sums that the estimator gives for the whole batch, and `weight`, the

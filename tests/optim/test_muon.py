@@ -104,16 +104,16 @@ def test_stacked_layers_are_matrices_of_their_own() -> None:
     stacked = Param("w", (3, 4, 5), ("layers", "embed", "mlp"))
     grads: Any = gradients(0, {"w": stacked})["w"]
     for layer in range(3):
-        alone = MuonConfig().direction({"w": Param("w", (4, 5), ("embed", "mlp"))})
+        alone = MuonConfig().transform({"w": Param("w", (4, 5), ("embed", "mlp"))})
         one: Any = alone.update({"w": grads[layer]}, alone.init({"w": grads[layer]}))[0]
-        all_layers = MuonConfig().direction({"w": stacked})
+        all_layers = MuonConfig().transform({"w": stacked})
         whole: Any = all_layers.update({"w": grads}, all_layers.init({"w": grads}))[0]
         np.testing.assert_allclose(whole["w"][layer], one["w"], rtol=1e-5, atol=1e-6)
 
 
 def test_singular_values_become_one() -> None:
     grads: Any = gradients(0)
-    tx = ScionConfig().direction(PARAMS)
+    tx = ScionConfig().transform(PARAMS)
     updates: Any = tx.update(grads, tx.init(grads))[0]
     for name in ("stack.blocks.0.attention.q.weight", "stack.blocks.0.attention.out.weight"):
         matrices = np.asarray(updates[name]).reshape(PARAMS[name].matrix_shape)

@@ -1,0 +1,78 @@
+"""Keys of an optimizer's configuration that give the learning rate over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
+from lm_trainer.core.piecewise import TokenSchedule
+from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
+from lm_trainer.optim.schedule import Schedule, ScheduleName
+
+
+class LearningRateConfig(Config):
+    """The learning rate over time: cycles of warm-up, stable phase and decay."""
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "cooldown": "deprecated; use `decay`",
+        "haps": "deprecated; use `cycles`",
+        "warmup_ratio": "renamed; use `warmup`",
+    }
+
+    learning_rate: PositiveFloat = 6e-4
+    """The peak learning rate."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The learning rate at the end of the decay, as a part of the peak."""
+    warmup: FractionOrSteps = 0.01
+    """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
+    rewarmup: FractionOrSteps = 0.0
+    """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
+    learning rate jumps back to the peak."""
+    decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
+    each cycle; null: everything after the warm-up. The steps between warm-up and decay are at the peak."""
+    cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """How many times warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is lowest;
+    the end of the run need not be listed."""
+    cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Instead of `cycles`, how long each is: a fraction of the run (a float up to 1.0), a number of steps, or a list of
+    numbers of steps. The steps left over at the end of the run are a last, shorter cycle."""
+    cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
+    """The peak of each cycle as a multiple of `learning_rate`; null: all 1."""
+    lr_schedule: ScheduleName = "cosine"
+    """The shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
+    `power` (by the batch size and the number of tokens, with `learning_rate` as its limit)."""
+
+    def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> Schedule:
+        """Returns the learning rate as a function of the step, from 0.
+
+        Args:
+            num_train_steps: steps of the run.
+            tokens: the tokens of each step; only `power` needs them.
+
+        Raises:
+            ValueError: when cycles or phases do not fit into the run.
+        """
+        ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
+        cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
+        peaks = self.cycle_peaks or ()
+        return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks)
+
+    @field_validator("cycle_length")
+    @classmethod
+    def _is_a_length(cls, value: Any) -> Any:
+        # An int is a number of steps; a float has to be a fraction of the run or a whole number of steps.
+        if isinstance(value, float):
+            fraction_or_steps(value, 1)
+        return value
+
+    @model_validator(mode="after")
+    def _cycles_are_said_once(self) -> Self:
+        if self.cycles is not None and self.cycle_length is not None:
+            raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
+        if self.rewarmup and self.cycles is None and self.cycle_length is None:
+            raise ValueError("rewarmup has no effect on a single cycle; set cycles or cycle_length too")
+        return self
