@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from lm_trainer.optim.schedule import Schedule
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.adapters import training_flops
@@ -42,11 +41,10 @@ class BenchSession:
     _program: Program
     _state: TrainState
     _batch: Any
-    _learning_rate: Schedule
 
     def run_step(self) -> None:
         """One whole training step; returns when its result is there."""
-        self._state, metrics = self._program.step(self._state, self._batch, self._learning_rate(self._state.step))
+        self._state, metrics = self._program.compute_step(self._state, self._batch)
         jax.block_until_ready((self._state.params, metrics))
 
 
@@ -76,7 +74,6 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         _program=program,
         _state=program.init(),
         _batch=program.step.put(batch),
-        _learning_rate=config.learning_rate(),
     )
 
 

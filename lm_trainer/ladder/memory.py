@@ -13,7 +13,7 @@ def state_bytes(ladder: ModelLadder, size_spec: str, vocab_size: int, devices: i
     import jax
 
     from lm_trainer.optim import Param
-    from lm_trainer.run.program import trace_model
+    from lm_trainer.run.model import trace_model
 
     config = ladder.run_config(size_spec, vocab_size=vocab_size)
     model = trace_model(config, vocab_size)

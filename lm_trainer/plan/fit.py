@@ -40,7 +40,7 @@ class Fit:
 
 def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
     """The values of `per_device_parallelism` with which these devices can share every batch of the run."""
-    plans = trainer.microbatches().values
+    plans = trainer.resolve().microbatches.values
     sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
     common = math.gcd(*sizes)
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
@@ -50,7 +50,7 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
 
 def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
     try:
-        for plan in trainer.model_copy(update={"per_device_parallelism": rows}).microbatches().values:
+        for plan in trainer.model_copy(update={"per_device_parallelism": rows}).resolve().microbatches.values:
             plan.per_shard(mesh)
             check_rows(plan.rows, mesh.shape)
     except (ValueError, UserError):

@@ -154,7 +154,7 @@ class StepMemory:
         trainer = self.config.trainer
         if rows is not None:
             trainer = trainer.model_copy(update={"per_device_parallelism": rows})
-        return max(trainer.microbatches().values, key=_weight)
+        return max(trainer.resolve().microbatches.values, key=_weight)
 
     def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
         """The memory of a step with these programs, which `compile(rows)` gave."""

@@ -109,3 +109,21 @@ class Profiler:
         logger.warning(
             "%s: no trace of the steps from %d on (%s); training goes on", self._directory, self._start, error
         )
+
+
+class ProfilerOff:
+    """A profiler that traces nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def on_step(self, step: int, result: Any = None) -> None:
+        """Does nothing."""
+
+    def annotate(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Marks nothing."""
+        del step
+        return contextlib.nullcontext()

@@ -72,7 +72,7 @@ class _Look:
     """An observer of a step that keeps its gradients and measures its norms."""
 
     def __init__(self, again: Rerun):
-        program = again.trainer.program
+        program = again.run.program
         config = WatchConfig(watch_targets=("grads", "params", "updates"), split_scan_layers=True, interval=1)
         self._watcher = Watcher(config, program.sharding, program.model.axes)
         self.grads: Params = {}
@@ -125,9 +125,9 @@ def replay(
         while again.state.step < step - 1:
             progress.phase(f"step {again.state.step + 1}, on the way to {step}")
             again.step()
-        data, config, batch = again.setting.data, again.setting.config, again.next_batch()
+        data, config, batch = again.run.data, again.run.config, again.next_batch()
         progress.phase("losses of the tokens")
-        losses = token_losses(again.trainer.program, config, again.state, batch)
+        losses = token_losses(again.run.program, config, again.state, batch)
         look = _Look(again)
         now = again.step(look)
         return Replay(

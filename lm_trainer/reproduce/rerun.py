@@ -7,7 +7,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.run.checkpoints import saved_arrays
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.environment import threads_again
 from lm_trainer.run.fingerprint import fingerprint, link
 from lm_trainer.run.hooks import scalar
 from lm_trainer.run.metrics import step_metrics
-from lm_trainer.run.restore import saved_arrays
-from lm_trainer.run.train import Setting, prepare
+from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.elastic import Observer
 from lm_trainer.step.norms import WatchConfig
@@ -42,9 +41,9 @@ class Rerun:
         program: the hash of the compiled program; None before the first step.
     """
 
-    def __init__(self, setting: Setting, start: int, chain: str | None):
-        self.setting, self.trainer, self._chain = setting, setting.trainer, chain
-        self.state = setting.start()
+    def __init__(self, run: PreparedRun, start: int, chain: str | None):
+        self.run, self._chain = run, chain
+        self.state = run.state
         self.batch: Batch | None = None
         self.program: str | None = None
         if self.state.step != start:
@@ -54,7 +53,7 @@ class Rerun:
         # There is nothing to save, so that a signal need not wait for the end of a step.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._batches = self.trainer.data_loader(setting.data).iter_from(start)
+        self._batches = run.batches()
 
     def next_batch(self) -> Batch:
         """The batch of the step that comes next, as long as it has not been done."""
@@ -66,17 +65,16 @@ class Rerun:
 
     def step(self, observer: Observer | None = None) -> dict[str, float]:
         """Does one step, and returns what a run records of it."""
-        batch, at, step = self.next_batch(), self.state.step, self.trainer.program.step
-        if not step.compiled(at):
-            self.trainer.progress.phase("compiling the training step")
-            self.program = step.compile(batch, at).fingerprint()
-        learning_rate = self.trainer.schedule(at)
-        self.state, metrics = step(self.state, step.put(batch, at), learning_rate, observer)
+        batch, at, program = self.next_batch(), self.state.step, self.run.program
+        if not program.step.compiled(at):
+            self.run.attempt.progress.phase("compiling the training step")
+            self.program = program.step.compile(batch, at).fingerprint()
+        self.state, metrics = program.take_step(self.state, batch, observer)
         self.batch = None
         values = {name: scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
             self._chain = link(self._chain, self.state.step, values["loss"], values["grad_norm"])
-        return step_metrics(values, learning_rate)
+        return step_metrics(values, program.schedule(at))
 
     def hashes(self) -> dict[str, str]:
         """Of each parameter."""
@@ -88,7 +86,7 @@ class Rerun:
 
     def digests(self) -> dict[str, int]:
         """Of all that a checkpoint of this state holds."""
-        return digests(saved_arrays(self.state, self.trainer.program))
+        return digests(saved_arrays(self.state, self.run.program))
 
 
 @contextlib.contextmanager
@@ -106,11 +104,10 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
         saved = record.checkpoint(start)
         if start in record.saved():
             _lay_out(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
-        config, trainer, hf_start = prepare(config, name=record.id, progress=progress)
-        trainer.allow_config_change = any(change["step"] == start for change in record.changes)
+        changed = any(change["step"] == start for change in record.changes)
         chain = saved.get("chain") if saved else ""
-        with trainer, closing(Setting.open(config, trainer, hf_start)) as setting:
-            yield Rerun(setting, start, chain)
+        with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
+            yield Rerun(run, start, chain)
 
 
 def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> None:

@@ -95,7 +95,7 @@ def verify(record: RunRecord, part: Stretch, *, overrides: Sequence[str] = (), p
 
 def _other_program(record: RunRecord, part: Stretch, again: Rerun) -> list[str]:
     recorded = record.attempt(part.end)
-    rows = again.trainer.program.step.plans.at(part.start).rows
+    rows = again.run.program.step.plans.at(part.start).rows
     if recorded.get("rows") != rows or recorded.get("program") in (None, again.program):
         return []
     return [f"the program of the step was {recorded['program']}, and is {again.program} here"]

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _MOST_FILES = 16
 
 
-class Evidence:
+class BadBatchDump:
     """Holds the batches of the steps whose numbers are still on their way.
 
     Args:

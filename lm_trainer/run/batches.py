@@ -1,4 +1,4 @@
-"""Where a run's batches come from, as far as the loop is concerned."""
+"""The batches of a run: data by step, and the wait for those that are still being tokenised."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.health.signals import StopRequest, preempted
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather
+from lm_trainer.run.program import Program
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 
@@ -56,7 +57,7 @@ class Growing(Protocol):
         ...
 
 
-class Loader:
+class BatchLoader:
     """The batches of a run from any step on."""
 
     def __init__(self, start: Callable[[int], Iterator[Batch]]):
@@ -67,12 +68,24 @@ class Loader:
         return self._start(step)
 
 
-class Patience:
+def batches_from(program: Program, data: TrainData, step: int, num_train_steps: int) -> Iterator[Batch]:
+    """The batches of the steps after `step` steps, of each the rows that this process needs."""
+    local_rows = program.step.devices.local_rows
+    plans = {plan.batch_size: plan for plan in program.plan.microbatches.values}
+    return data.train(
+        program.plan.batch_schedule,
+        rows=lambda batch_size: local_rows(plans[batch_size]),
+        first_step=step,
+        num_steps=num_train_steps - step,
+    )
+
+
+class DataWait:
     """Waits for data in the making, in all processes of a run alike, so that none is left alone in the next step.
 
     Args:
         stop: ends the waiting.
-        progress: says what is waited for.
+        progress: shows what is waited for.
         watchdog: told whenever there is more of it.
         keep: saves a state, when what comes after it does not come.
     """
@@ -126,14 +139,15 @@ class Patience:
         return "" if missing is None else str(missing)
 
 
-class Feed:
-    """The batches of a run one after another, each as soon as it is there."""
+class BatchIterator:
+    """The batches of a run one after another, each as soon as it is tokenised."""
 
-    def __init__(self, batches: Iterator[Batch], patience: Patience):
-        self._batches: Any = batches
-        self._patience, self._growing = patience, True
+    def __init__(self, batches: Iterable[Batch], data_wait: DataWait):
+        self._batches: Any = iter(batches)
+        self._data_wait, self._growing = data_wait, True
 
     def next(self, state: TrainState) -> Batch | None:
-        """The batch of the step from this state; None at the end. Raises as `Patience.wait`."""
-        self._growing = self._growing and self._patience.wait(self._batches, state)
+        """The batch of the step from this state; None at the end. Raises as `DataWait.wait`."""
+        # Data that have stopped growing never grow again: from then on no process asks the others.
+        self._growing = self._growing and self._data_wait.wait(self._batches, state)
         return next(self._batches, None)

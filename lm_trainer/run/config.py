@@ -88,13 +88,14 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _microbatches_can_be_cut(self) -> RunConfig:
-        sizes = self.trainer.mesh_shape()._asdict()
+        plan = self.trainer.resolve()
+        sizes = plan.mesh_shape._asdict()
         # Which model it is, is not known yet where config.json tells.
         if self.use_hf_model_config or not axes_in_use(sizes):
             return self
         try:
             check_length(self.model.seq_len, sizes)
-            check_group_axes(self.model.spec(vocab_size=1), self.trainer.microbatch_rows(), sizes)
+            check_group_axes(self.model.spec(vocab_size=1), plan.microbatch_rows, sizes)
         except UserError as error:
             raise ValueError(f"trainer: {error}") from None
         return self

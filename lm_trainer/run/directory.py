@@ -49,8 +49,6 @@ class RunDirectory:
         trainer: says where.
         settings: all that decides the run, with `trainer` as one of its sections.
         name: the run's id.
-
-    Attributes:
         allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
             written down, with the first step that is computed under it.
 
@@ -58,8 +56,8 @@ class RunDirectory:
         UserError: when it cannot be written, is in use, or holds another configuration.
     """
 
-    def __init__(self, trainer: TrainerConfig, settings: Config, name: str):
-        self.name, self.allow_change = name, False
+    def __init__(self, trainer: TrainerConfig, settings: Config, name: str, *, allow_change: bool = False):
+        self.name, self.allow_change = name, allow_change
         self._differences: list[str] = []
         self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
         self.path = Path(trainer.log_dir) / name

@@ -7,8 +7,9 @@ from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import run_id
+from lm_trainer.run.notes import describe_mesh
 from lm_trainer.run.pretrained import find_start
-from lm_trainer.run.program import Program, build_program, check_devices, describe_mesh
+from lm_trainer.run.program import Program, build_program, check_devices
 from lm_trainer.run.vocabulary import find_vocabulary
 
 

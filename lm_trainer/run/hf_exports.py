@@ -6,7 +6,7 @@ import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import Tokenizer
@@ -18,8 +18,8 @@ from lm_trainer.nn.lora import is_adapter
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.adapters import base_name
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.hooks import HookFn, StepInfo
-from lm_trainer.run.metrics import Recorder
+from lm_trainer.run.hooks import StepInfo, is_due
+from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
 from lm_trainer.step.state import to_host
 from lm_trainer.trackers import Progress
@@ -27,17 +27,27 @@ from lm_trainer.trackers import Progress
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 
 
-class _Trainer(Protocol):
-    @property
-    def program(self) -> Program: ...
+def check_exports(config: RunConfig, run_id: str) -> str | None:
+    """Finds what would make the exports of a run fail, before text is tokenised; nothing where it exports nothing.
 
-    @property
-    def recorder(self) -> Recorder: ...
+    Returns:
+        The repository that exports are uploaded to, which exists then; None where none is.
+
+    Raises:
+        UserError: when the model has no place in the format, or the hub would refuse the upload.
+        MachineError: when the hub cannot be reached.
+    """
+    if config.hf_save_path is None:
+        return None
+    check_exportable(config.model)
+    if not config.hf_upload or not is_lead():
+        return None
+    return prepare_push(run_id if config.hf_upload is True else config.hf_upload)
 
 
 @dataclass
 class HfExports:
-    """A hook that exports the model, and uploads it in the background; use it as a context manager.
+    """Exports the model every `hf_save_steps` steps, and uploads it in the background; use it as a context manager.
 
     Every process of the run calls it; the first one writes.
     """
@@ -45,21 +55,13 @@ class HfExports:
     config: RunConfig
     run_id: str
     progress: Progress
-    _hub_name: str | None = None
+    tokenizer: Tokenizer
+    hub_name: str | None = None
+    """The repository to upload to, from `check_exports`."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
     _uploading: tuple[Path, Future[Pushed]] | None = None
 
     def __enter__(self) -> Self:
-        """Finds what would make the exports fail, before the first step.
-
-        Raises:
-            UserError: when the model has no place in the format, or the hub would refuse the upload.
-            MachineError: when the hub cannot be reached.
-        """
-        check_exportable(self.config.model)
-        if self.config.hf_upload and is_lead():
-            wanted = self.run_id if self.config.hf_upload is True else self.config.hf_upload
-            self._hub_name = prepare_push(wanted)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,21 +71,21 @@ class HfExports:
 
     @property
     def directory(self) -> Path:
-        """What the exports of the run lie in."""
+        """The directory that the exports of the run lie in."""
         base = Path(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
-    def hook(self, trainer: _Trainer, tokenizer: Tokenizer) -> HookFn:
-        """What exports the model of this run after a step."""
-        return lambda info: self._save(info, trainer.program, trainer.recorder, tokenizer)
+    def due(self, step: int) -> bool:
+        """Whether to export after `step` steps."""
+        return is_due(self.config.hf_save_steps, step)
 
-    def _save(self, info: StepInfo, program: Program, recorder: Recorder, tokenizer: Tokenizer) -> None:
+    def save(self, info: StepInfo, program: Program, metrics: MetricLogger) -> None:
         """Exports the model after a step.
 
         Raises:
             MachineError: when the file system refuses.
         """
-        recorder.flush()
+        metrics.flush()
         # The last set of weights is the one to export. All processes take part in gathering it.
         *_, weights = program.weights(info.state).values()
         if self.config.adapter is not None:
@@ -96,24 +98,24 @@ class HfExports:
         facts = TrainingFacts(
             step=info.step,
             tokens=info.total_tokens,
-            train_loss=recorder.train_loss if math.isfinite(recorder.train_loss) else None,
-            validation_losses={name: loss for name, loss in recorder.eval_losses.items() if math.isfinite(loss)},
+            train_loss=metrics.train_loss if math.isfinite(metrics.train_loss) else None,
+            validation_losses={name: loss for name, loss in metrics.eval_losses.items() if math.isfinite(loss)},
         )
-        options = ExportOptions(dtype=self._dtype, overwrite=True, hub_name=self._hub_name)
+        options = ExportOptions(dtype=self._dtype, overwrite=True, hub_name=self.hub_name)
         model, adapter = self.config.model, self.config.adapter
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
-            whole = TextModel(model, vocab_size, program.model.nested(params), tokenizer, self.run_id, facts)
+            whole = TextModel(model, vocab_size, program.model.nested(params), self.tokenizer, self.run_id, facts)
             write_hf(out, whole, options)
         else:
             base, vocab_size = base_name(self.config), program.model.shapes["embed.tokens"].shape[0]
-            tuned = AdapterModel(model, vocab_size, adapter, params, base, tokenizer, self.run_id, facts)
+            tuned = AdapterModel(model, vocab_size, adapter, params, base, self.tokenizer, self.run_id, facts)
             write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
-        if self._hub_name:
+        if self.hub_name:
             self._report_upload()
             job = self._uploads.submit(
-                push, out, self._hub_name, public=False, patterns=FILES, message=f"Step {info.step}"
+                push, out, self.hub_name, public=False, patterns=FILES, message=f"Step {info.step}"
             )
             self._uploading = out, job
 
@@ -133,5 +135,5 @@ class HfExports:
         except UserError as error:
             self.progress.note(
                 f"warning: {out} was not uploaded: {error}. It is complete; to upload it: "
-                f"lmt export-hf {out} OUT --push-to-hub {self._hub_name}"
+                f"lmt export-hf {out} OUT --push-to-hub {self.hub_name}"
             )

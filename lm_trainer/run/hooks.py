@@ -1,10 +1,10 @@
-"""What happens between two steps: functions that are called every so many steps."""
+"""Hooks: functions of the user that are called between two steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,17 +50,18 @@ When = int | Sequence[int]
 """Every so many steps, or after these steps."""
 
 
-@dataclass(frozen=True)
-class _Hook:
+def is_due(every: When, step: int) -> bool:
+    """Whether something that happens `every` so many steps happens after `step` steps."""
+    return step % every == 0 if isinstance(every, int) else step in every
+
+
+class _Hook(NamedTuple):
     function: HookFn
     every: When
 
-    def due(self, step: int) -> bool:
-        return step % self.every == 0 if isinstance(self.every, int) else step in self.every
-
 
 class Hooks:
-    """Functions in the order in which they were added; there is one kind of them."""
+    """Functions in the order in which they were added."""
 
     def __init__(self) -> None:
         self._hooks: list[_Hook] = []
@@ -78,5 +79,5 @@ class Hooks:
     def run(self, info: StepInfo, *, force: bool = False) -> None:
         """Calls those that are due, or with `force` all of them."""
         for hook in self._hooks:
-            if force or hook.due(info.step):
+            if force or is_due(hook.every, info.step):
                 hook.function(info)

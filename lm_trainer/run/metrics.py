@@ -13,7 +13,7 @@ import jax
 from lm_trainer.checkpoint.digest import hashes
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.profile.meter import Meter
-from lm_trainer.run.bad_batches import Evidence
+from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.fingerprint import fingerprint, link
 from lm_trainer.run.hooks import StepInfo, scalar
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -38,7 +38,7 @@ class _Pending(NamedTuple):
     """When it was done, in seconds of `time.perf_counter`."""
 
 
-class Recorder:
+class MetricLogger:
     """Reads the metrics of a step after the next one has been started, so that recording never makes a device wait.
 
     Attributes:
@@ -47,7 +47,7 @@ class Recorder:
         chain: over the losses and gradient norms of all steps of the run that were read; see `fingerprint.link`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a step reports to all of them
         self,
         config: TrainerConfig,
         trackers: Composite,
@@ -55,16 +55,17 @@ class Recorder:
         meter: Meter,
         watcher: Watcher,
         *,
-        evidence: Evidence,
+        bad_batches: BadBatchDump,
+        chain: str = "",
     ):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
-        self._watcher, self._evidence = watcher, evidence
+        self._watcher, self._bad_batches = watcher, bad_batches
         self._pending: _Pending | None = None
         # By the time that a step is read, the next one may be half done: enqueueing can block.
         self._waiting = ThreadPoolExecutor(1, "step done")
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
-        self.chain = ""
+        self.chain = chain
 
     def step_done(self, info: StepInfo) -> None:
         """Takes a step that was just enqueued, and records the one before."""
@@ -140,7 +141,7 @@ class Recorder:
         bad = {name: value for name, value in values.items() if not math.isfinite(value)}
         if not bad:
             return
-        file = self._evidence.write(step)
+        file = self._bad_batches.write(step)
         found = ", ".join(f"{name} is {value}" for name, value in bad.items())
         what = f"step {step}: {found}; the step was not applied" + (f"; its batch is in {file}" if file else "")
         config = self._config

@@ -6,8 +6,8 @@ from lm_trainer.config.loader import Loaded
 from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.optim import Param
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.model import trace_model
 from lm_trainer.run.pretrained import resolve_model
-from lm_trainer.run.program import trace_model
 
 _ANY_VOCABULARY = 256
 

@@ -34,7 +34,7 @@ from lm_trainer.step.state import ModelDef, Params
 
 
 @dataclass(frozen=True)
-class Start:
+class HfStart:
     """Where a run begins that goes on from a Hugging Face checkpoint."""
 
     config: RunConfig
@@ -62,7 +62,7 @@ class Start:
         return dataclasses.replace(model, load=load)
 
 
-def find_start(config: RunConfig, run: str) -> Start | None:
+def find_start(config: RunConfig, run: str) -> HfStart | None:
     """Where the run begins, and what of it follows from there; None where it has nothing to do with Hugging Face.
 
     Whatever does not fit is found here, before text is tokenised and anything large is read.
@@ -81,7 +81,7 @@ def find_start(config: RunConfig, run: str) -> Start | None:
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
-    return Start(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
+    return HfStart(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
@@ -119,14 +119,14 @@ def _section(
         return config.model, compared(config.model, given, theirs, vocab_size)
 
 
-def _resumed(config: RunConfig, own: Path) -> Start | None:
+def _resumed(config: RunConfig, own: Path) -> HfStart | None:
     """The start of a run that has a checkpoint: with the model that it was begun with."""
     if config.trainer.load_checkpoint is False or not committed_steps(own):
         return None
     if config.use_hf_model_config:
         config = _with_model(config, read_config(own).model)
     note = f"the run has a checkpoint of its own and does not begin at {source_name(config)} again"
-    return Start(config, read_vocabulary(own)[0], None, (note,))
+    return HfStart(config, read_vocabulary(own)[0], None, (note,))
 
 
 def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.pipeline import Data
@@ -16,21 +19,25 @@ from lm_trainer.generate.engine import generate
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
+from lm_trainer.run.attempt import Attempt, open_attempt
+from lm_trainer.run.batches import batches_from
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import run_id
-from lm_trainer.run.hf_exports import HfExports
-from lm_trainer.run.hooks import StepInfo
-from lm_trainer.run.pretrained import Start, find_start
-from lm_trainer.run.program import Program, loss_function, trace_model
-from lm_trainer.run.restore import choose_vocab_size
-from lm_trainer.run.trainer import Trainer
-from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.run.hf_exports import HfExports, check_exports
+from lm_trainer.run.hooks import Hooks, StepInfo
+from lm_trainer.run.initial_weights import choose_vocab_size
+from lm_trainer.run.loop import train_to_end
+from lm_trainer.run.loop_parts import LoopOptions, open_loop
+from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.pretrained import HfStart, find_start
+from lm_trainer.run.program import Program, plan_program
+from lm_trainer.step.state import ModelDef, TrainState, to_host
 from lm_trainer.trackers import Progress
 
 
 @dataclass
 class Summary:
-    """What a run came to."""
+    """The outcome of an attempt at a run."""
 
     name: str
     run_dir: Path
@@ -45,7 +52,7 @@ class Summary:
     """A prompt from the validation text and what the model makes of it."""
 
     def lines(self) -> list[str]:
-        """For the end of the terminal's output: what came out, and where everything is."""
+        """The end of the terminal's output: what came out, and where everything is."""
         if math.isnan(self.train_loss) and not self.eval_losses:
             result = [f"run {self.name} was complete already, after step {self.step}"]
         else:
@@ -72,7 +79,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
 
     Args:
         config: the run.
-        name: what to call the run if neither the configuration nor the environment names it.
+        name: of the run if neither the configuration nor the environment names it.
         progress: the person at the terminal.
         allow_config_change: whether to go on with a run that was begun with another configuration or other data.
 
@@ -81,106 +88,119 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             saved, `NonFiniteError` when the loss is not finite, and `MachineError` for a full disk and the like.
     """
     started = time.monotonic()
-    config, trainer, start = prepare(config, name=name, progress=progress)
-    trainer.allow_config_change = allow_config_change
-    with trainer, hf_exports(config, trainer) as exports, closing(Setting.open(config, trainer, start)) as setting:
-        state = setting.start()
-        if exports:
-            save = exports.hook(trainer, setting.data.tokenizer)
-            trainer.add_hook(save, every=config.hf_save_steps)
-        resumed_at = state.step
-        state = trainer.train(state, trainer.data_loader(setting.data))
-        recorder, sample = trainer.recorder, None
-        if state.step > resumed_at and config.trainer.sample_tokens:
+    with ExitStack() as stack:
+        run = stack.enter_context(
+            prepare(config, name=name, progress=progress, allow_config_change=allow_config_change)
+        )
+        config, attempt, data, program = run.config, run.attempt, run.data, run.program
+        options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, hooks=Hooks())
+        if not data.complete:
+            options.hooks.add(BuildWatch(data, progress), every=1)
+        if config.hf_save_path is not None:
+            exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name)
+            options.exports = (stack.enter_context(exports),)
+        sets = data.validation()
+        options.eval_sets = [(each if len(sets) > 1 else None, held_out) for each, held_out in sets.items()]
+        if not sets:
+            progress.note("no validation set (data.validation_urls), so there is no evaluation")
+        loop = stack.enter_context(open_loop(attempt, program, run.state, options)).parts
+
+        state = train_to_end(loop, run.state, run.batches())
+        sample = None
+        if state.step > run.state.step and config.trainer.sample_tokens:
             progress.phase("sampling")
-            sample = draw_sample(config, trainer.program, setting.data, state)
-        recorder.finish(state.step, sample)
+            sample = draw_sample(config, program, data, state)
+        loop.metrics.finish(state.step, sample)
         return Summary(
-            trainer.run_id,
-            trainer.run_dir,
-            trainer.checkpoint_path,
+            attempt.directory.name,
+            attempt.directory.path,
+            attempt.directory.checkpoints,
             state.step,
-            recorder.train_loss,
-            recorder.eval_losses,
+            loop.metrics.train_loss,
+            loop.metrics.eval_losses,
             time.monotonic() - started,
             sample,
         )
 
 
-def prepare(config: RunConfig, *, name: str, progress: Progress) -> tuple[RunConfig, Trainer, Start | None]:
-    """The configuration with what it takes from a Hugging Face checkpoint, the trainer, and where the weights begin.
-
-    Raises:
-        UserError: when that checkpoint cannot be used.
-    """
-    named = config.trainer.model_copy(update={"id": run_id(config, name)})
-    start = find_start(config, str(named.id))
-    config = config if start is None else start.config
-    trainer = Trainer(named, config.optimizer, loss_function(config), settings=config, progress=progress)
-    return config, trainer, start
-
-
 @dataclass(frozen=True)
-class Setting:
-    """What a run reads, and the trainer that it is given to."""
+class PreparedRun:
+    """A run before its next step: its data are open, its program is planned, its state is on the devices."""
 
     config: RunConfig
-    trainer: Trainer
+    attempt: Attempt
     data: Data
-    hf_start: Start | None = None
+    program: Program
+    state: TrainState
+    facts: Mapping[str, Any]
+    """Saved with every checkpoint, as JSON."""
+    flops_per_token: float
+    """Of a training step."""
+    hub_name: str | None
+    """The repository that exports are uploaded to."""
 
-    @classmethod
-    def open(cls, config: RunConfig, trainer: Trainer, hf_start: Start | None) -> Setting:
-        trainer.progress.note(f"run {trainer.run_id}, in {trainer.run_dir}")
-        for note in hf_start.notes if hf_start else ():
-            trainer.progress.note(note)
-        return cls(config, trainer, open_training_data(config, trainer.progress), hf_start)
-
-    def close(self) -> None:
-        self.data.close()
-
-    def start(self) -> TrainState:
-        """Builds the model for the data's vocabulary, and says what will run."""
-        config, trainer, data, progress = self.config, self.trainer, self.data, self.trainer.progress
-        if self.hf_start is None:
-            vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
-        else:
-            vocab_size = self.hf_start.check_tokenizer(data.tokenizer)
-        spec = config.model.spec(vocab_size)
-        trainer.seq_len = config.model.seq_len
-        definition = trace_model(config, vocab_size)
-        if self.hf_start is not None:
-            definition = self.hf_start.attach(definition)
-        trainer.flops_per_token = training_flops(flops_per_token(spec, config.model.seq_len), definition)
-        plan = config.trainer.microbatches().at(0)
-        growing = not data.complete
-        so_far = " so far" if growing else ""
-        progress.note(
-            f"{describe_size(definition)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
-            f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
-        )
-        if growing:
-            progress.note(describe_build(data))
-            trainer.add_hook(BuildWatch(data, progress))
-        if is_lead():
-            data.tokenizer.save(trainer.checkpoint_path / "tokenizer")
-        trainer.record(vocab_size=vocab_size)
-        if base := find_base(config, trainer.store):
-            definition = base.attach(definition)
-            trainer.config = trainer.config.model_copy(update={"initialize_from": None})
-            trainer.record(**base.facts)
-        state = trainer.initial_state(model_init=definition, data_fingerprint=data.fingerprints)
-        sets = data.validation()
-        for name, held_out in sets.items():
-            trainer.add_eval_hook(held_out, name if len(sets) > 1 else None)
-        if not sets:
-            progress.note("no validation set (data.validation_urls), so there is no evaluation")
-        return state
+    def batches(self) -> Iterator[Batch]:
+        """This process's rows of the batches from the next step on."""
+        return batches_from(self.program, self.data, self.state.step, self.config.trainer.num_train_steps)
 
 
-def hf_exports(config: RunConfig, trainer: Trainer) -> AbstractContextManager[HfExports | None]:
-    """What exports the model while it is trained, where the configuration says so."""
-    return nullcontext() if config.hf_save_path is None else HfExports(config, trainer.run_id, trainer.progress)
+@contextmanager
+def prepare(
+    config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False
+) -> Iterator[PreparedRun]:
+    """Brings a run to its next step; arguments and errors as for `train`.
+
+    Whatever can be found wrong without data is found before text is tokenised, which may take hours.
+    """
+    name = run_id(config, name)
+    pretrained = find_start(config, name)
+    if pretrained is not None:
+        config = pretrained.config
+    trainer = config.trainer.model_copy(update={"id": name})
+    with open_attempt(trainer, config, progress, allow_config_change=allow_config_change) as attempt:
+        hub_name = check_exports(config, name)
+        progress.note(f"run {name}, in {attempt.directory.path}")
+        for note in pretrained.notes if pretrained else ():
+            progress.note(note)
+        with closing(open_training_data(config, progress)) as data:
+            yield _place_state(config, attempt, data, pretrained, hub_name)
+
+
+def _place_state(
+    config: RunConfig, attempt: Attempt, data: Data, pretrained: HfStart | None, hub_name: str | None
+) -> PreparedRun:
+    """Builds the model for the data's vocabulary, tells the person what will run, and makes the first state."""
+    if pretrained is None:
+        vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
+    else:
+        vocab_size = pretrained.check_tokenizer(data.tokenizer)
+    model = trace_model(config, vocab_size)
+    if pretrained is not None:
+        model = pretrained.attach(model)
+    _describe(config, model, data, attempt.progress)
+    if is_lead():
+        data.tokenizer.save(attempt.directory.checkpoints / "tokenizer")
+    facts: dict[str, Any] = {"vocab_size": vocab_size}
+    loads = attempt.config
+    if base := find_base(config, attempt.store):
+        # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
+        model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
+        facts |= base.facts
+    program = plan_program(attempt.config, config.optimizer, model, loss_function(config), seq_len=config.model.seq_len)
+    state = attempt.start(program, program.init, data.fingerprints, config=loads)
+    flops = training_flops(flops_per_token(config.model.spec(vocab_size), config.model.seq_len), model)
+    return PreparedRun(config, attempt, data, program, state, facts, flops, hub_name)
+
+
+def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress) -> None:
+    plan = config.trainer.resolve().microbatches.at(0)
+    so_far = "" if data.complete else " so far"
+    progress.note(
+        f"{describe_size(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
+        f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"
+    )
+    if so_far:
+        progress.note(describe_build(data))
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
@@ -218,7 +238,7 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
 
 
 def describe_build(data: Data) -> str:
-    """What a person should know of a run that begins before all of its text is tokenised."""
+    """A line about a run that begins before all of its text is tokenised."""
     because = data.waits_for_all
     if because is None:
         return "the text is tokenised while the run trains on what is there"

@@ -1,10 +1,9 @@
-"""`Trainer`: a run as an object, for one's own model, loss or loop. `lmt train` is built of it."""
+"""`Trainer`: a run as an object, for one's own model, loss or loop, over the same loop as `lmt train`."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -16,49 +15,42 @@ from pydantic import SerializeAsAny
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.config import Config
-from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.core.precision import Policy
-from lm_trainer.core.runtime import configure_jax
-from lm_trainer.health.peer_failure import join_processes
-from lm_trainer.health.signals import StopRequest, preempted
-from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.parallel.mesh import AxisRules
-from lm_trainer.parallel.processes import any_process, is_lead
-from lm_trainer.profile.meter import Meter
-from lm_trainer.profile.peaks import datasheet_peak
-from lm_trainer.profile.trace import Profiler
-from lm_trainer.run.bad_batches import Evidence
-from lm_trainer.run.batches import EvalData, Feed, Loader, Patience, TrainData
-from lm_trainer.run.directory import RunDirectory
+from lm_trainer.run.attempt import Attempt, open_attempt
+from lm_trainer.run.batches import BatchLoader, EvalData, TrainData, batches_from
+from lm_trainer.run.checkpoints import Fingerprint
+from lm_trainer.run.evaluations import EvalSets
 from lm_trainer.run.hooks import HookFn, Hooks, StepInfo, When
-from lm_trainer.run.metrics import Recorder
-from lm_trainer.run.program import Program, Selection, caveats, check_devices, plan_program, trace_module
-from lm_trainer.run.restore import Fingerprint, save_state, start_state
+from lm_trainer.run.loop import follow_up, take_step, train_to_end, training_steps
+from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
+from lm_trainer.run.model import Selection, trace_module
+from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.elastic import LossFn
-from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import ModelDef, TrainState
-from lm_trainer.trackers import Composite, Progress, open_trackers, profile_directory
+from lm_trainer.trackers import Progress
+from lm_trainer.trackers.base import Composite
 
 
 class _Settings(Config):
-    """What decides a run that no configuration file describes."""
+    """The settings that decide a run which no configuration file describes."""
 
     trainer: TrainerConfig
     optimizer: SerializeAsAny[OptimizerConfig]
 
 
 class Trainer:
-    """Owns the run directory, checkpoints, trackers and hooks of one attempt at a run; use it as a context manager.
+    """One attempt at a run: its directory, checkpoints, trackers and hooks; use it as a context manager.
 
     Args:
         config: the `trainer` section; its `id` names the run, and the same id again resumes it.
         optimizer: one of `lm_trainer.optim`.
         loss_fn: `loss(model, batch, key)` returns three float32 scalars or a dict of them: the sum of the weighted
             losses, the sum of the weights, and sums of what else to report.
-        settings: what is written down as the configuration of the run, by default the two above.
-        progress: what the person at the terminal sees.
+        settings: written down as the configuration of the run, by default the two above.
+        progress: the person at the terminal.
         add_default_hooks: whether metrics are recorded and checkpoints saved.
 
     Attributes:
@@ -83,56 +75,55 @@ class Trainer:
     ):
         self.config, self.optimizer, self.loss_fn = config, optimizer, loss_fn
         self.progress = progress or Progress(config.num_train_steps)
-        self.hooks, self._last_hooks = Hooks(), Hooks()
+        self.hooks = Hooks()
+        self._eval_sets: EvalSets = []
         self.flops_per_token = 0.0
         self.seq_len: int | None = None
         self.allow_config_change = False
-        settings = settings or _Settings(trainer=config, optimizer=optimizer)
-        self._directory = RunDirectory(config, settings, config.id or "run")
-        self._stack, self._stop = ExitStack(), StopRequest()
-        self._watchdog = Watchdog(config.watchdog, self._directory.path)
-        self._patience = Patience(self._stop, self.progress, self._watchdog, self._keep)
-        self._evidence = Evidence(self._directory.path / "non-finite")
-        self._facts: dict[str, Any] = {}
-        self._compiled_before = self._stopping = False
-        self._program: Program | None = None
-        self._tracker: Composite | None = None
-        self._recorder: Recorder | None = None
-        self._profiler: Profiler | None = None
-        if add_default_hooks:
-            self.add_hook(lambda info: self.recorder.step_done(info))
-            self._last_hooks.add(self._save_when_due, 1)
+        self._settings = settings or _Settings(trainer=config, optimizer=optimizer)
+        self._records = add_default_hooks
+        self._stack = ExitStack()
+        self._attempt: Attempt | None = None
+        self._loop: OpenLoop | None = None
 
     def __enter__(self) -> Self:
-        config = self.config
-        with ExitStack() as stack:
-            stack.enter_context(self._stop)
-            configure_jax(config.jax_config, config.jax_compilation_cache_dir, self._directory.cpu_threads(config))
-            failure_detector = stack.enter_context(join_processes(config.distributed, self.progress))
-            check_devices(config)
-            self._directory.allow_change = self.allow_config_change
-            stack.enter_context(self._directory)
-            self.store = stack.enter_context(closing(CheckpointStore(self.checkpoint_path, config.checkpointer)))
-            stack.enter_context(self._watchdog)
-            stack.push(failure_detector.report)
-            self._stack = stack.pop_all()
+        attempt = open_attempt(self.config, self._settings, self.progress, allow_config_change=self.allow_config_change)
+        self._attempt = self._stack.enter_context(attempt)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
 
     @property
+    def attempt(self) -> Attempt:
+        """The run directory, checkpoints and signals; there while the trainer is entered."""
+        if self._attempt is None:
+            raise RuntimeError("enter the trainer first: `with Trainer(...) as trainer:`")
+        return self._attempt
+
+    @property
+    def loop(self) -> OpenLoop:
+        """The parts of the loop; there from `initial_state` on."""
+        if self._loop is None:
+            raise RuntimeError("call initial_state first: what runs depends on the model")
+        return self._loop
+
+    @property
     def run_id(self) -> str:
-        return self._directory.name
+        return self.attempt.directory.name
 
     @property
     def run_dir(self) -> Path:
         """Configuration, environment, metrics and artifacts."""
-        return self._directory.path
+        return self.attempt.directory.path
 
     @property
     def checkpoint_path(self) -> Path:
-        return self._directory.checkpoints
+        return self.attempt.directory.checkpoints
+
+    @property
+    def store(self) -> CheckpointStore:
+        return self.attempt.store
 
     @property
     def mp(self) -> Policy:
@@ -145,10 +136,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """What runs; there from `initial_state` on."""
-        if self._program is None:
-            raise RuntimeError("call initial_state first: what runs depends on the model")
-        return self._program
+        """The program that runs; there from `initial_state` on."""
+        return self.loop.parts.program
 
     @property
     def device_mesh(self) -> Mesh:
@@ -156,27 +145,18 @@ class Trainer:
 
     @property
     def parameter_axis_mapping(self) -> AxisRules:
-        """Logical axis to mesh axes for the state at rest."""
-        return self.config.param_rules()
+        """Logical axis to mesh axes for the state in storage."""
+        return self.program.plan.param_rules
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
         """Logical axis to mesh axes during computation."""
-        return self.config.compute_rules()
+        return self.program.plan.compute_rules
 
     @property
     def tracker(self) -> Composite:
         """All trackers as one; there from `initial_state` on."""
-        if self._tracker is None:
-            raise RuntimeError("call initial_state first: trackers resume at the step of the state")
-        return self._tracker
-
-    @property
-    def recorder(self) -> Recorder:
-        """What the run has come to so far."""
-        if self._recorder is None:
-            raise RuntimeError("call initial_state first")
-        return self._recorder
+        return self.loop.tracker
 
     @overload
     def add_hook(self, fn: HookFn, *, every: When = 1) -> HookFn: ...
@@ -187,7 +167,7 @@ class Trainer:
     def add_hook(self, fn: HookFn | None = None, *, every: When = 1) -> Any:
         """Calls `fn(info)` after every `every`-th step (or those listed) and the last one; also as a decorator.
 
-        Hooks run in the order in which they were added; a checkpoint, where one is due, comes after all of them.
+        Hooks run in the order in which they were added, after an evaluation and before a checkpoint of the same step.
         """
         if fn is None:
             return lambda function: self.add_hook(function, every=every)
@@ -195,16 +175,15 @@ class Trainer:
         return fn
 
     def run_hooks(self, info: StepInfo, force: bool = False) -> None:
-        """Calls the hooks that are due after a step, or with `force` all of them."""
-        self.hooks.run(info, force=force)
-        self._last_hooks.run(info, force=force)
+        """Does everything that is due after a step, or with `force` everything that can be: see `loop.follow_up`."""
+        follow_up(self.loop.parts, info, last=force, stopping=False)
 
     def add_eval_hook(self, eval_dataset: EvalData, name: str | None = None) -> None:
         """Evaluates on a held-out set every `steps_per_eval` steps: `eval/loss`, or `eval/NAME/loss`.
 
         Where the run averages its weights, the average is evaluated as well, as `eval/ema/loss`.
         """
-        self.add_hook(lambda info: self._evaluate(info.state, eval_dataset, name), every=self.config.steps_per_eval)
+        self._eval_sets.append((name, eval_dataset))
 
     def initial_state(
         self,
@@ -236,76 +215,28 @@ class Trainer:
         if definition is None:
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
-        program = plan_program(self.config, self.optimizer, definition, self.loss_fn, key=training_key)
-        self._program = program
-        tokens = None if self.seq_len is None else TokenSchedule(self.config.batch_schedule, self.seq_len)
-        self.schedule = self.optimizer.schedule(self.num_train_steps, tokens)
-        self._fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
+        program = plan_program(
+            self.config, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
+        )
         init = program.init
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
             init = lambda: program.from_weights(weights)  # noqa: E731
-        other_data = self.allow_config_change
-        state = start_state(self.config, program, self.store, init, self._fingerprint, allow_other_data=other_data)
-        if state.step:
-            self.progress.note(f"resumed at step {state.step} of {self.num_train_steps}")
-        for note in caveats(self.config, program.sharding.mesh):
-            self.progress.note(note)
-        self._open_trackers(state)
+        fingerprint = data_fingerprint if callable(data_fingerprint) else lambda _: data_fingerprint
+        state = self.attempt.start(program, init, fingerprint)
+        options = LoopOptions(
+            fingerprint,
+            flops_per_token=self.flops_per_token,
+            hooks=self.hooks,
+            eval_sets=self._eval_sets,
+            records=self._records,
+        )
+        self._loop = self._stack.enter_context(open_loop(self.attempt, program, state, options))
         return state
 
-    def _open_trackers(self, state: TrainState) -> None:
-        opened = open_trackers(
-            self.config.trackers,
-            run_dir=self.run_dir,
-            run_id=self.run_id,
-            resume_step=state.step,
-            process_index=jax.process_index(),
-        )
-        self._tracker = self._stack.enter_context(closing(opened))
-        self._tracker.log_config(self._directory.config.model_dump(mode="json"))
-        devices = self.device_mesh.devices
-        peak = datasheet_peak(devices.flat[0].device_kind, self.mp.compute)
-        self._meter = Meter(
-            flops_per_token=self.flops_per_token,
-            peak_flops=None if peak is None or not self.flops_per_token else peak.flops * devices.size,
-        )
-        axes = self.program.model.axes
-        self._watcher = Watcher(self.config.watch, self.program.sharding, axes)
-        parts = (self._tracker, self.progress, self._meter, self._watcher)
-        self._recorder = self._stack.enter_context(closing(Recorder(self.config, *parts, evidence=self._evidence)))
-        self._recorder.chain = self.store.record(state.step).get("chain", "")
-        if self.config.profiler and is_lead():
-            self._profile(state.step)
-        self._stop.arm()
-
-    def _profile(self, step: int) -> None:
-        """Traces the steps that the configuration names."""
-        profiler = Profiler(
-            profile_directory(self.config.trackers, run_dir=self.run_dir, run_id=self.run_id),
-            start_step=self.config.profiler_start_step,
-            num_steps=self.config.profiler_num_steps,
-            perfetto_link=self.config.profiler_perfetto_link,
-            on_trace=lambda path: self.tracker.log_artifact("profile", path, type="profile"),
-        )
-        self._profiler = self._stack.enter_context(profiler)
-        profiler.on_step(step)
-        self._last_hooks.add(lambda info: profiler.on_step(info.step, info.metrics), 1)
-
-    def data_loader(self, dataset: TrainData) -> Loader:
+    def data_loader(self, dataset: TrainData) -> BatchLoader:
         """The batches of this run from a dataset that knows them by number."""
-        local = self.program.step.devices.local_rows
-        plans = {plan.batch_size: plan for plan in self.program.step.plans.values}
-
-        def start(step: int) -> Iterator[Batch]:
-            return dataset.train(
-                self.config.batch_schedule,
-                rows=lambda batch_size: local(plans[batch_size]),
-                first_step=step,
-                num_steps=self.num_train_steps - step,
-            )
-
-        return Loader(start)
+        return BatchLoader(lambda step: batches_from(self.program, dataset, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
         """One step, without hooks; the arrays of `state` are consumed.
@@ -314,74 +245,24 @@ class Trainer:
             state: before the step.
             batch: this process's rows of the global batch, as NumPy arrays.
         """
-        started = time.perf_counter()
-        return self._step(state, batch, started)
+        return take_step(self.loop.parts, state, batch, loading=0.0)
 
-    def _step(self, state: TrainState, batch: Batch, started: float) -> StepInfo:
-        loading = time.perf_counter() - started
-        step = self.program.step
-        if not step.compiled(state.step):
-            self._compile(state.step, batch)
-        learning_rate = self.schedule(state.step)
-        seq_len = batch.tokens.shape[1]
-        tokens = step.plans.at(state.step).batch_size * seq_len
-        observer = self._watcher if self._watcher.due(state.step + 1) else None
-        self._evidence.keep(state.step + 1, batch)
-        marked = nullcontext() if self._profiler is None else self._profiler.annotate(state.step + 1)
-        with marked:
-            state, metrics = step(state, step.put(batch, state.step), learning_rate, observer)
-        total = self.config.batch_schedule.rows_before(state.step) * seq_len
-        return StepInfo(state, metrics, learning_rate, tokens, total, loading)
-
-    def training_steps(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> Iterator[StepInfo]:
+    def training_steps(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> Iterator[StepInfo]:
         """Steps until `num_train_steps` or the end of the data, with hooks, each handed out after its hooks.
 
         Raises:
             Preempted: after a stop signal, with everything saved.
             NonFiniteError: when the loss is not finite and the configuration says to stop.
         """
-        batches = train_loader.iter_from(state.step) if isinstance(train_loader, Loader) else iter(train_loader)
-        feed, total = Feed(batches, self._patience), self.num_train_steps
-        while state.step < total:
-            started = time.perf_counter()
-            self._watchdog.arm(f"the batch of step {state.step + 1}")
-            batch = feed.next(state)
-            if batch is None:
-                self._watchdog.disarm()
-                self.progress.note(f"the data ended after step {state.step} of {total}")
-                return
-            info = self._step(state, batch, started)
-            state = info.state
-            self._watchdog.arm(f"step {state.step}")
-            self._stopping = any_process(bool(self._stop.requested))
-            self.run_hooks(info, force=state.step == total)
-            if self._stopping and state.step < total:
-                self.store.wait()
-                raise preempted(self._stop.requested, state.step)
-            self._watchdog.disarm()
-            yield info
+        return training_steps(self.loop.parts, state, _from(train_loader, state))
 
-    def train(self, state: TrainState, train_loader: Loader | Iterable[Batch]) -> TrainState:
+    def train(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> TrainState:
         """Steps to the end, with hooks, and waits for the last checkpoint. Raises as `training_steps`.
 
         Returns:
             The last state.
         """
-        for info in self.training_steps(state, train_loader):
-            state = info.state
-        self._watchdog.arm("the last step and its checkpoint")
-        if self._recorder is not None:
-            self._recorder.flush()
-        self._keep(state)
-        self._watchdog.disarm()
-        return state
-
-    def _keep(self, state: TrainState) -> None:
-        """Saves a state unless that has been done."""
-        self.store.wait()
-        if state.step not in self.store.steps():
-            self._save(state)
-            self.store.wait()
+        return train_to_end(self.loop.parts, state, _from(train_loader, state))
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:
         """Saves something beside the metrics, and hands it to the trackers.
@@ -391,59 +272,8 @@ class Trainer:
             artifact: text, bytes, the path of a file to copy, or anything that JSON can hold.
             type: what kind of thing it is, for trackers that sort by it.
         """
-        file = self._directory.write_artifact(name, artifact)
-        if is_lead():
-            self.tracker.log_artifact(name, file, type=type)
-        return file
+        return self.loop.artifacts.write(name, artifact, type=type)
 
-    def _compile(self, step: int, batch: Batch) -> None:
-        self._watchdog.disarm()
-        self.progress.phase("compiling the training step")
-        started = time.monotonic()
-        executable = self.program.step.compile(batch, step)
-        program = executable.fingerprint()
-        self.progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {program}")
-        if self._compiled_before:
-            return
-        self._compiled_before = True
-        if self.config.log_jaxprs:
-            self.write_artifact("train_step.jaxpr.txt", executable.jaxpr(), type="program")
-        if self.config.log_xla_hlo:
-            self.write_artifact("train_step.hlo.txt", executable.hlo(), type="program")
-        rows = self.program.step.plans.at(step).rows
-        for note in self._directory.record_attempt(self.config, step=step, rows=rows, program=program):
-            self.progress.note(note)
-        for name, kind in (("config.yaml", "config"), ("env.json", "environment")):
-            self.tracker.log_artifact(name, self.run_dir / name, type=kind)
 
-    def _evaluate(self, state: TrainState, dataset: EvalData, name: str | None) -> None:
-        self.recorder.flush()
-        self._patience.wait(dataset, state)
-        evaluate = self.program.evaluate
-        self.progress.phase(f"evaluating{f' on {name}' if name else ''}")
-        for weights, params in self.program.weights(state).items():
-            batches = dataset.batches(
-                evaluate.batch_size, rows=evaluate.local_rows, max_batches=self.config.max_eval_batches
-            )
-            watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
-            self.recorder.evaluated(state.step, "/".join(filter(None, (weights, name))), evaluate(params, watched))
-
-    def _save_when_due(self, info: StepInfo) -> None:
-        last = info.step == self.num_train_steps or self._stopping
-        if last or any_process(self.store.due(info.step)):
-            self._save(info.state)
-
-    def _save(self, state: TrainState) -> None:
-        self.recorder.flush()
-        self._watchdog.arm(f"the checkpoint of step {state.step}")
-        facts = {
-            "data_fingerprint": self._fingerprint(state.step),
-            "train_loss": self.recorder.train_loss,
-            "eval_losses": self.recorder.eval_losses,
-            **self.recorder.prove(state),
-        }
-        save_state(self.store, state, self.program, {**self._facts, **facts})
-
-    def record(self, **facts: Any) -> None:
-        """Saves `facts` with every checkpoint from now on, as JSON."""
-        self._facts |= facts
+def _from(loader: BatchLoader | Iterable[Batch], state: TrainState) -> Iterable[Batch]:
+    return loader.iter_from(state.step) if isinstance(loader, BatchLoader) else loader

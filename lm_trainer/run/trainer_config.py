@@ -20,6 +20,7 @@ from lm_trainer.nn.quantize import AnyQuantization
 from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, RULE_AXES, MeshShape, check_logical_axis, parse_rules
+from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.step.microbatch import MicrobatchPlan
 from lm_trainer.step.norms import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
@@ -222,7 +223,7 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
-        self.microbatches()
+        self.resolve()
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
         if self.load_checkpoint_path is not None and self.load_checkpoint is False:
@@ -241,36 +242,36 @@ class TrainerConfig(Config):
         """The size of the global batch at each step."""
         return BatchSchedule(piecewise_int(self.train_batch_size))
 
-    def microbatches(self) -> Piecewise[MicrobatchPlan]:
-        """How the global batch of each step is cut for computation.
+    def resolve(self) -> StepPlan:
+        """Resolves the keys that decide the shape of a step into one value.
 
         Raises:
-            ValueError: when it cannot be cut equally.
+            ValueError: when a batch cannot be split into equal microbatches.
         """
         sizes = piecewise_int(self.train_batch_size)
         pad = self.allow_nondivisible_batch_size
-        plans = [
+        plans = tuple(
             MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
             for size in sizes.values
-        ]
-        return Piecewise(sizes.starts, tuple(plans))
-
-    def eval_plan(self) -> MicrobatchPlan:
-        """How the batches of evaluation are cut: as many microbatches as the largest batch of training has."""
-        plan = max(self.microbatches().values, key=lambda plan: plan.count)
-        rows = plan.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
-        return MicrobatchPlan(rows * plan.count, plan.count, rows)
-
-    def microbatch_rows(self) -> tuple[int, ...]:
-        """Rows of the microbatches of every batch, those of evaluation as well."""
-        return tuple(plan.rows for plan in (*self.microbatches().values, self.eval_plan()))
+        )
+        largest = max(plans, key=lambda plan: plan.count)
+        rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
+        return StepPlan(
+            batch_schedule=BatchSchedule(sizes),
+            microbatches=Piecewise(sizes.starts, plans),
+            evaluation=MicrobatchPlan(rows * largest.count, largest.count, rows),
+            mesh_shape=self._mesh_shape(),
+            param_rules=self._param_rules(),
+            compute_rules=self._compute_rules(),
+            policy=self.mp,
+        )
 
     @property
     def trackers(self) -> tuple[Any, ...]:
         """`tracker` as a tuple."""
         return self.tracker if isinstance(self.tracker, tuple) else (self.tracker,)
 
-    def mesh_shape(self) -> MeshShape:
+    def _mesh_shape(self) -> MeshShape:
         """The mesh axes whose sizes are set here."""
         return MeshShape(
             replica_dcn=self.replica_dcn_axis_size,
@@ -283,17 +284,17 @@ class TrainerConfig(Config):
 
     def _cut_axes(self) -> dict[str, tuple[str, ...]]:
         """The logical axes that `pipeline_axis_size` and `expert_axis_size` cut, with their mesh axes."""
-        sizes = self.mesh_shape()._asdict()
+        sizes = self._mesh_shape()._asdict()
         return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
 
-    def compute_rules(self) -> dict[str, tuple[str, ...]]:
+    def _compute_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes during computation."""
         tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
         return {"batch": BATCH_AXES, **tensor, **shared, **own, **self._cut_axes()}
 
-    def param_rules(self) -> dict[str, tuple[str, ...]]:
+    def _param_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes for the state at rest."""
         tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
         shared = parse_rules(self.axis_resources, key="axis_resources")

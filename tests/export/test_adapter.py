@@ -21,7 +21,8 @@ from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.nn.lora import LoraConfig, is_adapter
 from lm_trainer.optim import AdamConfig
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, loss_function, plan_program, trace_model
+from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.state import TrainState, to_host
 from tests.conftest import TINY_GPT2, MakeHfModel

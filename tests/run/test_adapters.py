@@ -23,10 +23,12 @@ from lm_trainer.models import Gpt2Config, hf
 from lm_trainer.nn.lora import is_adapter
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import find_base, load_whole, training_flops
+from lm_trainer.run.checkpoints import save_state
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.hf_exports import HfExports
-from lm_trainer.run.program import Program, loss_function, plan_program, trace_model
-from lm_trainer.run.restore import save_state, start_state
+from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.saved_model import load_model, write_model
 from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
@@ -79,7 +81,7 @@ def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str
 
 def start(config: RunConfig, store: CheckpointStore, program: Program) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return start_state(trainer, program, store, program.init, lambda _: "same")
+    return start_state(Request(trainer, program, store, program.init, lambda _: "same"))
 
 
 def some_steps(program: Program, state: TrainState) -> tuple[TrainState, list[float]]:
@@ -163,11 +165,10 @@ def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> 
     weights = {name: jax.numpy.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in model.shapes.items()}
     recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={})
     program = SimpleNamespace(weights=lambda state: {"": state}, model=model)
-    trainer: Any = SimpleNamespace(program=program, recorder=recorder)
     info: Any = SimpleNamespace(step=3, state=weights, total_tokens=640)
-    exports: Any = HfExports(config, "run", Progress(5))
+    exports: Any = HfExports(config, "run", Progress(5), ByteTokenizer())
     with exports:
-        exports.hook(trainer, ByteTokenizer())(info)
+        exports.save(info, program, recorder)
     written = load_file("out/run/step-3/adapter_model.safetensors")
     name = "base_model.model.transformer.h.1.mlp.c_fc.lora_A.weight"
     np.testing.assert_array_equal(written[name], weights["blocks.0.mlp.up.lora.a"][1].T)

@@ -41,19 +41,19 @@ class Notes(list):
 
 def exports(notes: Notes, **keys: Any) -> HfExports:
     config = RunConfig.model_validate({"model": LLAMA, "hf_save_path": "out", **keys})
-    return HfExports(config, "run", notes)  # pyright: ignore[reportArgumentType]
+    hub_name = hf_exports.check_exports(config, "run")
+    return HfExports(config, "run", notes, ByteTokenizer(), hub_name)  # pyright: ignore[reportArgumentType]
 
 
 def after(step: int, exported: HfExports) -> None:
-    """Calls the hook as a trainer would after a step."""
-    program = SimpleNamespace(
+    """Exports as the loop does after a step."""
+    program: Any = SimpleNamespace(
         weights=lambda state: {"": {}, "ema": state},
         model=SimpleNamespace(nested=nested_from_names),
     )
-    recorder = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
-    trainer: Any = SimpleNamespace(program=program, recorder=recorder)
+    metrics: Any = SimpleNamespace(flush=lambda: None, train_loss=1.5, eval_losses={"wiki": 2.5, "bad": float("nan")})
     info: Any = SimpleNamespace(step=step, state=PARAMS, total_tokens=640)
-    exported.hook(trainer, ByteTokenizer())(info)
+    exported.save(info, program, metrics)
 
 
 def test_each_step_has_a_directory_of_its_own_that_reads_back(in_tmp_path: Path) -> None:

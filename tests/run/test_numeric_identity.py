@@ -35,8 +35,8 @@ def test_every_key_says_whether_it_decides_numbers(config: type[Config], key: st
         ({"trainer": {"axis_resources": {"mlp": "data"}}}, False),
         ({"data": {"cache_dir": "elsewhere"}}, False),
         ({"data": {"shuffle": False}}, True),
-        ({"optimizer": {"learning_rate": 0.5}}, True),
-        ({"model": {"num_layers": 3}}, True),
+        ({"optimizer": {"type": "adam", "learning_rate": 0.5}}, True),
+        ({"model": {"type": "gpt2", "num_layers": 3}}, True),
         ({"hf_save_path": "out"}, False),
     ],
 )

@@ -22,7 +22,7 @@ from lm_trainer.models.rope import Llama3Rope
 from lm_trainer.parallel import sharded_array as assemble
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig, config_hash
-from lm_trainer.run.pretrained import HfCheckpoint, Start, find_start, resolve_model
+from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from lm_trainer.run.program import build_program
 
 LLAMA = LlamaConfig(
@@ -82,7 +82,7 @@ def config(base: Path | bool | str, **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"initialize_from_hf": source, "data": data, **sections})
 
 
-def start(run: RunConfig) -> Start:
+def start(run: RunConfig) -> HfStart:
     found = find_start(run, "run")
     assert found is not None
     return found

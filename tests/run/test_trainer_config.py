@@ -25,7 +25,8 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run import train
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import dry_run
-from lm_trainer.run.program import build_program, loss_function, trace_model
+from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.program import build_program
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch import MicrobatchPlan
 from tests.conftest import RunLmt, lmt_environment
@@ -162,7 +163,7 @@ def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) ->
 )
 def test_how_a_batch_is_cut(trainer: dict[str, Any], plan: tuple[int, int], rows_of_evaluation: int) -> None:
     run = config(**trainer)
-    assert run.trainer.microbatches().at(0) == MicrobatchPlan(trainer["train_batch_size"], *plan)
+    assert run.trainer.resolve().microbatches.at(0) == MicrobatchPlan(trainer["train_batch_size"], *plan)
     program = build_program(run, VOCAB, jax.devices()[:1])
     assert (program.evaluate.batch_size, program.step.plans.at(0).count) == (rows_of_evaluation, plan[0])
 

@@ -21,12 +21,13 @@ from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.meter import Meter
-from lm_trainer.run.bad_batches import Evidence
+from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.hooks import HookFn, StepInfo
-from lm_trainer.run.metrics import Recorder
-from lm_trainer.run.program import Program, build_program, plan_program, trace_module
-from lm_trainer.run.restore import start_state
+from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.metrics import MetricLogger
+from lm_trainer.run.model import trace_module
+from lm_trainer.run.program import Program, build_program, plan_program
 from lm_trainer.run.saved_model import write_model
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.step.state import ModelDef, TrainState
@@ -139,12 +140,12 @@ def test_an_average_that_comes_to_rest_is_the_formula() -> None:
     np.testing.assert_allclose(state.averaged["table"], expected, atol=1e-6)
 
 
-def recorder(trackers: Any = None, **flags: bool) -> Recorder:
+def recorder(trackers: Any = None, **flags: bool) -> MetricLogger:
     trackers = trackers or open_trackers([], run_dir=".", run_id="r")
     watcher: Any = mock.Mock(report=lambda **_: [])
     meter = Meter(flops_per_token=0.0, peak_flops=None)
-    evidence = Evidence(Path("non-finite"))
-    return Recorder(settings(**flags), trackers, Progress(STEPS), meter, watcher, evidence=evidence)
+    evidence = BadBatchDump(Path("non-finite"))
+    return MetricLogger(settings(**flags), trackers, Progress(STEPS), meter, watcher, bad_batches=evidence)
 
 
 def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
@@ -234,7 +235,8 @@ def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixt
 def begun(program: Program, **changes: Any) -> TrainState:
     """Where a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
-    return start_state(settings(initialize_from="weights", **changes), program, store, program.init, lambda _: "")
+    trainer = settings(initialize_from="weights", **changes)
+    return start_state(Request(trainer, program, store, program.init, lambda _: ""))
 
 
 def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -> None:

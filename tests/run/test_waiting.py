@@ -18,8 +18,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, Preempted, UserError
 from lm_trainer.health.signals import StopRequest
 from lm_trainer.health.watchdog import Watchdog, WatchdogConfig
-from lm_trainer.run.batches import Feed, Patience
-from lm_trainer.run.restore import _check_data
+from lm_trainer.run.batches import BatchIterator, DataWait
+from lm_trainer.run.initial_weights import _check_data
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.trackers import Progress
 from tests.run.own_model import OPTIMIZER, STEPS, Bigrams, Numbered, loss, settings
@@ -108,7 +108,7 @@ def test_a_stop_signal_ends_the_waiting() -> None:
     with StopRequest() as stop, closing(Progress(STEPS, stream=io.StringIO())) as progress:
         stop.arm()
         watchdog = Watchdog(WatchdogConfig(), Path())
-        feed = Feed(InTheMaking(stops_at=0).train(), Patience(stop, progress, watchdog, kept.append))
+        feed = BatchIterator(InTheMaking(stops_at=0).train(), DataWait(stop, progress, watchdog, kept.append))
         with pytest.raises(Preempted, match="stopped by SIGTERM after step 3; everything is saved"):
             feed.next(state)
     assert kept == [state]

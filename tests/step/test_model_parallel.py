@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.parallel.mesh import build_mesh
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, build_program, caveats, loss_function, plan_program, promise, trace_module
+from lm_trainer.run.model import loss_function, trace_module
+from lm_trainer.run.notes import configuration_warnings, determinism_note
+from lm_trainer.run.program import Program, build_program, plan_program
 from lm_trainer.step.microbatch import Sums
 from lm_trainer.step.state import to_host
 
@@ -217,7 +218,7 @@ def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str,
 )
 def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> None:
     config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, **trainer}}).trainer
-    text = promise(config, build_mesh(config.mesh_shape(), jax.devices()))
+    text = determinism_note(config, config.resolve().mesh(jax.devices()))
     assert (text is None) if said is None else re.search(said, text or "")
 
 
@@ -232,5 +233,5 @@ def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> 
 )
 def test_precisions_that_lose_numbers_are_named(mp: str, said: str | None) -> None:
     config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, "mp": mp}}).trainer
-    found = list(caveats(config, build_mesh(config.mesh_shape(), jax.devices())))
+    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices())))
     assert (found == []) if said is None else said in found[0]

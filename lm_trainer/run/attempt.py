@@ -1,0 +1,90 @@
+"""One attempt at a run: everything that is held from its beginning to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+
+from lm_trainer.checkpoint.store import CheckpointStore
+from lm_trainer.core.config import Config
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.health.peer_failure import join_processes
+from lm_trainer.health.signals import StopRequest
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.run.checkpoints import Fingerprint
+from lm_trainer.run.directory import RunDirectory
+from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.notes import configuration_warnings
+from lm_trainer.run.program import Program, check_devices
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.state import TrainState
+from lm_trainer.trackers import Progress
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The directory, checkpoints, signals and watchdog of an attempt; see `open_attempt`."""
+
+    config: TrainerConfig
+    directory: RunDirectory
+    store: CheckpointStore
+    stop: StopRequest
+    watchdog: Watchdog
+    progress: Progress
+
+    def start(
+        self,
+        program: Program,
+        init: Callable[[], TrainState],
+        fingerprint: Callable[[int], Fingerprint],
+        *,
+        config: TrainerConfig | None = None,
+    ) -> TrainState:
+        """The state to go on from, and a word of it to the person at the terminal.
+
+        Args:
+            program: the run's.
+            init: makes the state of a run that loads nothing.
+            fingerprint: of the data of the first steps, as many as are given.
+            config: names what may be loaded, where that is not the attempt's own configuration.
+
+        Raises:
+            UserError: as `start_state`.
+        """
+        allow = self.directory.allow_change
+        state = start_state(Request(config or self.config, program, self.store, init, fingerprint, allow))
+        if state.step:
+            self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
+        for note in configuration_warnings(self.config, program.sharding.mesh):
+            self.progress.note(note)
+        return state
+
+
+@contextmanager
+def open_attempt(
+    config: TrainerConfig, settings: Config, progress: Progress, *, allow_config_change: bool = False
+) -> Iterator[Attempt]:
+    """Sets up JAX, joins the processes of the run, and takes hold of its directory.
+
+    Args:
+        config: the `trainer` section; its `id` names the run.
+        settings: all that decides the run, with `config` as one of its sections.
+        progress: the person at the terminal.
+        allow_config_change: go on with a run that was begun with another configuration or other data.
+
+    Raises:
+        UserError: when the run directory is in use or holds another run, or the devices do not fit.
+    """
+    directory = RunDirectory(config, settings, config.id or "run", allow_change=allow_config_change)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
+        failure_detector = stack.enter_context(join_processes(config.distributed, progress))
+        check_devices(config)
+        stack.enter_context(directory)
+        store = stack.enter_context(closing(CheckpointStore(directory.checkpoints, config.checkpointer)))
+        watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
+        # The first to hear of a failure: whatever is closed after it would wait for the other processes.
+        stack.push(failure_detector.report)
+        yield Attempt(config, directory, store, stop, watchdog, progress)

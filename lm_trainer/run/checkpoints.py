@@ -1,0 +1,165 @@
+"""Checkpoints of a run while it trains: when they are saved, what they hold, and a state made of one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from lm_trainer.checkpoint.digest import not_finite
+from lm_trainer.checkpoint.store import CheckpointStore, Restored
+from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.core.tree import from_named_leaves, named_leaves
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.parallel.processes import any_process
+from lm_trainer.run.adapters import FROZEN, check_frozen, frozen_digest
+from lm_trainer.run.metrics import MetricLogger
+from lm_trainer.run.program import Program
+from lm_trainer.run.saved_model import AVERAGED, PARAMS
+from lm_trainer.step.state import Params, TrainState, copied
+
+Fingerprint = str | Mapping[str, str]
+"""Of data: a text, or as `lm_trainer.data` makes it, `tokens` and `sources`, of which `tokens` may still be unknown."""
+
+OPT_STATE = "opt_state."
+"""Prefix of the names of the optimizer's arrays in a checkpoint."""
+
+
+class Checkpoints:
+    """Saves the state of a run with everything that a resume needs and a proof wants.
+
+    Args:
+        store: where they go.
+        program: the run's.
+        metrics: the losses so far.
+        data_fingerprint: of the data of the first steps, as many as are given.
+        facts: saved with every checkpoint, as JSON.
+        watchdog: told that the run waits for a checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        program: Program,
+        metrics: MetricLogger,
+        data_fingerprint: Callable[[int], Fingerprint],
+        facts: Mapping[str, Any],
+        watchdog: Watchdog,
+    ):
+        self._store, self._program, self._metrics = store, program, metrics
+        self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step` steps; by the clock of any process, so that all of them save the same steps."""
+        return any_process(self._store.due(step))
+
+    def save(self, state: TrainState) -> None:
+        """Starts an asynchronous save; raises as `save_state`, and for metrics that are not finite."""
+        # A state whose loss was not finite must not be saved, so its metrics are read first.
+        self._metrics.flush()
+        self._watchdog.arm(f"the checkpoint of step {state.step}")
+        record = {
+            "data_fingerprint": self._data_fingerprint(state.step),
+            "train_loss": self._metrics.train_loss,
+            "eval_losses": self._metrics.eval_losses,
+            **self._metrics.prove(state),
+        }
+        save_state(self._store, state, self._program, {**self._facts, **record})
+
+    def keep(self, state: TrainState) -> None:
+        """Saves a state unless that has been done, and waits until it is on disk."""
+        self.wait()
+        if state.step not in self._store.steps():
+            self.save(state)
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk; raises `MachineError` when it failed."""
+        self._store.wait()
+
+
+def save_state(store: CheckpointStore, state: TrainState, program: Program, record: Mapping[str, Any]) -> None:
+    """Starts an asynchronous checkpoint of everything that a resume needs, and of the weights to export.
+
+    Raises:
+        NonFiniteError: when a parameter holds a number that is not finite, from which no step could go on.
+        MachineError: when this or the previous save failed.
+    """
+    if bad := not_finite(state.params):
+        raise NonFiniteError(
+            f"after step {state.step} {', '.join(bad[:3])}{' and others' if len(bad) > 3 else ''} "
+            f"{'are' if len(bad) > 1 else 'is'} not finite, so no checkpoint was written of it (there are: "
+            f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
+        )
+    arrays = saved_arrays(state, program)
+    if program.freezes:
+        record = {**record, FROZEN: frozen_digest(state.frozen)}
+    store.save(state.step, arrays, record)
+
+
+def saved_arrays(state: TrainState, program: Program) -> dict[str, Any]:
+    """The arrays that a checkpoint holds of a state, under the names that they have there."""
+    *_, export = program.weights(state).values()
+    averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
+    return _named(state.params, state.opt_state, averaged)
+
+
+def expected_arrays(program: Program) -> dict[str, Any]:
+    """Shape, dtype and sharding of every array that a checkpoint of this run holds, by the name that it has there."""
+    params, opt_state = _abstract(program)
+    return _named(params, opt_state, params if _exports_others(program) else None)
+
+
+def resumed_state(restored: Restored, program: Program, init: Callable[[], TrainState]) -> TrainState:
+    """The state of a checkpoint; what it lacks, and what is frozen, is taken from a fresh one.
+
+    Raises:
+        UserError: when the frozen parameters are others than those that it was trained beside.
+    """
+    arrays = restored.arrays
+    frozen: Any = {}
+    if program.freezes or set(expected_arrays(program)) - set(arrays):
+        fresh = init()
+        frozen = fresh.frozen
+        if program.freezes:
+            check_frozen(restored, frozen)
+        arrays = {**_named(fresh.params, fresh.opt_state, None), **arrays}
+    params, opt_state = _abstract(program)
+    named = {name: arrays[OPT_STATE + name] for name in named_leaves(opt_state)}
+    trained = {name: arrays[PARAMS + name] for name in params}
+    averaged = _averages(arrays, trained) if program.averages else None
+    return TrainState(restored.step, trained, from_named_leaves(opt_state, named), averaged, frozen)
+
+
+def _exports_others(program: Program) -> bool:
+    """Whether the weights to export are others than those that are trained."""
+    return program.averages or program.averages_by_itself
+
+
+def _named(params: Any, opt_state: Any, averaged: Any) -> dict[str, Any]:
+    return {
+        **{PARAMS + name: x for name, x in params.items()},
+        **{AVERAGED + name: x for name, x in (averaged or {}).items()},
+        **{OPT_STATE + name: x for name, x in named_leaves(opt_state).items()},
+    }
+
+
+def _abstract(program: Program) -> tuple[dict[str, Any], Any]:
+    """The trained parameters and the optimizer's state as shapes, dtypes and shardings."""
+
+    def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shardings = program.sharding.state
+    params = {name: place(program.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
+    opt_state = jax.tree.map(place, jax.eval_shape(program.tx.init, params), shardings.opt_state)
+    return params, opt_state
+
+
+def _averages(arrays: dict[str, Any], trained: Params) -> Params:
+    """The averages of a checkpoint; those that it lacks begin at the weights."""
+    lacking = {name: x for name, x in trained.items() if AVERAGED + name not in arrays}
+    # Copies: the step consumes parameters and averages, and one array cannot be given away twice.
+    begun = copied(lacking) if lacking else {}
+    return {name: begun[name] if name in begun else arrays[AVERAGED + name] for name in trained}

@@ -1,0 +1,162 @@
+"""Everything that the training loop needs, built before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from lm_trainer.health.signals import StopRequest
+from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.parallel.processes import is_lead
+from lm_trainer.profile.meter import Meter
+from lm_trainer.profile.peaks import datasheet_peak
+from lm_trainer.profile.trace import Profiler, ProfilerOff
+from lm_trainer.run.artifacts import Artifacts
+from lm_trainer.run.attempt import Attempt
+from lm_trainer.run.bad_batches import BadBatchDump
+from lm_trainer.run.batches import DataWait
+from lm_trainer.run.checkpoints import Checkpoints, Fingerprint
+from lm_trainer.run.compilation import Compilation
+from lm_trainer.run.evaluations import EvalSets, Evaluations
+from lm_trainer.run.hf_exports import HfExports
+from lm_trainer.run.hooks import Hooks
+from lm_trainer.run.metrics import MetricLogger
+from lm_trainer.run.program import Program
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.norms import Watcher
+from lm_trainer.step.state import TrainState
+from lm_trainer.trackers import Progress, open_trackers, profile_directory
+from lm_trainer.trackers.base import Composite
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """The parts of a loop; none of them is missing, and none changes while it runs."""
+
+    num_train_steps: int
+    program: Program
+    compilation: Compilation
+    metrics: MetricLogger
+    norms: Watcher
+    profiler: Profiler | ProfilerOff
+    evaluations: Evaluations
+    exports: tuple[HfExports, ...]
+    hooks: Hooks
+    """The user's."""
+    checkpoints: Checkpoints
+    bad_batches: BadBatchDump
+    data_wait: DataWait
+    stop: StopRequest
+    watchdog: Watchdog
+    progress: Progress
+    records: bool
+    """Whether metrics are logged and checkpoints saved."""
+
+
+@dataclass
+class LoopOptions:
+    """The choices that a loop takes beyond its configuration."""
+
+    data_fingerprint: Callable[[int], Fingerprint]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Saved with every checkpoint, as JSON."""
+    flops_per_token: float = 0.0
+    """Of a training step, for the figure of MFU; 0 where it is not known."""
+    exports: Sequence[HfExports] = ()
+    hooks: Hooks = field(default_factory=Hooks)
+    eval_sets: EvalSets = field(default_factory=list)
+    records: bool = True
+    """Whether metrics are logged and checkpoints saved."""
+
+
+@dataclass(frozen=True)
+class OpenLoop:
+    """A loop that is ready to run, and where it reports."""
+
+    parts: LoopParts
+    tracker: Composite
+    artifacts: Artifacts
+
+
+@contextmanager
+def open_loop(attempt: Attempt, program: Program, state: TrainState, options: LoopOptions) -> Iterator[OpenLoop]:
+    """Builds everything that the loop needs, from a state that may have steps behind it.
+
+    Raises:
+        MachineError: when metrics.jsonl cannot be written.
+        UserError: when a tracker needs something from the user, such as a package.
+    """
+    config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
+    with ExitStack() as stack:
+        tracker = stack.enter_context(closing(_open_trackers(attempt, state.step)))
+        artifacts = Artifacts(directory, tracker)
+        norms = Watcher(config.watch, program.sharding, program.model.axes)
+        bad_batches = BadBatchDump(directory.path / "non-finite")
+        chain = attempt.store.record(state.step).get("chain", "")
+        meter = _meter(config, program, options.flops_per_token)
+        logger = MetricLogger(config, tracker, progress, meter, norms, bad_batches=bad_batches, chain=chain)
+        metrics = stack.enter_context(closing(logger))
+        profiler = stack.enter_context(_profiler(attempt, tracker))
+        profiler.on_step(state.step)
+        checkpoints = Checkpoints(
+            attempt.store, program, metrics, options.data_fingerprint, options.facts, attempt.watchdog
+        )
+        data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.keep)
+        parts = LoopParts(
+            num_train_steps=config.num_train_steps,
+            program=program,
+            compilation=Compilation(config, program, directory, artifacts, watchdog, progress),
+            metrics=metrics,
+            norms=norms,
+            profiler=profiler,
+            evaluations=Evaluations(options.eval_sets, config, program, metrics, data_wait, watchdog, progress),
+            exports=tuple(options.exports),
+            hooks=options.hooks,
+            checkpoints=checkpoints,
+            bad_batches=bad_batches,
+            data_wait=data_wait,
+            stop=attempt.stop,
+            watchdog=watchdog,
+            progress=progress,
+            records=options.records,
+        )
+        # From here on there is a state that is worth saving, and a signal waits for the end of a step.
+        attempt.stop.arm()
+        yield OpenLoop(parts, tracker, artifacts)
+
+
+def _open_trackers(attempt: Attempt, step: int) -> Composite:
+    directory = attempt.directory
+    tracker = open_trackers(
+        attempt.config.trackers,
+        run_dir=directory.path,
+        run_id=directory.name,
+        resume_step=step,
+        process_index=jax.process_index(),
+    )
+    tracker.log_config(directory.config.model_dump(mode="json"))
+    return tracker
+
+
+def _meter(config: TrainerConfig, program: Program, flops_per_token: float) -> Meter:
+    devices = program.sharding.mesh.devices
+    peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
+    peak_flops = None if peak is None or not flops_per_token else peak.flops * devices.size
+    return Meter(flops_per_token=flops_per_token, peak_flops=peak_flops)
+
+
+def _profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:
+    config, directory = attempt.config, attempt.directory
+    if not config.profiler or not is_lead():
+        return ProfilerOff()
+    return Profiler(
+        profile_directory(config.trackers, run_dir=directory.path, run_id=directory.name),
+        start_step=config.profiler_start_step,
+        num_steps=config.profiler_num_steps,
+        perfetto_link=config.profiler_perfetto_link,
+        on_trace=lambda path: tracker.log_artifact("profile", path, type="profile"),
+    )

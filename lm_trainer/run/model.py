@@ -1,0 +1,77 @@
+"""The model and the loss of a run, traced without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.models.peft import module_names
+from lm_trainer.nn.lora import attach, is_adapter
+from lm_trainer.nn.loss import token_loss_and_metrics
+from lm_trainer.nn.quantize import quantize
+from lm_trainer.run.config import RunConfig
+from lm_trainer.step.elastic import LossFn
+from lm_trainer.step.state import ModelDef
+
+INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
+"""Folded into the key of the seed, so that no two uses of it draw the same numbers."""
+
+Selection = bool | Mapping[str, bool] | Callable[[str], bool]
+"""Which parameters, by dotted name; a name that a mapping lacks is not among them."""
+
+
+def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
+    """The model of a configuration; its initial values follow from the seed."""
+    key = jax.random.fold_in(jax.random.key(config.trainer.seed), INIT_KEY)
+    quantization, adapter = config.trainer.quantization, config.adapter
+    names = {} if adapter is None else module_names(config.model, vocab_size)
+
+    def build() -> nnx.Module:
+        model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
+        if adapter is not None:
+            attach(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
+        if quantization is not None:
+            quantize(model, quantization)
+        return model
+
+    return trace_module(build, config.trainer.mp.param_dtype, True if adapter is None else is_adapter)
+
+
+def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
+    """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
+
+    def cast() -> nnx.Module:
+        model = build()
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param):
+                variable.set_value(variable.get_value().astype(param_dtype))
+        return model
+
+    if isinstance(is_trainable, bool):
+        return ModelDef.trace(cast, lambda _: is_trainable)
+    if isinstance(is_trainable, Mapping):
+        return ModelDef.trace(cast, lambda name: is_trainable.get(name, False))
+    return ModelDef.trace(cast, is_trainable)
+
+
+def loss_function(config: RunConfig) -> LossFn:
+    """The training loss in the compute dtype of the configuration."""
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
+
+
+def next_token_loss(dtype: Any, block_size: int | None = None) -> LossFn:
+    """Cross-entropy of the next token, for a `Decoder`.
+
+    Args:
+        dtype: of the computation.
+        block_size: as for `token_loss_and_metrics`.
+    """
+
+    def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
+        return token_loss_and_metrics(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
+
+    return loss

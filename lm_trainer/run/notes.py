@@ -1,0 +1,59 @@
+"""Notes on a configuration for the person at the terminal: its mesh, and settings that may not be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+from lm_trainer.parallel.mesh import BATCH_AXES
+from lm_trainer.run.trainer_config import TrainerConfig
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """For people: `8 x cpu: data 8` or `1 x NVIDIA H200`."""
+    kind = mesh.devices.flat[0].device_kind
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    return f"{mesh.devices.size} x {kind}" + (f": {sizes}" if sizes else "")
+
+
+def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
+    """Yields a line for each setting that can be meant, but need not be."""
+    if instead := determinism_note(trainer, mesh):
+        yield instead
+    if "float16" in (trainer.mp.param, trainer.mp.compute):
+        yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
+    elif trainer.mp.param == "bfloat16":
+        yield (
+            "trainer.mp: weights and the optimizer's state are bfloat16, which loses small updates; p=f32,c=bfloat16 "
+            "keeps them in float32 and computes in bfloat16"
+        )
+
+
+def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
+    """The promise that holds instead of the same bits on every mesh; None where nothing is lost."""
+    if trainer.determinism == "fast":
+        return (
+            "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
+            "same processes and with the same mesh; on others the losses are close, and part over the steps"
+        )
+    names = {
+        "model": "tensor parallelism",
+        "context": "shared positions",
+        "expert": "shared experts",
+        "pipeline": "pipeline stages",
+    }
+    axes = [axis for axis in names if mesh.shape[axis] > 1]
+    if not axes:
+        return None
+    if "model" in axes and not any("model" in over for over in trainer.resolve().compute_rules.values()):
+        return (
+            f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "
+            f"same: name what they are to share as tensor_parallel_axes, such as [heads, mlp, vocab]"
+        )
+    dropout = "" if axes == ["model"] else " and draw dropout of their own"
+    sizes = ", ".join(f"{axis}_axis_size={mesh.shape[axis]}" for axis in axes)
+    return (
+        f"with {' and '.join(names[axis] for axis in axes)}, several devices add inside a microbatch{dropout}: bits "
+        f"are equal for {sizes} and any sizes of {', '.join(BATCH_AXES)}, and close, not equal, to those of other sizes"
+    )
