@@ -176,7 +176,7 @@ def ray(
         lmt launch ray my.yaml -n 4 --address ray://head:10001
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.launch.ray_cluster import RayJob, launch_on_ray
+    from lm_trainer.launch.ray_actors import RayJob, launch_on_ray
 
     job = RayJob(
         processes=processes,

@@ -1,4 +1,4 @@
-"""Which steps are saved, and which of the saved ones stay."""
+"""Policy of checkpoints: the steps that are saved, and those of them that stay."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class CheckpointerConfig(Config):
     """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
 
     base_path: str = "checkpoints/"
-    """Where checkpoints go; the run's id is appended."""
+    """Directory of the checkpoints of all runs; the run's id is appended."""
     save_interval: Duration = timedelta(minutes=15)
     """A temporary checkpoint is written when so much time has passed since the last checkpoint."""
     keep: tuple[KeepEvery, ...] = (KeepEvery(every=10_000),)
     """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`."""
     append_run_id_to_base_path: bool = True
-    """Whether checkpoints lie in a directory of `base_path` named after the run."""
+    """Put the checkpoints into a directory of `base_path` that is named after the run."""
     delete_old_temp_checkpoints: bool = True
-    """Whether temporary checkpoints of earlier attempts at this run are deleted like one's own."""
+    """Delete temporary checkpoints of earlier attempts at this run like those of this one."""
 
     @model_validator(mode="after")
     def _keep_is_ordered(self) -> CheckpointerConfig:
@@ -44,7 +44,8 @@ class CheckpointerConfig(Config):
 
 
 def is_permanent(step: int, keep: Sequence[KeepEvery]) -> bool:
-    """Whether the step policy keeps the checkpoint of `step` for ever."""
+    """Returns True if the step policy keeps the checkpoint of `step` for ever."""
+    # The first range that reaches to the step decides alone, even where a later one would keep it too.
     for entry in keep:
         if entry.until is None or step <= entry.until:
             return step > 0 and step % entry.every == 0

@@ -28,16 +28,17 @@ logger = logging.getLogger(__name__)
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
 FORMAT = 2
+# Checkpoints of the first format have no checksum of their metadata, and are still read.
 _FORMAT_WITHOUT_CHECKSUM = 1
 _LONGEST = 300
-"""Characters of what went wrong."""
+"""Characters of an error that a message quotes."""
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held."""
+    """Content of a checkpoint."""
 
     step: int
     arrays: Arrays
@@ -61,11 +62,13 @@ class CheckpointStore:
         self._config = config
         self._saved_at = time.monotonic()
         self._saving: Any = None
+        # One thread deletes old checkpoints: on a network file system that can take longer than a step.
         self._trash = ThreadPoolExecutor(1, "trash")
-        # Orbax prints the traceback of each of its threads, and then raises what is reported here once.
+        # Orbax prints the traceback of each of its threads, and then raises the error, which is reported here once.
         logging.getLogger("absl").addFilter(_is_no_traceback)
         if is_lead():
             make_writable(self.directory, "trainer.checkpointer.base_path")
+            # What an attempt that was killed did not get round to deleting.
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
@@ -84,16 +87,17 @@ class CheckpointStore:
             return {}
 
     def due(self, step: int) -> bool:
-        """Whether a policy asks for a checkpoint after `step` steps."""
+        """Returns True if a policy asks for a checkpoint after `step` steps."""
         elapsed = time.monotonic() - self._saved_at
         return is_permanent(step, self._config.keep) or elapsed >= self._config.save_interval.total_seconds()
 
     def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
-        """Copies the arrays off the devices and writes them in the background; waits for the save before.
+        """Copies the arrays off the devices and writes them in the background, after the save before it is done.
 
         Raises:
             MachineError: when this or the previous save failed, for a full disk for example.
         """
+        # Only a save that is known to be on disk may replace the one before it.
         self.wait()
         self._delete_temporary()
         meta = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
@@ -107,7 +111,7 @@ class CheckpointStore:
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
-        """Returns when the last save is on disk.
+        """Waits until the last save is on disk.
 
         Raises:
             MachineError: when it failed.
@@ -131,15 +135,15 @@ class CheckpointStore:
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
-        """The newest checkpoint that proves intact, or None when there is none.
+        """Reads the newest checkpoint that proves intact; None when there is none at all.
 
-        One that cannot be trusted is named and moved aside, and the one before it is used. Where there is none before
-        it, all stay where they are.
+        One that cannot be trusted is named and moved aside, and the one before it is used. If none can be used, all
+        stay where they are.
 
         Args:
             like: shape, dtype and sharding of every array.
-            step: only this one.
-            partial: leave out what the checkpoint lacks, instead of refusing it.
+            step: reads only the checkpoint of this step.
+            partial: leave out arrays that the checkpoint lacks, instead of refusing it.
 
         Raises:
             UserError: when the checkpoint holds another model, or the given step does not exist.
@@ -167,6 +171,7 @@ class CheckpointStore:
             self._reload()
 
     def _rename(self, bad: Mapping[int, CheckpointError]) -> None:
+        # No process may still read a directory while process 0 renames it, nor list it before that is done.
         wait_for_all("bad checkpoints are known")
         for step, why in bad.items():
             target = next(
@@ -189,10 +194,11 @@ class CheckpointStore:
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint but the newest.
 
-        By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one. What
-        was renamed is removed in the background, or at the next start.
+        By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one. The
+        renamed directory is removed in the background, or at the next start.
         """
         old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._earlier]
+        # Every process has to list the steps before the first of them is renamed.
         wait_for_all("old checkpoints are known")
         for step in old if is_lead() else ():
             trash = self.directory / f"{_TRASH}{step}"
@@ -203,10 +209,10 @@ class CheckpointStore:
             self._reload()
 
     def _reopen(self, *, cleanup: bool = False) -> None:
-        """Has Orbax look at what is there.
+        """Opens the directory with Orbax, after moving checkpoints with damaged metadata aside.
 
-        It reads the metadata of every step, and one that is damaged, however old, would keep all others from being
-        read and written.
+        Orbax reads the metadata of every step when it opens, so that a single damaged one, however old, would keep all
+        others from being read and written.
         """
         try:
             self._orbax = _open(self.directory, cleanup=cleanup)
@@ -223,14 +229,15 @@ class CheckpointStore:
             self._orbax = _open(self.directory, cleanup=cleanup)
 
     def _reload(self) -> None:
-        """Tells Orbax that steps have gone."""
+        """Tells Orbax, which remembers the steps that it has seen, that some have gone."""
         try:
             self._orbax.reload()
-        except Exception:
+        except Exception:  # of any kind: it reads all metadata again, and one of them may be damaged by now
             self._orbax.close()
             self._reopen()
 
     def _save_failed(self, error: Exception) -> MachineError:
+        # The unfinished copy would take the room that the next attempt needs.
         for left in self.directory.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(left, ignore_errors=True)
         return MachineError(
@@ -240,21 +247,21 @@ class CheckpointStore:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """The steps of a checkpoint directory, in order; empty when it does not exist."""
+    """Lists the steps of a checkpoint directory in order; empty when it does not exist."""
     if not directory.is_dir():
         return []
     return sorted(int(p.name) for p in directory.iterdir() if re.fullmatch(r"\d+", p.name) and p.is_dir())
 
 
 def read_record(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON saved with a step.
+    """Reads the JSON that was saved with a step.
 
     Raises:
-        CheckpointError: when it is not there.
+        CheckpointError: when it is missing or damaged.
     """
     try:
         meta = ocp.checkpointables_metadata(str(directory.absolute() / str(step))).custom_metadata
-    except Exception as error:
+    except Exception as error:  # Orbax raises whatever its many readers do
         raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
     if not isinstance(meta, dict) or "digests" not in meta:
         raise CheckpointError("its metadata is missing")
@@ -264,7 +271,7 @@ def read_record(directory: Path, step: int) -> dict[str, Any]:
 
 
 def _checksum(record: Mapping[str, Any]) -> int:
-    """Of everything else in the JSON that is saved with a step."""
+    """CRC-32 of everything else in the JSON that is saved with a step."""
     others = {name: value for name, value in record.items() if name != "checksum"}
     return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
@@ -281,10 +288,10 @@ def read_step(
 
     Args:
         directory: the checkpoint directory.
-        step: which one.
-        like: what to read, and onto which sharding.
+        step: its name there.
+        like: shape, dtype and sharding of the arrays to read.
         prefix: only arrays whose name begins so need to match `like`; the others are not read.
-        partial: leave out what the checkpoint lacks, instead of refusing it.
+        partial: leave out arrays that the checkpoint lacks, instead of refusing it.
 
     Raises:
         CheckpointError: when it is damaged.
@@ -295,6 +302,7 @@ def read_step(
     if partial:
         like = {name: x for name, x in like.items() if name in saved}
     _check_same_arrays(directory / str(step), saved, describe(like))
+    # A placeholder tells Orbax to leave an array on the disk.
     wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
     loaded = _together(lambda: _read_arrays(directory.absolute() / str(step), wanted))
     arrays = {name: loaded[name] for name in like}
@@ -313,7 +321,10 @@ def _read_arrays(path: Path, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _together(read: Callable[[], T]) -> T:
-    """What `read` returns, unless it fails in one of the processes: then none of them may use the checkpoint."""
+    """Returns the result of `read`, or raises in all processes if it fails in one of them.
+
+    Otherwise some would go back to an older checkpoint while the others go on from this one.
+    """
     result: Any = None
     problem = None
     try:
@@ -326,7 +337,7 @@ def _together(read: Callable[[], T]) -> T:
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> `float32[12,64]`."""
+    """Describes dtype and shape of each array, as `float32[12,64]`."""
     return {name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in arrays.items()}
 
 
@@ -349,10 +360,10 @@ def _check_same_arrays(where: Path, saved: Mapping[str, str], wanted: Mapping[st
 
 
 def root_cause(error: BaseException) -> str:
-    """The innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
+    """Finds the innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
     seen: set[BaseException] = {error}
     # A thread that raises the error of another once more can close the chain to a ring, and waiting a second time for
-    # a save that failed brings what was said of it the first time.
+    # a save that failed brings up the `MachineError` of the first time.
     while (inner := error.__cause__ or error.__context__) is not None:
         if inner in seen or isinstance(inner, MachineError):
             break
@@ -361,7 +372,7 @@ def root_cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "no space left on device"
     text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    # Tensorstore names the file first, and what is wrong last.
+    # TensorStore names the file first and the fault last, so the middle can go.
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
@@ -371,10 +382,12 @@ def _is_no_traceback(record: logging.LogRecord) -> bool:
 
 def _open(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
+    # Compressed, a save of 378 MB took 5.4 s instead of 0.7 s, and came out only 8 % smaller.
     context.array.saving.use_compression = False
     return ocp.training.Checkpointer(
         str(directory),
         context=context,
+        # `CheckpointStore` deletes by its own policy, by renaming first.
         preservation_policy=ocp.training.preservation_policies.PreserveAll(),  # pyright: ignore[reportArgumentType]
         cleanup_tmp_directories=cleanup,
     )

@@ -1,4 +1,4 @@
-"""Shuts the machine down when a command ends, however it ends: for machines that cost while they are idle."""
+"""Shutdown of the machine when a command ends, however it ends: for machines that cost while they are idle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _DEFAULT_SECONDS = 5.0
 
 
 def shut_down_at_exit(setting: bool | float) -> None:
-    """Arranges it for the end of this process.
+    """Arranges that the machine shuts down after this process.
 
     Args:
-        setting: as `trainer.shutdown_at_exit`: False: not; True: after five seconds; a number: after so many.
+        setting: the value of `trainer.shutdown_at_exit`. False: no shutdown; True: after 5 s; a number: after so many
+            seconds.
     """
     if setting is not False:
         atexit.register(_shut_down, _DEFAULT_SECONDS if setting is True else float(setting))
@@ -23,7 +24,9 @@ def shut_down_at_exit(setting: bool | float) -> None:
 def _shut_down(seconds: float) -> None:
     sys.stderr.write(f"trainer.shutdown_at_exit: this machine shuts down in {seconds:g} s\n")
     sys.stderr.flush()
+    # Time to press Ctrl-C, and for other handlers of the exit to finish.
     time.sleep(seconds)
+    # Without root, sudo may be allowed to; -n, because nobody is there to type a password.
     for command in (["shutdown", "-h", "now"], ["sudo", "-n", "shutdown", "-h", "now"]):
         try:
             if subprocess.run(command, check=False).returncode == 0:

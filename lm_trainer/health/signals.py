@@ -1,4 +1,4 @@
-"""What SIGTERM and SIGINT do: ask the training loop to stop between two steps, or end other long work."""
+"""Handlers of SIGTERM and SIGINT: they stop the training loop between two steps, or end other long work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lm_trainer.core.errors import Preempted
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class _Asked:
-    """While active, SIGTERM and SIGINT ask for an end; the second one ends the process at once with 128 + its number.
+class _Handlers:
+    """Handlers of SIGTERM and SIGINT while active; the second signal ends the process at once with 128 + its number.
 
     Attributes:
-        requested: the name of the signal that came; None if none did.
+        requested: the name of the first signal that came; None if none did.
     """
 
     def __init__(self) -> None:
@@ -36,18 +36,19 @@ class _Asked:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if self.requested:
+            # At once, without cleanup: whoever asks twice does not want to wait for a save that may hang.
             sys.stderr.flush()
             os._exit(128 + number)
         self.requested = signal.Signals(number).name
-        self._answer()
+        self._on_first()
 
-    def _answer(self) -> None:
-        """What the first signal does beyond being noted."""
+    def _on_first(self) -> None:
+        """Reacts to the first signal, which is recorded already."""
         raise NotImplementedError
 
 
-class StopRequest(_Asked):
-    """While active, the first signal sets `requested`; the second ends the process at once with 128 + its number.
+class StopRequest(_Handlers):
+    """Request to stop after the present step, for a loop that polls `requested`; a context manager.
 
     Before `arm` is called there is nothing to save, and the first signal ends the run by raising `Preempted`.
     """
@@ -57,22 +58,23 @@ class StopRequest(_Asked):
         self._armed = False
 
     def arm(self) -> None:
-        """From now on there is state that is worth saving."""
+        """Declares that from now on there is state that is worth saving."""
         self._armed = True
 
-    def _answer(self) -> None:
+    def _on_first(self) -> None:
         if not self._armed:
             raise preempted(self.requested, 0)
+        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
         os.write(2, f"\n{self.requested}: stopping after this step; once more stops at once\n".encode())
 
 
-class Interruption(_Asked):
-    """While active, SIGTERM and SIGINT end what goes on by an exception; the second ends the process at once.
+class Interruption(_Handlers):
+    """End, by an exception, of work that is no training; a context manager.
 
-    Python loses an exception that is raised while it collects garbage, which is why `requested` can be asked as well.
+    Python loses an exception that is raised while it collects garbage, so long work should also poll `came`.
 
     Args:
-        kept: what to tell the user of the work that was done.
+        kept: tells the user what remains of the work that was done.
     """
 
     def __init__(self, kept: str):
@@ -80,21 +82,21 @@ class Interruption(_Asked):
         self._kept = kept
 
     def came(self) -> bool:
-        """Whether a signal came."""
+        """Returns True once a signal has come."""
         return self.requested is not None
 
     def error(self) -> BaseException:
-        """What ends the work."""
+        """The exception that ends the work."""
         if self.requested == "SIGINT":
             return KeyboardInterrupt()
         return Preempted(f"stopped by {self.requested}; {self._kept}")
 
-    def _answer(self) -> None:
+    def _on_first(self) -> None:
         raise self.error()
 
 
 def preempted(signal: str | None, step: int) -> Preempted:
-    """What ends a run that a signal has stopped, here or in another process, after `step` steps."""
+    """The exception that ends a run after `step` steps, because of a signal to this process or another."""
     by = signal or "another process"
     if not step:
         return Preempted(f"stopped by {by} before the first step; there was nothing to save")

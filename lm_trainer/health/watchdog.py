@@ -1,4 +1,4 @@
-"""Notices that a run no longer gets on, and writes down where each of its threads stands."""
+"""Watchdog of a run: notices that it makes no progress, and writes down the stacks of all threads."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class WatchdogConfig(Config):
-    """What happens when a run hangs: on a dead mount, a lost machine, a deadlock."""
+    """Reaction to a run that hangs: on a dead mount, a lost machine, a deadlock."""
 
     timeout: Duration | None = timedelta(minutes=10)
-    """When a step, a batch, an evaluation or a checkpoint takes longer, say for what the run waits, and append the
-    stacks of all threads to RUN_DIR/stacks.txt; null: never. Compilation and the reading of data at the start are not
-    timed."""
+    """Longest time for a step, a batch, an evaluation or a checkpoint. After it the run says what it waits for, and
+    appends the stacks of all threads to RUN_DIR/stacks.txt; null: never. Compilation and the reading of data at the
+    start are not timed."""
     abort: bool = False
-    """End the process then, with exit code 75, so that a scheduler starts it again from its newest checkpoint."""
+    """Also end the process then, with exit code 75, so that a scheduler starts it again from its newest checkpoint."""
 
     @field_validator("timeout")
     @classmethod
@@ -40,15 +40,15 @@ class WatchdogConfig(Config):
 
 
 class Watchdog:
-    """Compares, in a thread of its own, for how long the run has waited for one thing; use it as a context manager.
+    """Timer, in a thread of its own, of the one thing that the run waits for; use it as a context manager.
 
     Time during which the process was stopped or the machine slept does not count.
 
     Args:
-        config: when to warn, and whether to abort.
-        directory: where the stacks go; where it cannot be written, they go to standard error.
+        config: the timeout, and whether to abort after the warning.
+        directory: takes the stacks; if it cannot be written, they go to standard error.
         clock: seconds that only grow.
-        exit: ends the process with an exit code.
+        exit: ends the process with an exit code. The default runs no cleanup, which could hang as well.
     """
 
     def __init__(
@@ -60,18 +60,20 @@ class Watchdog:
         exit: Callable[[int], object] = os._exit,
     ):
         self._timeout = None if config.timeout is None else config.timeout.total_seconds()
+        # Often enough that a warning is at most a quarter late, seldom enough to cost nothing.
         self._interval = min((self._timeout or 0.0) / 4, 10.0)
         self._abort, self._directory, self._clock, self._exit = config.abort, directory, clock, exit
-        # One tuple, so that the thread never sees half a change.
+        # One tuple, so that the thread never sees half a change; assigning it needs no lock.
         self._wait: tuple[str, float] | None = None
         self._reported: tuple[str, float] | None = None
-        self._looked = self._awake_since = clock()
+        self._checked = self._awake_since = clock()
         self._ended = threading.Event()
+        # A daemon: a run that ends by an exception must not wait for its watchdog.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         if self._timeout is not None:
-            self._looked = self._awake_since = self._clock()
+            self._checked = self._awake_since = self._clock()
             self._thread.start()
         return self
 
@@ -81,26 +83,27 @@ class Watchdog:
             self._thread.join()
 
     def arm(self, what: str) -> None:
-        """From now on the run waits for this."""
+        """Starts timing `what`, which the warning names, and stops timing the thing before it."""
         self._wait = (what, self._clock())
 
     def disarm(self) -> None:
-        """What comes now may take any time."""
+        """Stops timing: the next thing may take as long as it likes, such as a compilation."""
         self._wait = None
 
     def each(self, items: Iterable[T], what: str) -> Iterator[T]:
-        """The items, where the time for one of them and its use is measured."""
+        """Yields the items, and times each of them together with its use."""
         for item in items:
             self.arm(what)
             yield item
         self.arm(what)
 
     def check(self) -> None:
-        """Warns when the present wait is longer than the timeout, once for each wait."""
+        """Warns once for each thing that takes longer than the timeout."""
         now, wait = self._clock(), self._wait
-        if now - self._looked > 2 * self._interval + 1:
+        # A check this late means that the whole process stood still (SIGSTOP, suspend), not that the run hangs.
+        if now - self._checked > 2 * self._interval + 1:
             self._awake_since = now
-        self._looked = now
+        self._checked = now
         if wait is None or self._timeout is None or wait is self._reported:
             return
         age = now - max(wait[1], self._awake_since)
@@ -129,6 +132,7 @@ class Watchdog:
         try:
             with file.open("a", encoding="utf-8") as stream:
                 stream.write(f"=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')} process {os.getpid()}: {text}\n")
+                # `faulthandler` writes to the descriptor, past the buffer of the stream.
                 stream.flush()
                 faulthandler.dump_traceback(stream, all_threads=True)
         except OSError:
@@ -138,6 +142,6 @@ class Watchdog:
 
 
 def _write(descriptor: int, text: bytes) -> None:
-    """Past the buffers of a stream, whose lock a hanging thread may hold."""
+    """Writes past the buffers of a stream, whose lock a hanging thread may hold."""
     with contextlib.suppress(OSError):
         os.write(descriptor, text)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.supervise import Child, free_address, supervise
+from lm_trainer.launch.supervise import LocalProcess, free_address, supervise
 
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
@@ -22,30 +22,33 @@ def launch_local(
     write: Callable[[str], object],
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Starts `count` processes that find one another over loopback, and waits for them; see `supervise`.
+    """Starts `count` processes that find one another over loopback, and supervises them.
 
     Args:
         arguments: of Python, to train the run in one process.
-        count: how many processes.
-        devices_per_process: emulate so many CPU devices in each; None: the machine's GPUs are shared out, else each
-            process has one CPU device.
+        count: the number of processes.
+        devices_per_process: emulate so many CPU devices in each; None: the machine's GPUs are shared out, or, without
+            GPUs, each process has one CPU device.
         write: takes each line of output.
-        environ: what the processes inherit.
+        environ: inherited by the processes.
+
+    Returns:
+        The exit code, as `supervise`.
 
     Raises:
         UserError: when the processes cannot share the GPUs.
     """
     address = free_address()
     environments = process_environments(environ, count, devices_per_process)
-    children = [
-        Child([sys.executable, *arguments, *coordinates(address, count, index)], environment, os.getcwd())
+    processes = [
+        LocalProcess([sys.executable, *arguments, *coordinates(address, count, index)], environment, os.getcwd())
         for index, environment in enumerate(environments)
     ]
-    return supervise(children, write)
+    return supervise(processes, write)
 
 
 def coordinates(address: str, count: int, index: int) -> list[str]:
-    """The settings by which one process finds the others; none where there are no others."""
+    """The settings by which one process finds the others; none if there are no others."""
     if count == 1:
         return []
     section = "trainer.distributed"
@@ -62,14 +65,15 @@ def process_environments(
     """The environment of each process.
 
     Args:
-        environ: what all inherit.
-        count: how many processes.
+        environ: inherited by all.
+        count: the number of processes.
         devices_per_process: as for `launch_local`.
         gpus: those of this machine, by default those that `environ` and /dev name.
 
     Raises:
         UserError: when the processes cannot share the GPUs.
     """
+    # The output goes through a pipe, which Python would fill block by block, long after the fact.
     shared = {**environ, "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         return [{**shared, **emulation(environ, devices_per_process)} for _ in range(count)]
@@ -86,13 +90,17 @@ def process_environments(
 
 
 def emulation(environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """What makes JAX emulate so many devices on a CPU."""
+    """The environment variables that make JAX emulate so many devices on a CPU."""
+    # A flag that is set already, for example by a test run, would win over the variable.
     kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The names of the NVIDIA GPUs that a process started from here would use."""
+    """The names of the NVIDIA GPUs that a process started from here would use.
+
+    Read from the device files: asking JAX would open every GPU in this process, which needs none.
+    """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name for name in chosen.split(",") if name not in ("", "-1")]

@@ -1,4 +1,4 @@
-"""A run as a SLURM job: the batch script, and its submission."""
+"""A run as a SLURM job: its batch script, and the submission."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
 
 _LAST_SECONDS = 300
-"""How long a step may go on after its first process has ended."""
+"""Longest time in which the other processes of a job step may go on after the first has ended, to save and stop."""
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is asked of SLURM; what is None is left to the site's defaults.
+    """The request to SLURM; None leaves a setting to the site's defaults.
 
     Raises:
         UserError: when the processes do not spread equally over nodes, or GPUs over processes.
@@ -34,7 +34,7 @@ class SlurmJob:
     notice: int = 120
     """Seconds before the limit at which the processes are asked to save and stop."""
     requeue: bool = True
-    """Whether a stopped job is queued again, to go on where it was."""
+    """Queue a stopped job again, to go on where it was."""
     extra: tuple[str, ...] = ()
     """More options of sbatch, as `--mem=0`."""
 
@@ -59,9 +59,9 @@ def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
     """The script for sbatch.
 
     Args:
-        job: what is asked for.
-        command: what each process runs.
-        directory: where.
+        job: the request to SLURM.
+        command: run by each process.
+        directory: where it runs.
     """
     options = {
         "job-name": job.name,
@@ -78,12 +78,14 @@ def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
         "open-mode": "append",
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
+    # In either direction: the site may have set the other as its default.
     lines += ["--requeue" if job.requeue else "--no-requeue", *job.extra]
     again = f"""\
 if [ "$code" -eq {EXIT_PREEMPTED} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 """
+    # Since SLURM 22.05 srun does not inherit the number of cores from sbatch.
     cpus = "" if job.cpus_per_process is None else f"--cpus-per-task={job.cpus_per_process} "
     return (
         "#!/bin/bash\n"
@@ -101,13 +103,14 @@ code=$?
 
 
 def submit(script: str) -> str:
-    """Hands a script to sbatch and returns what sbatch says.
+    """Hands a script to sbatch and returns its answer.
 
     Raises:
-        UserError: where there is no SLURM, or SLURM refuses the job.
-        MachineError: where SLURM does not answer.
+        UserError: if there is no SLURM, or SLURM refuses the job.
+        MachineError: if SLURM does not answer.
     """
     try:
+        # The controller of a busy cluster may take a minute; one that is down would never answer.
         done = subprocess.run(["sbatch"], input=script, capture_output=True, text=True, timeout=120, check=False)
     except FileNotFoundError:
         raise UserError(

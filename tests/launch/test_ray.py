@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.launch.ray_cluster import RayJob, launch_on_ray
+from lm_trainer.launch.ray_actors import RayJob, launch_on_ray
 from tests.conftest import RunLmt, lmt_environment
 from tests.run.conftest import MakeConfig, make_config, text_files
 

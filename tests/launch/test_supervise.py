@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.launch.local import process_environments, visible_gpus
-from lm_trainer.launch.supervise import Child, Status, describe, supervise
+from lm_trainer.launch.supervise import LocalProcess, Status, describe_exit, supervise
 from tests.conftest import ROOT, lmt_environment
 
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -21,10 +21,10 @@ OBEDIENT = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: s
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
 
 
-def run(*programs: str, patience: float = 0.2) -> tuple[int, list[str]]:
+def run(*programs: str, grace_period: float = 0.2) -> tuple[int, list[str]]:
     lines: list[str] = []
-    children = [Child([sys.executable, "-c", program], os.environ, os.getcwd()) for program in programs]
-    return supervise(children, lines.append, patience=patience), lines
+    processes = [LocalProcess([sys.executable, "-c", program], os.environ, os.getcwd()) for program in programs]
+    return supervise(processes, lines.append, grace_period=grace_period), lines
 
 
 def test_output_carries_the_number_of_its_process() -> None:
@@ -50,7 +50,7 @@ def test_the_first_that_fails_is_named_and_takes_the_others_down(program: str, c
 
 
 def test_others_that_end_by_themselves_are_left_alone() -> None:
-    code, lines = run("raise SystemExit(1)", "import time; time.sleep(0.5)", patience=60)
+    code, lines = run("raise SystemExit(1)", "import time; time.sleep(0.5)", grace_period=60)
     assert code == 1
     assert not [line for line in lines if line.startswith("sending")]
 
@@ -68,14 +68,14 @@ class Seen:
         self._left -= 1
         return Status([], self._code if self._left <= 0 else None)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         self.received.append(number)
 
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(at: int) -> None:
     lines: list[str] = []
-    assert supervise([Seen(1, at=1), Seen(-signal.SIGKILL, at=at)], lines.append, patience=60) == 137
+    assert supervise([Seen(1, at=1), Seen(-signal.SIGKILL, at=at)], lines.append, grace_period=60) == 137
     assert lines == [
         "process 0 of 2 (somewhere) failed with exit code 1",
         "process 1 of 2 (somewhere) was killed by SIGKILL",
@@ -85,7 +85,7 @@ def test_a_killed_one_is_the_cause_though_the_failure_it_led_to_is_seen_first(at
 def test_one_that_was_told_to_end_is_not_the_cause() -> None:
     lines: list[str] = []
     told = Seen(-signal.SIGTERM, at=4)
-    assert supervise([Seen(1, at=1), told], lines.append, patience=0.0) == 1
+    assert supervise([Seen(1, at=1), told], lines.append, grace_period=0.0) == 1
     assert told.received[0] == signal.SIGTERM
     assert sum(line.startswith("process ") for line in lines) == 1
 
@@ -112,9 +112,9 @@ time.sleep(600)
         if sum(line.endswith("ready") for line in lines) == 2 and line.endswith("ready"):
             signal.raise_signal(signal.SIGINT)
 
-    children = [Child([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
+    processes = [LocalProcess([sys.executable, "-c", counting], os.environ, str(tmp_path)) for _ in range(2)]
     before = signal.getsignal(signal.SIGINT)
-    assert supervise(children, write) == 75
+    assert supervise(processes, write) == 75
     assert sorted(line for line in lines if "signal" in line) == ["[0] signal 2", "[1] signal 2"]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -125,8 +125,9 @@ def test_processes_are_asked_to_stop_when_their_parent_dies(tmp_path: Path) -> N
     program = OBEDIENT.replace("sys.exit(75)", f"open({str(done)!r}, 'w')")
     parent = f"""
 import os, sys
-from lm_trainer.launch.supervise import Child, supervise
-supervise([Child([sys.executable, "-c", {program!r}], os.environ, os.getcwd())], lambda line: print(line, flush=True))
+from lm_trainer.launch.supervise import LocalProcess, supervise
+process = LocalProcess([sys.executable, "-c", {program!r}], os.environ, os.getcwd())
+supervise([process], lambda line: print(line, flush=True))
 """
     process = subprocess.Popen([sys.executable, "-c", parent], env=lmt_environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -162,9 +163,9 @@ def test_emulated_devices_are_those_that_jax_sees() -> None:
 
 
 def test_how_ends_are_described() -> None:
-    assert describe(-9) == "was killed by SIGKILL"
-    assert describe(-99) == "was killed by signal 99"
-    assert describe(2) == "failed with exit code 2"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-99) == "was killed by signal 99"
+    assert describe_exit(2) == "failed with exit code 2"
 
 
 def test_modules_run_as_the_command_does() -> None:

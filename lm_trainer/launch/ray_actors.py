@@ -1,4 +1,4 @@
-"""The processes of a run on a Ray cluster that exists already."""
+"""The processes of a run as actors on a Ray cluster that exists already."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import join_cluster
 from lm_trainer.launch.local import coordinates, emulation
-from lm_trainer.launch.supervise import Child, Status, free_address, supervise
+from lm_trainer.launch.supervise import LocalProcess, Status, free_address, supervise
 
 _LOST = -9
-"""What an actor that died says of its process: it went with it."""
+"""The status of a process whose actor died: it was killed along with it (SIGKILL)."""
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What is asked of the cluster."""
+    """The request to the cluster."""
 
     processes: int
     address: str
@@ -33,15 +33,18 @@ class RayJob:
 
 
 def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], object]) -> int:
-    """Starts the processes of a run, each in an actor of its own, and waits for them; see `supervise`.
+    """Starts the processes of a run, each in an actor of its own, and supervises them.
 
     The nodes must have the package, and see the configuration, the data and the directories of the run under the same
     names.
 
     Args:
         arguments: of Python, to train the run in one process.
-        job: what is asked for.
+        job: the request to the cluster.
         write: takes each line of output.
+
+    Returns:
+        The exit code, as `supervise`.
 
     Raises:
         UserError: if Ray is not installed, there is no cluster, or it has no room in time.
@@ -49,6 +52,7 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
     ray = _connect(job.address)
     try:
         group = _reserve(ray, job)
+        # Never restarted: the processes of a run start together or not at all.
         options = {"num_cpus": job.cpus_per_process, "num_gpus": job.gpus_per_process, "max_restarts": 0}
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actors = [
@@ -57,12 +61,13 @@ def launch_on_ray(arguments: Sequence[str], job: RayJob, write: Callable[[str], 
             .remote()
             for index in range(job.processes)
         ]
+        # The coordinator listens on the node of process 0, whose ports only an actor there can know.
         address = ray.get(actors[0].address.remote())
         extra = {} if job.devices_per_process is None else emulation({}, job.devices_per_process)
         for index, actor in enumerate(actors):
             command = [*arguments, *coordinates(address, job.processes, index)]
             ray.get(actor.start.remote(command, extra, os.getcwd()))
-        return supervise([_Remote(ray, actor) for actor in actors], write)
+        return supervise([_RemoteProcess(ray, actor) for actor in actors], write)
     except ray.exceptions.RayError as error:
         raise MachineError(f"the Ray cluster failed: {error}") from None
     finally:
@@ -81,7 +86,7 @@ def _connect(address: str) -> Any:
 
 
 def _reserve(ray: Any, job: RayJob) -> Any:
-    """Room for all processes at once: some of them alone would wait for the others for ever."""
+    """Reserves room for all processes at once: some of them alone would wait for the others for ever."""
     need = {"CPU": job.cpus_per_process, "GPU": job.gpus_per_process}
     bundle = {name: amount for name, amount in need.items() if amount}
     group = ray.util.placement_group([bundle] * job.processes, strategy="PACK")
@@ -97,7 +102,7 @@ def _reserve(ray: Any, job: RayJob) -> Any:
 
 
 class _Worker:
-    """Runs one process where Ray has put it."""
+    """Actor that runs one process on the node where Ray has put it."""
 
     def address(self) -> str:
         import ray
@@ -106,22 +111,22 @@ class _Worker:
 
     def start(self, command: Sequence[str], extra: Mapping[str, str], directory: str) -> None:
         environ = {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
-        self._child = Child([sys.executable, *command], environ, directory)
+        self._process = LocalProcess([sys.executable, *command], environ, directory)
 
     def place(self) -> str:
         import ray
 
-        return f"host {ray.util.get_node_ip_address()}, {self._child.place}"
+        return f"host {ray.util.get_node_ip_address()}, {self._process.place}"
 
     def poll(self) -> Status:
-        return self._child.poll()
+        return self._process.poll()
 
-    def send(self, number: int) -> None:
-        self._child.send(number)
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
 
-class _Remote:
-    """A `_Worker` as a `Member`."""
+class _RemoteProcess:
+    """The `SupervisedProcess` of a `_Worker` on another node."""
 
     def __init__(self, ray: Any, actor: Any):
         self._ray, self._actor = ray, actor
@@ -133,8 +138,8 @@ class _Remote:
         except self._ray.exceptions.RayActorError:
             return Status([], _LOST)
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         try:
-            self._ray.get(self._actor.send.remote(number))
+            self._ray.get(self._actor.send_signal.remote(number))
         except self._ray.exceptions.RayActorError:
             return
