@@ -75,6 +75,7 @@ def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
         return None
     directory, step = locate(config.trainer.initialize_from)
     _check_same_function(directory, read_config(directory), config)
+    # A base that trains on would change the model below the adapter between two attempts.
     if (pinned := _recorded_step(store)) is not None:
         return Base(directory, pinned)
     return Base(directory, max(committed_steps(directory), default=None) if step is None else step)
@@ -88,7 +89,7 @@ def _recorded_step(store: CheckpointStore) -> int | None:
 
 
 def _check_same_function(where: Path, theirs: RunConfig, ours: RunConfig) -> None:
-    """An adapter is for what its base computes, whatever fits into the same shapes."""
+    """Refuses a base that computes something else, even where its parameters have the right shapes."""
     found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
     lines = [
         f"{key}: {found.get(key)} there, {wanted.get(key)} here"
@@ -103,7 +104,7 @@ def _check_same_function(where: Path, theirs: RunConfig, ours: RunConfig) -> Non
 
 
 def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
-    """What of a spec decides the results of a trained model, by dotted name."""
+    """The fields of a spec that decide the results of a trained model, by dotted name."""
     if dataclasses.is_dataclass(spec):
         parts = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     elif isinstance(spec, tuple):
@@ -130,6 +131,7 @@ def _check_same_model(where: Path, found: Mapping[str, Any], wanted: Mapping[str
 
 def frozen_digest(frozen: Mapping[str, Any]) -> str:
     """16 hex digits that two sets of frozen parameters share when they are equal, however they are sharded."""
+    # Of the digests, not of the arrays: those are computed where the shards are, and nothing is gathered.
     text = json.dumps(digests(frozen), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -181,12 +183,13 @@ def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
             f"{run} is an adapter for other weights than those that are now in {base_name(loaded.config)}; put back "
             f"the model that it was trained on"
         )
+    # Merged in the dtype that the base was trained beside, so that logits are those of the run.
     merged = merge({**base, **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nested_from_names(merged))
 
 
 def base_name(config: RunConfig) -> str:
-    """Where a run with an adapter says that its frozen model is."""
+    """The frozen model of a run with an adapter, as its configuration names it."""
     return config.trainer.initialize_from or source_name(config)
 
 

@@ -41,7 +41,7 @@ class EvalData(Protocol):
 
 @runtime_checkable
 class Growing(Protocol):
-    """Batches, or a held-out set, of which some may still be in the making."""
+    """Batches, or a held-out set, of which some may still be tokenised."""
 
     @property
     def growing(self) -> bool:
@@ -49,7 +49,7 @@ class Growing(Protocol):
         ...
 
     def missing(self) -> object | None:
-        """What the next batch waits for, in words; None if it is there.
+        """Describes the text that the next batch waits for; None if it is there.
 
         Raises:
             UserError: if it will not come.
@@ -81,7 +81,7 @@ def batches_from(program: Program, data: TrainData, step: int, num_train_steps: 
 
 
 class DataWait:
-    """Waits for data in the making, in all processes of a run alike, so that none is left alone in the next step.
+    """Waits for text that is being tokenised, in all processes of a run alike: none is left alone in the next step.
 
     Args:
         stop: ends the waiting.
@@ -94,7 +94,7 @@ class DataWait:
         self._stop, self._progress, self._watchdog, self._keep = stop, progress, watchdog, keep
 
     def wait(self, data: object, state: TrainState) -> bool:
-        """Returns when the next batch is there: whether data are in the making at all.
+        """Returns when the next batch is there: True while text is still being tokenised.
 
         Args:
             data: nothing is waited for unless it is `Growing`, in any process.
@@ -116,18 +116,20 @@ class DataWait:
                     self._watchdog.arm(f"tokenised data after step {state.step}")
                 time.sleep(_POLL_SECONDS)
         except UserError:
+            # The steps that were done are worth more than the data that do not come.
             if state.step:
                 self._keep(state)
             raise
         return True
 
     def _look(self, source: Growing | None, step: int) -> str | None:
-        """What is missing here, "" if only in another process; None if nothing is."""
+        """Describes the missing text, "" if it is missing only in another process; None if nothing is."""
         missing, failure = None, None
         try:
             missing = None if source is None else source.missing()
         except UserError as error:
             failure = error
+        # All processes decide by what any of them found, or one would go on into a step alone.
         flags = [missing is not None, failure is not None, bool(self._stop.requested)]
         waits, fails, stops = gather(np.asarray(flags, np.int32)).max(axis=0)
         if waits and stops:

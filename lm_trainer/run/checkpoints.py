@@ -51,7 +51,7 @@ class Checkpoints:
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
 
     def due(self, step: int) -> bool:
-        """Whether to save after `step` steps; by the clock of any process, so that all of them save the same steps."""
+        """True if a checkpoint is due after `step` steps, by the clock of any process: all save the same steps."""
         return any_process(self._store.due(step))
 
     def save(self, state: TrainState) -> None:
@@ -133,7 +133,7 @@ def resumed_state(restored: Restored, program: Program, init: Callable[[], Train
 
 
 def _exports_others(program: Program) -> bool:
-    """Whether the weights to export are others than those that are trained."""
+    """True if the weights to export are others than those that are trained."""
     return program.averages or program.averages_by_itself
 
 

@@ -31,11 +31,11 @@ class RunConfig(Config):
     )
 
     model: Numeric[AnyModel] = Gpt2Config()
-    """What is trained: a family of models and its sizes."""
+    """The model that is trained: a family and its sizes."""
     data: Numeric[DataConfig] = DataConfig()
     trainer: Numeric[TrainerConfig] = TrainerConfig()
     optimizer: Numeric[AnyOptimizer] = AdamConfig()
-    """How gradients become new weights, and the learning rate over time."""
+    """The rule that turns gradients into new weights, and the learning rate over time."""
     adapter: Numeric[AnyAdapter | None] = None
     """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
 
@@ -87,7 +87,7 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _microbatches_can_be_cut(self) -> RunConfig:
+    def _microbatches_fit_mesh(self) -> RunConfig:
         plan = self.trainer.resolve()
         sizes = plan.mesh_shape._asdict()
         # Which model it is, is not known yet where config.json tells.
@@ -158,7 +158,7 @@ def changed_keys(
 
 
 def _came_or_went(key: str, old: Mapping[str, Any], new: Mapping[str, Any], config: Config) -> bool:
-    """Whether the code alone made the difference: a key that is new and has its default, or that is operational now."""
+    """True if the code alone made the difference: a key that is new and has its default, or that is operational now."""
     field = type(config).model_fields.get(key)
     if field is None or (key in old and key in new):
         return False

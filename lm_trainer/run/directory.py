@@ -1,4 +1,4 @@
-"""The directory of a run: what was asked for, on what it ran, what came out; held by one process at a time."""
+"""The directory of a run: its configuration, environment and results; held by one process at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_id(config: RunConfig, config_name: str) -> str:
 
 
 def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
-    """Where the checkpoints of the run `name` lie."""
+    """The directory of the checkpoints of the run `name`."""
     base = Path(trainer.checkpointer.base_path)
     return base / name if trainer.checkpointer.append_run_id_to_base_path else base
 
@@ -65,6 +65,7 @@ class RunDirectory:
         self._locks = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
+        # The others wait: what they read in the directory is complete, or the first process has raised.
         if is_lead():
             self._hold()
         wait_for_all("run directory")
@@ -95,6 +96,7 @@ class RunDirectory:
                 + "\nSet trainer.id to another name to start a new run, undo these changes to resume this one, or go "
                 "on with them by --allow-config-change, which is written down in the run's records"
             )
+        # A change is written with the first step under it; until then the files describe the steps that are there.
         if not self._differences:
             self._write(before.get("changes", []))
 
@@ -125,6 +127,7 @@ class RunDirectory:
         """With how many threads to compute on a CPU: as the configuration says, or as when the run was last worked on;
         None where neither says so.
         """
+        # XLA on a CPU cuts sums by its number of threads: a resume with as many gives the same bits.
         attempts = [] if trainer.determinism == "fast" else self._attempts()
         return threads_again(trainer, attempts[-1] if attempts else {})
 
@@ -173,6 +176,7 @@ class RunDirectory:
 @contextlib.contextmanager
 def _lock(directory: Path) -> Any:
     """An advisory lock that ends with the process, however it ends."""
+    # flock, since the system lets go of it even when the process is killed; a lock file would be left behind.
     with (directory / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

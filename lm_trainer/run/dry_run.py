@@ -14,7 +14,9 @@ from lm_trainer.run.vocabulary import find_vocabulary
 
 
 def dry_run(config: RunConfig, *, name: str) -> list[str]:
-    """What `train` would do, as lines of text; writes nothing, reads no data, allocates nothing on the devices.
+    """Describes the run that `train` would start, in lines of text.
+
+    Writes nothing, reads no data, allocates nothing on the devices.
 
     Raises:
         UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit.

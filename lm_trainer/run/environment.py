@@ -1,4 +1,4 @@
-"""On what a run is computed, as far as it may decide bits, and how two attempts differ in it."""
+"""Runtime environment of a run, and its differences between two attempts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$
 
 
 def environment() -> dict[str, Any]:
-    """What may matter to someone who wants to reproduce the run, without host name, user or environment variables."""
+    """Describes all that may matter for a reproduction of the run; no host name, user or environment variables."""
     import jax
 
     return {
@@ -62,6 +62,7 @@ def _git_commit() -> str | None:
 
 def _code_hash() -> str:
     """Of the source of this package, which tells apart what one commit with changes does not."""
+    # A checkout with changes has one commit for many states of the code.
     here, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(here.rglob("*.py")):
         digest.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())
@@ -69,7 +70,7 @@ def _code_hash() -> str:
 
 
 def notes_on_start(now: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
-    """What to say of the first attempt of a run."""
+    """Notes on the first attempt of a run."""
     threads = now.get("cpu_threads")
     if trainer.determinism == "fast" or trainer.cpu_threads or not threads or threads <= now["cores"]:
         return []
@@ -80,7 +81,7 @@ def notes_on_start(now: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
 
 
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path) -> list[str]:
-    """What to say of an attempt that goes on where another one stopped."""
+    """Notes on an attempt that goes on where another one stopped."""
     notes = []
     if changed := environment_differences(before, now):
         notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
@@ -101,7 +102,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path)
 
 
 def environment_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What may give other bits and differs between two entries of env.json, as `NAME: OLD -> NEW`.
+    """Lists the differences of two entries of env.json that may give other bits, as `NAME: OLD -> NEW`.
 
     How many devices there are gives none, and of the packages only those that compute count.
     """

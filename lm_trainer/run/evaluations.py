@@ -34,7 +34,7 @@ class Evaluations:
         self._sets = sets
 
     def due(self, step: int) -> bool:
-        """Whether to evaluate after `step` steps."""
+        """True if an evaluation is due after `step` steps."""
         return is_due(self._every, step)
 
     def run(self, state: TrainState) -> None:

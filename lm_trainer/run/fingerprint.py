@@ -22,6 +22,7 @@ def link(chain: str, step: int, loss: float, grad_norm: float) -> str:
         loss: a float32 value; every NaN counts as the same.
         grad_norm: likewise.
     """
+    # NaN has many bit patterns, and which one comes out differs between processors.
     bits = b"".join(b"nan " if math.isnan(x) else struct.pack("<f", x) for x in (loss, grad_norm))
     return _digest(chain.encode() + struct.pack("<q", step) + bits)
 

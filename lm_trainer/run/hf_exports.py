@@ -76,7 +76,7 @@ class HfExports:
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
     def due(self, step: int) -> bool:
-        """Whether to export after `step` steps."""
+        """True if an export is due after `step` steps."""
         return is_due(self.config.hf_save_steps, step)
 
     def save(self, info: StepInfo, program: Program, metrics: MetricLogger) -> None:
@@ -91,6 +91,7 @@ class HfExports:
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter(name)}
         params = to_host(weights, keep=is_lead())
+        # Only now: gathering is a collective, in which every process takes part.
         if not is_lead():
             return
         out = self.directory / f"step-{info.step}"

@@ -1,4 +1,4 @@
-"""What `lmt export-hf` and `lmt import-hf` do."""
+"""Export to Hugging Face's layout and import from it: `lmt export-hf` and `lmt import-hf`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fetch_model(source: str, *, tokenizer: Path | None = None, revision: str | N
 
 
 def fetch_directory(source: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Where a model in Hugging Face's layout lies: the path itself, or the local copy of a model on the hub.
+    """The directory of a model in Hugging Face's layout: the path itself, or the local copy of a model on the hub.
 
     Without `weights` only config.json is there for sure.
 

@@ -51,7 +51,7 @@ When = int | Sequence[int]
 
 
 def is_due(every: When, step: int) -> bool:
-    """Whether something that happens `every` so many steps happens after `step` steps."""
+    """True if something that happens `every` so many steps happens after `step` steps."""
     return step % every == 0 if isinstance(every, int) else step in every
 
 

@@ -133,8 +133,8 @@ ORIGINS: tuple[Callable[[Request], TrainState | None], ...] = (
     initialize_from,
     given_or_seed,
 )
-"""Where weights come from, the first that is there. A run that was begun goes on; what its configuration names to start
-from matters only until it has a checkpoint of its own."""
+"""The origins of weights in their order; the first that is there is taken. A run that was begun goes on: the start that
+its configuration names matters only until it has a checkpoint of its own."""
 
 
 def _resume(request: Request, restored: Restored) -> TrainState:

@@ -54,7 +54,7 @@ class LoopParts:
     watchdog: Watchdog
     progress: Progress
     records: bool
-    """Whether metrics are logged and checkpoints saved."""
+    """True if metrics are logged and checkpoints saved."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class LoopOptions:
     hooks: Hooks = field(default_factory=Hooks)
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
-    """Whether metrics are logged and checkpoints saved."""
+    """True if metrics are logged and checkpoints saved."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
     config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
     with ExitStack() as stack:
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step)))
+        tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, program.sharding, program.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
@@ -131,15 +132,13 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
 
 def _open_trackers(attempt: Attempt, step: int) -> Composite:
     directory = attempt.directory
-    tracker = open_trackers(
+    return open_trackers(
         attempt.config.trackers,
         run_dir=directory.path,
         run_id=directory.name,
         resume_step=step,
         process_index=jax.process_index(),
     )
-    tracker.log_config(directory.config.model_dump(mode="json"))
-    return tracker
 
 
 def _meter(config: TrainerConfig, program: Program, flops_per_token: float) -> Meter:

@@ -1,4 +1,4 @@
-"""What a step leaves behind: metrics for the trackers, a line for the person, a verdict on non-finite numbers."""
+"""Metrics of a run: read one step late, sent to the trackers and the terminal, and checked to be finite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = ("loss", "grad_norm", "tokens")
 
 
 class _Pending(NamedTuple):
-    """What is kept of a step: not its state, which the next step consumes."""
+    """A step whose metrics are not read yet; without its state, which the next step consumes."""
 
     step: int
     metrics: Mapping[str, jax.Array]
@@ -35,7 +35,7 @@ class _Pending(NamedTuple):
     total_tokens: int
     loading: float
     done: Future[float]
-    """When it was done, in seconds of `time.perf_counter`."""
+    """The time at which it was done, in seconds of `time.perf_counter`."""
 
 
 class MetricLogger:
@@ -69,6 +69,7 @@ class MetricLogger:
 
     def step_done(self, info: StepInfo) -> None:
         """Takes a step that was just enqueued, and records the one before."""
+        # One step late: the devices have the next step in their queue while the host waits for this one.
         self.flush()
         self._pending = _Pending(
             info.step,
@@ -92,12 +93,14 @@ class MetricLogger:
         values = {name: scalar(x) for name, x in pending.metrics.items()}
         speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
         self.train_loss = values["loss"]
+        # Before anything can fail: the chain covers every step that was applied.
         self.chain = link(self.chain, pending.step, values["loss"], values["grad_norm"])
         metrics = {
             **step_metrics(values, pending.learning_rate),
             "throughput/total_tokens": pending.total_tokens,
             **speed,
         }
+        # The last step and a bad one are always written, however seldom the others are.
         last = pending.step == self._config.num_train_steps
         if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
             self._trackers.log(metrics, step=pending.step)
@@ -160,11 +163,11 @@ def _when_done(x: jax.Array) -> float:
 
 
 def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str, float]:
-    """What is recorded of a step and is the same whenever and wherever it is computed.
+    """The metrics of a step that are the same whenever and wherever it is computed, by the name they are logged under.
 
     Args:
-        values: what the step returned.
-        learning_rate: what it was given.
+        values: the scalars that the step returned.
+        learning_rate: of the step.
     """
     return {
         "train/loss": values["loss"],
@@ -176,7 +179,7 @@ def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str,
 
 
 def _metric_name(name: str) -> str:
-    """What the loss function reports is of training; what the optimizer reports says so itself."""
+    """Metrics of the loss function belong to training; those of the optimizer carry their group in their name."""
     return name if "/" in name else f"train/{name}"
 
 

@@ -21,7 +21,7 @@ INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
 """Folded into the key of the seed, so that no two uses of it draw the same numbers."""
 
 Selection = bool | Mapping[str, bool] | Callable[[str], bool]
-"""Which parameters, by dotted name; a name that a mapping lacks is not among them."""
+"""A choice of parameters by dotted name; a name that a mapping lacks is not chosen."""
 
 
 def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
@@ -44,6 +44,7 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
     """A model with the parameter dtype of the precision policy; see `ModelDef.trace`."""
 
+    # Cast inside the traced function: under jit no array of the wider dtype is ever allocated.
     def cast() -> nnx.Module:
         model = build()
         for _, variable in nnx.iter_graph(model):

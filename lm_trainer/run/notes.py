@@ -46,6 +46,7 @@ def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     axes = [axis for axis in names if mesh.shape[axis] > 1]
     if not axes:
         return None
+    # Devices along an axis that shards nothing compute the same, and nobody notices but the bill.
     if "model" in axes and not any("model" in over for over in trainer.resolve().compute_rules.values()):
         return (
             f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "

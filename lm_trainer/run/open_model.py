@@ -1,4 +1,4 @@
-"""A model to export or to sample from, wherever it lies."""
+"""Models to export or to sample from: of a run, or in Hugging Face's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration means for each parameter of its model; needs neither data nor accelerators."""
+"""Settings of the optimizer by parameter; found without data or accelerators."""
 
 from __future__ import annotations
 

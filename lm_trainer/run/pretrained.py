@@ -1,4 +1,4 @@
-"""Training on from a Hugging Face checkpoint: found, compared with the run, and read straight to the devices."""
+"""Hugging Face checkpoints to start from: found, compared with the run, and read straight to the devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lm_trainer.step.state import ModelDef, Params
 
 @dataclass(frozen=True)
 class HfStart:
-    """Where a run begins that goes on from a Hugging Face checkpoint."""
+    """The beginning of a run that goes on from a Hugging Face checkpoint."""
 
     config: RunConfig
     """The run, with the model section as it is used."""
@@ -63,7 +63,7 @@ class HfStart:
 
 
 def find_start(config: RunConfig, run: str) -> HfStart | None:
-    """Where the run begins, and what of it follows from there; None where it has nothing to do with Hugging Face.
+    """Finds the Hugging Face checkpoint that a run begins from, and the model section that follows; None without one.
 
     Whatever does not fit is found here, before text is tokenised and anything large is read.
 
@@ -77,6 +77,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
         return own
     source = HfCheckpoint.open(config)
     section, notes = _section(config, source.directory, source.config, source.vocab_size)
+    # Only headers are read: a missing tensor is named before text is tokenised.
     source.plan(section)
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
@@ -146,7 +147,7 @@ class HfCheckpoint:
     """As the user wrote it."""
     directory: Path
     config: DecoderConfig
-    """What config.json says."""
+    """The model section that config.json describes."""
     vocab_size: int
     weights: Weights
 
@@ -182,7 +183,7 @@ class HfCheckpoint:
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
     def plan(self, model: DecoderConfig) -> hf.StoredModel:
-        """Where every parameter of the model is in the files.
+        """Finds every parameter of the model in the files.
 
         Raises:
             UserError: for missing, unknown and misshapen tensors and those of dtypes that cannot be read exactly.
@@ -205,6 +206,7 @@ class HfCheckpoint:
             MachineError: when a file cannot be read any more.
         """
         stored = self.plan(model)
+        # Files of tied models may hold the tensor twice; copies that differ would be two models.
         for copy, first in stored.repeated.items():
             self._check_equal(copy, first)
         return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
@@ -223,6 +225,7 @@ class HfCheckpoint:
 
     def _check_equal(self, copy: str, first: str) -> None:
         rows, *others = self.weights.shape(first)
+        # A few rows at a time: the embedding of a large model does not fit into the host twice.
         step = max(1, HOST_BYTES // (4 * int(np.prod(others))))
         for start in range(0, rows, step):
             region = (slice(start, min(start + step, rows)),)

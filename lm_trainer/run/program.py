@@ -1,4 +1,4 @@
-"""From a configuration to what runs: the model, its param_sharding on the devices, the compiled step."""
+"""The program of a run: model, shardings, step and evaluation, planned from a configuration."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Program:
     schedule: Schedule
     """The learning rate of the step after so many steps."""
     averages: bool
-    """Whether the state has averaged weights."""
+    """True if the state has averaged weights."""
     freezes: bool
-    """Whether some parameters are not trained."""
+    """True if some parameters are not trained."""
 
     @property
     def averages_by_itself(self) -> bool:
-        """Whether the optimizer means other weights than those that it updates."""
+        """True if the optimizer evaluates other weights than those that it updates."""
         return type(self.optimizer).eval_params is not OptimizerConfig.eval_params
 
     def init(self) -> TrainState:
@@ -89,6 +89,7 @@ class Program:
         storage = self.sharding.storage
         params = self.model.load(self.model.shapes, storage)
         if others := {name: sharding for name, sharding in storage.items() if name not in params}:
+            # Under jit with shardings: no device holds an unsharded copy, and bits are those of a fresh state.
             fresh = jax.jit(lambda: {n: x for n, x in self.model.init().items() if n in others}, out_shardings=others)
             params = {**params, **fresh()}
         return self.from_weights(params)
@@ -116,7 +117,7 @@ class Program:
         return state_from_params(params, self.tx, self.sharding, averaged=self.averages)
 
     def weights(self, state: TrainState) -> dict[str, Params]:
-        """What to evaluate and export: the model as the optimizer means it under "", averaged weights by their name.
+        """The sets of weights to evaluate: those that the optimizer means under "", averaged weights by their name.
 
         The last entry is the one to export. Parameters that are not trained are among them.
         """
@@ -172,12 +173,14 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         mesh,
         param_rules=plan.param_rules,
         compute_rules=plan.compute_rules,
+        # No batch may ever be split into more shards than this, so that sums have one order for the whole run.
         max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
     tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
     sharding = plan_state_sharding(trained, tx, param_shardings, mesh)
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, plan.policy.compute_dtype))
+    # Not the key of the initial weights: another use of the seed must not draw the same numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
     parts = {"sharding": sharding, "plans": plan.microbatches, "key": key}
     if trainer.determinism == "fast":

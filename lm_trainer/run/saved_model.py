@@ -52,7 +52,7 @@ class LoadedModel:
     name: str
     """The run's id, or the name of the directory."""
     record: Mapping[str, Any]
-    """What else was saved: `train_loss` and `eval_losses` where they are known."""
+    """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
 
 
 def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
@@ -201,6 +201,7 @@ def write_model(
     shutil.rmtree(draft, ignore_errors=True)
     try:
         store = CheckpointStore(draft, CheckpointerConfig())
+        # Beside its place and renamed: a directory that is there is complete.
         arrays = {PARAMS + name: jax.numpy.asarray(x) for name, x in named_leaves(dict(params)).items()}
         store.save(0, arrays, {"vocab_size": vocab_size})
         store.close()

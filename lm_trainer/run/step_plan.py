@@ -21,9 +21,9 @@ class StepPlan:
     batch_schedule: BatchSchedule
     """Rows in the global batch of each step."""
     microbatches: Piecewise[MicrobatchPlan]
-    """How the global batch of each step is split for computation."""
+    """The split of the global batch of each step into microbatches."""
     evaluation: MicrobatchPlan
-    """The same for a batch of evaluation: as many microbatches as the largest batch of training has."""
+    """The split of a batch of evaluation: as many microbatches as the largest batch of training has."""
     mesh_shape: MeshShape
     """The mesh axes whose sizes are set; the data axis takes the devices that remain."""
     param_rules: AxisRules

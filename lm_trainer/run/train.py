@@ -178,6 +178,7 @@ def _place_state(
     if pretrained is not None:
         model = pretrained.attach(model)
     _describe(config, model, data, attempt.progress)
+    # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
         data.tokenizer.save(attempt.directory.checkpoints / "tokenizer")
     facts: dict[str, Any] = {"vocab_size": vocab_size}

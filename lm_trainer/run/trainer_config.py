@@ -75,7 +75,7 @@ class TrainerConfig(Config):
     (emulated) devices: write that number to get the same bits on 1 to so many of them, on any number of cores."""
 
     num_train_steps: Numeric[PositiveInt] = 400_000
-    """How many optimizer steps to run."""
+    """Optimizer steps of the whole run."""
     train_batch_size: Numeric[IntSchedule] = 512
     """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
     value: 128}]`."""
@@ -88,8 +88,8 @@ class TrainerConfig(Config):
     """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
     that the run can ever use."""
     allow_nondivisible_batch_size: Numeric[bool] = False
-    """Fill up a batch that cannot be cut into equal microbatches with rows that count for nothing, instead of refusing
-    it. They cost computation."""
+    """Fill up a batch that cannot be split into equal microbatches with rows that count for nothing, instead of
+    refusing it. They cost computation."""
     model_averaging: Numeric[AnyAveraging | None] = None
     """Keep an average of the weights as well, which is evaluated beside them and exported."""
 
@@ -106,15 +106,15 @@ class TrainerConfig(Config):
     log_dir: Operational[str] = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
     tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
-    """Where metrics go besides metrics.jsonl: one tracker or a list. A block without `type` is one of wandb."""
+    """Trackers besides metrics.jsonl: one or a list. A block without `type` is one of wandb."""
     watch: Operational[WatchConfig] = WatchConfig()
     profiler: Operational[bool] = False
     """Record a trace of some steps, for TensorBoard's profiler: `tensorboard --logdir` on the run directory shows it
     with the package tensorboard-plugin-profile."""
     profiler_start_step: Operational[NonNegativeInt] = 5
-    """How many steps are done when the trace begins; a few, so that nothing is compiled in it."""
+    """Steps that are done when the trace begins; a few, so that nothing is compiled in it."""
     profiler_num_steps: Operational[PositiveInt] = 100
-    """How many steps are traced."""
+    """Steps that are traced."""
     profiler_perfetto_link: Operational[bool] = False
     """After the trace, print a link to the Perfetto viewer and wait until it has been opened."""
     log_jaxprs: Operational[bool] = True
@@ -135,14 +135,15 @@ class TrainerConfig(Config):
     initialize_from: Numeric[str | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: Operational[bool] = False
-    """Where a checkpoint lacks parameters of the model, start those afresh and name them, instead of refusing it."""
+    """Start parameters of the model that a checkpoint lacks afresh and name them, instead of refusing it."""
 
     batch_axis: Operational[str] = "batch"
-    """The logical axis that is cut over all devices for data parallelism."""
+    """The logical axis that is sharded over all devices for data parallelism."""
     fsdp_axis: Operational[str | tuple[str, ...] | None] = "embed"
-    """Logical axes along which parameters and optimizer state are cut over the data axis of the mesh at rest."""
+    """Logical axes along which parameters and optimizer state are sharded over the data axis of the mesh between
+    steps."""
     tensor_parallel_axes: Numeric[tuple[str, ...] | None] = None
-    """Logical axes that are cut over the model axis of the mesh."""
+    """Logical axes that are sharded over the model axis of the mesh."""
     axis_resources: Annotated[Resources, numeric_part(_over_model_axis)] = {}
     """Logical axis to mesh axis or axes, for the state at rest and for computation."""
     parameter_axis_resources: Operational[Resources] = {}
@@ -152,7 +153,7 @@ class TrainerConfig(Config):
     model_axis_size: Numeric[PositiveInt] = 1
     """Devices that share one copy of the model by tensor parallelism."""
     context_axis_size: Numeric[PositiveInt] = 1
-    """Devices that share the positions of each row: sequence length and activations are cut, keys and values are
+    """Devices that share the positions of each row: sequence length and activations are sharded, keys and values are
     gathered for attention."""
     expert_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the experts of each layer, and the rows of a microbatch."""
@@ -169,8 +170,8 @@ class TrainerConfig(Config):
     jax_config: Annotated[dict[str, JsonValue], numeric_part(_numeric_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[str | None] = None
-    """Where compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache
-    directory."""
+    """Directory in which compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's
+    cache directory."""
     distributed: Operational[DistributedConfig] = DistributedConfig()
     ray: Operational[RayConfig] = RayConfig()
     require_accelerator: Operational[bool | None] = None
@@ -283,7 +284,7 @@ class TrainerConfig(Config):
         )
 
     def _cut_axes(self) -> dict[str, tuple[str, ...]]:
-        """The logical axes that `pipeline_axis_size` and `expert_axis_size` cut, with their mesh axes."""
+        """The logical axes that `pipeline_axis_size` and `expert_axis_size` shard, with their mesh axes."""
         sizes = self._mesh_shape()._asdict()
         return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
 
@@ -295,7 +296,7 @@ class TrainerConfig(Config):
         return {"batch": BATCH_AXES, **tensor, **shared, **own, **self._cut_axes()}
 
     def _param_rules(self) -> dict[str, tuple[str, ...]]:
-        """Logical axis to mesh axes for the state at rest."""
+        """Logical axis to mesh axes for the state in storage."""
         tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)

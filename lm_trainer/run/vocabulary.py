@@ -1,4 +1,4 @@
-"""How many rows the token embedding of a run will have, as far as this machine can tell before there is data."""
+"""Rows of a run's token embedding, as far as this machine can tell before there is data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Vocabulary(NamedTuple):
 
     rows: int
     note: str | None = None
-    """Why these were assumed; None where they are known."""
+    """The reason why these were assumed; None where they are known."""
 
 
 def find_vocabulary(config: RunConfig) -> Vocabulary:
