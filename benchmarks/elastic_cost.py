@@ -86,6 +86,8 @@ def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     """All kinds on some devices, in turn."""
+    import jax
+
     from lm_trainer.profile.collectives import bytes_sent
     from lm_trainer.profile.workload import random_batch
 
@@ -102,7 +104,9 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
             seconds[kind].append(runs[kind]())
     costs = {}
     for kind, program in programs.items():
-        parts = program.step.programs(random_batch(size.batch, size.seq_len, VOCAB))
+        step = program.step
+        phases = step.phases(random_batch(size.batch, size.seq_len, VOCAB), step.plans.at(0), jax.default_backend())
+        parts = {phase.program.name: phase.program.compile() for phase in phases}
         sent: dict[str, float] = {}
         for executable in parts.values():
             for name, count in bytes_sent(executable.hlo()).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ import jax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.parallel.ordered_sum import most_held
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import Program, build_program
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.phases import Phase, Size
 from lm_trainer.step.state import abstract_state
 
 
@@ -57,8 +56,8 @@ class ProgramBytes:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """What a device holds at the same time while one kind of program runs."""
+class PhaseBytes:
+    """The memory that a device holds during one phase of a step."""
 
     name: str
     parts: Mapping[str, int]
@@ -76,11 +75,11 @@ class MemoryPlan:
 
     state: Mapping[str, int]
     """What lies there between steps, name -> bytes: exactly, from shapes and shardings."""
-    phases: tuple[Phase, ...]
+    phases: tuple[PhaseBytes, ...]
     """In the order in which they run."""
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> PhaseBytes:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
@@ -121,15 +120,15 @@ class StepMemory:
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any], platform: str):
-        self.config, self._vocab_size, self._devices = config, vocab_size, devices
+        self.config, self._vocab_size, self._devices, self._platform = config, vocab_size, devices, platform
         self.program = build_program(config, vocab_size, devices)
-        mesh = self.program.sharding.mesh
-        self._at_once = programs_at_once(platform, batch_shards(mesh), mesh.size // batch_shards(mesh))
         self.state = state_bytes(self.program)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
-        compiled = self.program.step.state_programs()
-        self._state_programs = {name: ProgramBytes.of(program) for name, program in compiled.items()}
+        self._fixed = compile_programs(self._phases(self.largest_step()), grows=False)
         self._elastic = config.trainer.determinism == "elastic"
+
+    def _phases(self, plan: MicrobatchPlan) -> list[Phase]:
+        return [*self.program.step.phases(self._batch, plan, self._platform)]
 
     def compile(self, rows: int | None = None) -> dict[str, ProgramBytes]:
         """The programs whose memory grows with the rows, by name.
@@ -145,9 +144,8 @@ class StepMemory:
             trainer |= {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1}
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         step = build_program(config, self._vocab_size, devices).step
-        largest = max(range(len(step.plans.values)), key=lambda i: _weight(step.plans.values[i]))
-        compiled = step.batch_programs(self._batch, step.plans.starts[largest])
-        return {name: ProgramBytes.of(program) for name, program in compiled.items()}
+        largest = max(step.plans.values, key=_weight)
+        return compile_programs(step.phases(self._batch, largest, self._platform), grows=True)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The batch that takes most memory, of those that the run has over its steps; `rows` as for `compile`."""
@@ -159,70 +157,46 @@ class StepMemory:
     def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
         """The memory of a step with these programs, which `compile(rows)` gave."""
         plan = self.largest_step(rows)
-        per_shard = plan.per_shard(self.program.sharding.mesh)
-        batch = per_shard * plan.rows * sum(x.nbytes for x in self._batch)
+        batch = plan.per_shard(self.program.sharding.mesh) * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
-        if self._elastic:
-            return MemoryPlan(self.state, tuple(self._elastic_phases(held, programs, per_shard)))
-        return MemoryPlan(self.state, tuple(self._fast_phases(held, programs)))
-
-    def _elastic_phases(
-        self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes], per_shard: int
-    ) -> Sequence[Phase]:
-        """Follows `ElasticStep.__call__`: what each program finds, and what it adds.
-
-        `per_shard` is how many microbatches a device computes.
-        """
-        running = min(self._at_once, per_shard)
-        trees = most_held(per_shard) + running - 1
-        fixed, phases, gathered = self._state_programs, [], "gathered parameters"
-        if (gather := fixed.get("gather")) is not None:
-            held = {**held, gathered: gather.outputs}
-            phases.append(Phase("gather", {**held, "temporary": gather.temporary}))
-        reduction = fixed["reduction"]
-        for name, program in programs.items():
-            phase, sums = _SUMMED[name]
-            phases.append(
-                Phase(phase, {**held, sums: trees * program.outputs, "temporary": running * program.temporary})
-            )
-            both = reduction.arguments + reduction.new
-            phases.append(Phase("reduction", {**held, sums: both, "temporary": reduction.temporary}))
-            held = {**held, sums: reduction.outputs}
-        held = {name: size for name, size in held.items() if name != gathered}
-        phases.append(Phase("norm", {**held, "temporary": fixed["norm"].temporary}))
-        return [*phases, *self._update_phases(held)]
-
-    def _update_phases(self, held: Mapping[str, int]) -> Sequence[Phase]:
-        """Where the update is not cut, its arguments live twice until its results are cut again."""
-        fixed, phases = self._state_programs, []
-        whole, update, after = fixed.get("update_gather"), fixed["update"], 0
-        if whole is not None:
-            phases.append(Phase("update: gather", {**held, "whole": whole.outputs, "temporary": whole.temporary}))
-        inside = {**held, "whole": whole.outputs} if whole is not None else held
-        phases.append(Phase("update", {**inside, "new state": update.new, "temporary": update.temporary}))
-        if (scatter := fixed.get("update_scatter")) is not None:
-            added = {"new state": update.new + scatter.new, "temporary": scatter.temporary}
-            phases.append(Phase("update: scatter", {**inside, **added}))
-            after = scatter.outputs
-        if (average := fixed.get("average")) is not None:
-            phases.append(Phase("average", {**held, "new state": after + average.new, "temporary": average.temporary}))
-        return phases
-
-    def _fast_phases(self, held: Mapping[str, int], programs: Mapping[str, ProgramBytes]) -> Sequence[Phase]:
-        """Follows `FastStep.__call__`; its programs hold whatever they gather and add up."""
-        phases = []
-        if (estimate := programs.get("curvature")) is not None:
-            phases.append(Phase("curvature", {**held, "estimates": estimate.outputs, "temporary": estimate.temporary}))
-            held = {**held, "estimates": estimate.outputs}
-        step = programs["step"]
-        phases.append(Phase("step", {**held, "new state": step.new, "temporary": step.temporary}))
-        if (average := self._state_programs.get("average")) is not None:
-            phases.append(Phase("average", {**held, "new state": average.new, "temporary": average.temporary}))
-        return phases
+        return MemoryPlan(self.state, phase_bytes(self._phases(plan), {**self._fixed, **programs}, held))
 
 
-_SUMMED = {"microbatch": ("microbatch", "gradients"), "curvature": ("curvature", "estimates")}
-"""For each program that runs once for a microbatch: its phase, and what is summed."""
+def compile_programs(phases: Iterable[Phase], *, grows: bool) -> dict[str, ProgramBytes]:
+    """The programs of a step, by name, whose memory grows with the rows, or the others.
+
+    Raises:
+        UserError: as `ProgramBytes.of`.
+    """
+    programs = {phase.program.name: phase.program for phase in phases if phase.program.grows == grows}
+    return {name: ProgramBytes.of(program.compile()) for name, program in programs.items()}
+
+
+def phase_bytes(
+    phases: Iterable[Phase], programs: Mapping[str, ProgramBytes], held: Mapping[str, int]
+) -> tuple[PhaseBytes, ...]:
+    """Puts bytes in place of the sizes that a step gives for its phases.
+
+    Args:
+        phases: of a step, in the order in which they run.
+        programs: all of them, by name.
+        held: name -> bytes of what lies there from the first phase to the last.
+    """
+    found, held = [], dict(held)
+    for phase in phases:
+        inside = _with(held, phase.adds, programs)
+        temporary = _bytes(phase.at_once * phase.program.temporary, programs)
+        found.append(PhaseBytes(phase.name, {**inside, "temporary": temporary}))
+        held = _with({name: size for name, size in held.items() if name not in phase.frees}, phase.leaves, programs)
+    return tuple(found)
+
+
+def _with(held: Mapping[str, int], more: Mapping[str, Size], programs: Mapping[str, ProgramBytes]) -> dict[str, int]:
+    return {**held, **{name: held.get(name, 0) + _bytes(size, programs) for name, size in more.items()}}
+
+
+def _bytes(size: Size, programs: Mapping[str, ProgramBytes]) -> int:
+    return sum(count * getattr(programs[name], figure) for count, name, figure in size.terms)
 
 
 def _weight(plan: MicrobatchPlan) -> tuple[int, int]:

@@ -7,8 +7,9 @@ then the state is updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -25,6 +26,7 @@ from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
+from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
 from lm_trainer.step.update import Metrics, compile_update
 
@@ -34,6 +36,8 @@ are sums as well, and reported divided by the sum of the weights. The key is for
 
 CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
 """`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
+
+_GATHERED = "gathered parameters"
 
 
 class Observer(Protocol):
@@ -90,16 +94,14 @@ class Step(Protocol):
         """This process's rows of the global batch of `step` on their devices."""
         ...
 
-    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """The programs of a step by name, to be looked at; arguments as for `compile`."""
-        ...
+    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
+        """The phases of a step that computes everything that any step does; nothing is compiled.
 
-    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """Those of a step whose memory grows with the rows that are computed at once; arguments as for `compile`."""
-        ...
-
-    def state_programs(self) -> dict[str, Executable]:
-        """Those of a step whose memory does not depend on the rows, in the order in which they run."""
+        Args:
+            batch: rows like those of the step, any number of them.
+            plan: of the batch.
+            platform: on which the step is to run; how many programs a device runs at once depends on it.
+        """
         ...
 
     def gradient(self, state: TrainState, batch: Any) -> Sums:
@@ -159,44 +161,6 @@ class ElasticStep:
         """This process's rows of the global batch of `step` on their devices."""
         return self.devices.put(batch, self.plans.at(step))
 
-    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """What runs before the update: `gather` where parameters are cut in storage, `microbatch`, and `reduction`."""
-        return {**self._gathering(), "microbatch": self.compile(batch, step), "reduction": self._reduction()}
-
-    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """`microbatch`, and `curvature` where the optimizer takes it: the same for any number of batch shards."""
-        found = {"microbatch": self.compile(batch, step)}
-        if self._curvature is not None:
-            found["curvature"] = self._curvature.compile(self._shapes, batch, self.plans.at(step)).program
-        return found
-
-    def state_programs(self) -> dict[str, Executable]:
-        """`gather` where parameters are cut in storage, `reduction`, `norm`, those of the update, `average` if any."""
-        averaged = self._rule.averaging is not None
-        state = abstract_state(self._shapes, self._rule.tx, self.devices.sharding, averaged=averaged)
-        everywhere = NamedSharding(self.devices.sharding.mesh, PartitionSpec())
-        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
-        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
-        # Gradients and estimates have the shapes of the parameters, and lie as they do.
-        grads, curvature = state.params, None if self._curvature is None else state.params
-        found = {
-            **self._gathering(),
-            "reduction": self._reduction(),
-            "norm": Executable.make(self._norm, grads),
-            **self._update.programs(state.params, state.opt_state, grads, curvature, scalars),
-        }
-        if averaged:
-            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
-            found["average"] = Executable.make(self._average, *moved)
-        return found
-
-    def _gathering(self) -> dict[str, Executable]:
-        gather = self.devices.gathering(self._shapes)
-        return {} if gather is None else {"gather": gather}
-
-    def _reduction(self) -> Executable:
-        return self._gradient.reduction(self._shapes, ("loss", "weight"))
-
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
         return self._gradient(self._on_groups(state), batch, state.step)
@@ -216,6 +180,29 @@ class ElasticStep:
         if observer is not None:
             observer.after(before, grads, scalars["weight"], done)
         return done, metrics
+
+    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
+        """Describes `__call__`, program by program; a change of one needs a change of the other."""
+        sharding, averaged = self.devices.sharding, self._rule.averaging is not None
+        state = abstract_state(self._shapes, self._rule.tx, sharding, averaged=averaged)
+        if (gather := self.devices.gathering(self._shapes)) is not None:
+            yield Phase("gather", gather, adds={_GATHERED: gather.outputs}, leaves={_GATHERED: gather.outputs})
+        sums = [*self._gradient.phases("microbatch", "gradients", self._shapes, batch, plan, platform)]
+        if self._curvature is not None:
+            sums += self._curvature.phases("curvature", "estimates", self._shapes, batch, plan, platform)
+        yield from sums[:-1]
+        # Gathered parameters live until all sums are there: see `_gradient_and_curvature`.
+        yield replace(sums[-1], frees=(*sums[-1].frees, _GATHERED))
+        # Gradients and estimates have the shapes of the parameters, and lie as they do.
+        grads, curvature = state.params, None if self._curvature is None else state.params
+        yield Phase("norm", StepProgram("norm", partial(Executable.make, self._norm, grads)))
+        scalar = jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(sharding.mesh, PartitionSpec()))
+        scalars = {**dict.fromkeys(("loss", "weight", "squares"), scalar), "learning_rate": np.float32(0)}
+        yield from self._update.phases(state.params, state.opt_state, grads, curvature, scalars)
+        if averaged:
+            moved = (np.uint32(0), state.averaged, state.params, np.float32(0))
+            average = StepProgram("average", partial(Executable.make, self._average, *moved))
+            yield Phase("average", average, adds={"new state": average.new})
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
         # Whole parameters live as long as this function: the update finds their memory free.

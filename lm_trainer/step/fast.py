@@ -5,7 +5,8 @@ What the field usually does, and so the measure of what elastic determinism cost
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from lm_trainer.step.elastic import LossFn, Observer, UpdateRule, curvature_sums
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
 from lm_trainer.step.model_parallel import shard_over_group
+from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
 from lm_trainer.step.update import Metrics, make_update
 
@@ -116,26 +118,6 @@ class FastStep:
             *(jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])) for x in local)
         )
 
-    def programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """The one program of a step, as `step`."""
-        return {"step": self.compile(batch, step)}
-
-    def batch_programs(self, batch: Batch, step: int = 0) -> dict[str, Executable]:
-        """`step`, and before it `curvature` where the optimizer takes an estimate."""
-        if self._curvature is None:
-            return self.programs(batch, step)
-        plan, state = self.plans.at(step), self._abstract_state()
-        arrays, rows = (state.params, state.opt_state, state.frozen), self._whole(batch, plan)
-        estimate = Executable.make(self._curvature, {**state.frozen, **state.params}, rows, np.int32(0))
-        return {"curvature": estimate, "step": self._program(arrays, rows, plan, state.params)}
-
-    def state_programs(self) -> dict[str, Executable]:
-        """`average` where weights are averaged."""
-        state = self._abstract_state()
-        if state.averaged is None:
-            return {}
-        return {"average": Executable.make(self._average, state.averaged, state.params, np.float32(0))}
-
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
         return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
@@ -161,6 +143,27 @@ class FastStep:
             before, sums = seen
             observer.after(before, sums.tree, sums.scalars["weight"], done)
         return done, metrics
+
+    def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
+        """Describes `__call__`, program by program; a change of one needs a change of the other.
+
+        One program computes the whole step, and its temporary memory has all that it gathers and adds up.
+        """
+        del platform  # a device runs one program at a time on all of them
+        state, rows, estimates = self._abstract_state(), self._whole(batch, plan), None
+        if self._curvature is not None:
+            arrays = ({**state.frozen, **state.params}, rows, np.int32(0))
+            curvature = StepProgram("curvature", partial(Executable.make, self._curvature, *arrays), grows=True)
+            found = {"estimates": curvature.outputs}
+            yield Phase("curvature", curvature, adds=found, leaves=found)
+            estimates = state.params
+        arrays = (state.params, state.opt_state, state.frozen)
+        step = StepProgram("step", partial(self._program, arrays, rows, plan, estimates), grows=True)
+        yield Phase("step", step, adds={"new state": step.new})
+        if state.averaged is not None:
+            moved = (state.averaged, state.params, np.float32(0))
+            average = StepProgram("average", partial(Executable.make, self._average, *moved))
+            yield Phase("average", average, adds={"new state": average.new})
 
     def _whole_step(  # noqa: PLR0913 - what a step reads
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.ordered_sum import TreeSum, sum_over_shards, tree_sum
+from lm_trainer.parallel.ordered_sum import TreeSum, most_held, sum_over_shards, tree_sum
 from lm_trainer.step.executable import (
     Executable,
     ModelParallelGroup,
@@ -25,6 +27,7 @@ from lm_trainer.step.executable import (
     stack_groups,
 )
 from lm_trainer.step.model_parallel import shard_over_group
+from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import Params, StateSharding
 
 
@@ -146,19 +149,18 @@ class Devices:
             placed.append(jax.device_put(cuts, group.sharding()))
         return PlacedBatch(plan, placed)
 
-    def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Executable | None:
-        """The program that brings parameters to where they are computed with, None where they rest there."""
-        if self._gather is None:
-            return None
-        storage = self.sharding.storage
-        return Executable.make(
-            self._gather, {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
-        )
-
     def params_on_groups(self, params: Params) -> list[Params]:
         """The parameters as each local group computes with them."""
         whole = wait_on_cpu(self._gather(params)) if self._gather else params
         return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
+
+    def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> StepProgram | None:
+        """The program that brings parameters to where they are computed with, None where they rest there."""
+        if self._gather is None:
+            return None
+        storage = self.sharding.storage
+        placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
+        return StepProgram("gather", partial(Executable.make, self._gather, placed))
 
 
 def _same(one: NamedSharding, other: NamedSharding) -> bool:
@@ -235,8 +237,38 @@ class MicrobatchSum:
                 sums[i].push(executable(i, on_groups[i], batch.microbatches[i][j], np.int32(step), index))
         return wait_on_cpu(self._reduce(self._stack([s.result() for s in sums])))
 
-    def reduction(self, shapes: Mapping[str, jax.ShapeDtypeStruct], scalars: Iterable[str]) -> Executable:
-        """The program that adds over devices, for a tree of these shapes and scalars of these names."""
+    def phases(
+        self,
+        name: str,
+        sums: str,
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+        batch: Batch,
+        plan: MicrobatchPlan,
+        platform: str,
+    ) -> Iterator[Phase]:
+        """The phases of `__call__`: `name`, once for each microbatch, and `reduction` over the devices.
+
+        Args:
+            name: of the program of a microbatch.
+            sums: name of the arrays that are summed.
+            shapes: of all parameters.
+            batch: rows like those of the step.
+            plan: of the batch.
+            platform: on which the step is to run.
+        """
+        shards, per_shard = batch_shards(self._mesh), plan.per_shard(self._mesh)
+        running = min(programs_at_once(platform, shards, self._mesh.size // shards), per_shard)
+        program = StepProgram(name, lambda: self.compile(shapes, batch, plan).program, grows=True)
+        reduction = StepProgram("reduction", lambda: self._reduction_program(shapes))
+        # Each program under way beside the first holds a result that no partial sum has yet.
+        held = most_held(per_shard) + running - 1
+        yield Phase(
+            name, program, adds={sums: held * program.outputs}, leaves={sums: reduction.arguments}, at_once=running
+        )
+        yield Phase("reduction", reduction, adds={sums: reduction.new}, frees=(sums,), leaves={sums: reduction.outputs})
+
+    def _reduction_program(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Executable:
+        """The program that adds over devices, with the scalars that every loss has."""
 
         def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
             sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
@@ -246,8 +278,8 @@ class MicrobatchSum:
             n: stacked(shapes[n].shape, shapes[n].dtype, param_sharding.compute)
             for n, param_sharding in self._layouts.items()
         }
-        whole = PartitionSpec()
-        return Executable.make(self._reduce, Sums({name: stacked((), np.float32, whole) for name in scalars}, tree))
+        scalars = {name: stacked((), np.float32, PartitionSpec()) for name in ("loss", "weight")}
+        return Executable.make(self._reduce, Sums(scalars, tree))
 
     def _stack(self, parts: list[Sums]) -> Sums:
         whole = PartitionSpec()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from lm_trainer.parallel.compile_per_device import compile_for_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.step.executable import Executable, program_hash
+from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import Params, StateShardings
 
 Metrics = dict[str, jax.Array]
@@ -68,9 +70,11 @@ class ElementwiseUpdate:
         """Consumes parameters and optimizer state."""
         return wait_on_cpu(self._update(np.uint32(0), *args))
 
-    def programs(self, *args: Any) -> dict[str, Executable]:
-        """The programs of an update with arguments of these shapes, in the order in which they run: `update` alone."""
-        return {"update": Executable.make(self._update, np.uint32(0), *args)}
+    def phases(self, *args: Any) -> Iterator[Phase]:
+        """The one phase of `__call__` with arguments of these shapes."""
+        update = StepProgram("update", partial(Executable.make, self._update, np.uint32(0), *args))
+        # The new state lies where the old one was, which the program consumes.
+        yield Phase("update", update, adds={"new state": update.new})
 
 
 class WholeUpdate:
@@ -101,17 +105,24 @@ class WholeUpdate:
         params, opt_state, metrics = jax.tree.map(self._join, *results)
         return (*wait_on_cpu(self._scatter((params, opt_state))), metrics)
 
-    def programs(self, *args: Any) -> dict[str, Executable]:
-        """As `ElementwiseUpdate.programs`: `update_gather`, `update` on one of the devices, `update_scatter`."""
-        gathered = Executable.make(self._gather, args)
+    def phases(self, *args: Any) -> Iterator[Phase]:
+        """The phases of `__call__` with arguments of these shapes; the second runs on every device by itself."""
         alone = SingleDeviceSharding(self._devices[0])
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), args)
         everywhere = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), args[:2])
-        return {
-            "update_gather": gathered,
-            "update": Executable.make(self._jitted, *whole),
-            "update_scatter": Executable.make(self._scatter, everywhere),
-        }
+        gather = StepProgram("update_gather", partial(Executable.make, self._gather, args))
+        update = StepProgram("update", partial(Executable.make, self._jitted, *whole))
+        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter, everywhere))
+        yield Phase("update: gather", gather, adds={"whole": gather.outputs}, leaves={"whole": gather.outputs})
+        yield Phase("update", update, adds={"new state": update.new}, leaves={"new state": update.new})
+        # The state as it was before the step is still there: the update consumed whole copies of it.
+        yield Phase(
+            "update: scatter",
+            scatter,
+            adds={"new state": scatter.new},
+            frees=("whole", "new state"),
+            leaves={"new state": scatter.outputs},
+        )
 
     def _join(self, *parts: jax.Array) -> jax.Array:
         return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))
