@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import NoHfFormat
 from lm_trainer.models.learned import LearnedPositionsConfig
+from lm_trainer.nn.senses import SenseDecoder
 from lm_trainer.nn.spec import AttentionSpec, DecoderSpec, SenseSpec
 
 
@@ -22,6 +23,8 @@ class BackpackConfig(LearnedPositionsConfig):
         reason="transformers has no such model: those that are published bring their own code, which is never run; "
         "lm_trainer's own checkpoints keep it",
     )
+
+    module: ClassVar[type[SenseDecoder]] = SenseDecoder
 
     type: Literal["backpack"] = "backpack"
     """The family."""

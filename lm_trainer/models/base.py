@@ -12,7 +12,6 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_table import HfFamily, NoHfFormat
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.senses import build_decoder
 from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Offload, Remat, ScoreSpec
 
 SCAN_ABOVE = 12
@@ -78,7 +77,9 @@ class DecoderConfig(Config):
     """Settings of a decoder-only model that do not change its parameters."""
 
     hf: ClassVar[HfFamily | NoHfFormat]
-    """How the family is written in Hugging Face's format."""
+    """The family in Hugging Face's format."""
+    module: ClassVar[type[Decoder]] = Decoder
+    """Built from the spec; a family whose wiring differs names a subclass."""
 
     type: str
     """The family."""
@@ -121,7 +122,7 @@ class DecoderConfig(Config):
 
     def build(self, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
         """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`."""
-        return build_decoder(self.spec(vocab_size), rngs=rngs)
+        return self.module(self.spec(vocab_size), rngs=rngs)
 
     @classmethod
     def hf_family(cls) -> HfFamily:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,16 @@ from flax import nnx
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import Activation
 
-if TYPE_CHECKING:
-    from lm_trainer.nn.lora import Lora
+MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
+"""`matmul(x_MI, w_IO)` returns their product [M, O] in the dtype of `x_MI`."""
 
-Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""`product(x_MI, w_IO)`, in the dtype of `x_MI`."""
+
+class Adapter(Protocol):
+    """A trained module beside a linear map; its result is added to that of the map."""
+
+    def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Returns [M, O] in the dtype of `x_MI`; the key is for dropout, None switches it off."""
+        ...
 
 
 class Linear(nnx.Module):
@@ -32,8 +37,17 @@ class Linear(nnx.Module):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
         self.weight = init.normal({**inputs, **outputs}, residual=residual)
         self.bias = init.constant(outputs, 0.0) if bias else None
-        self.product: Product = jnp.matmul
-        self.lora: Lora | None = None
+        self.matmul: MatmulFn = jnp.matmul
+        # The attribute names the adapter's parameters in checkpoints: `<place>.lora.a`.
+        self.lora: Adapter | None = None
+
+    def set_matmul(self, matmul: MatmulFn) -> None:
+        """Computes the product by `matmul` from now on, which rounds its operands, for example."""
+        self.matmul = matmul
+
+    def set_adapter(self, adapter: Adapter) -> None:
+        """Adds the result of `adapter`, a module, to every result from now on."""
+        self.lora = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Computes in the dtype of `x`; the key is for the dropout of an adapter, None switches it off."""
@@ -41,7 +55,7 @@ class Linear(nnx.Module):
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = self.weight[...].astype(x.dtype).reshape(math.prod(self.in_shape), -1)
         x_MI = x.reshape(-1, w_IO.shape[0])
-        y_MO = self.product(x_MI, w_IO)
+        y_MO = self.matmul(x_MI, w_IO)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
         y = y_MO.reshape(*lead, *self.out_shape)

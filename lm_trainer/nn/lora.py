@@ -134,7 +134,7 @@ def attach(model: nnx.Module, config: LoraConfig, aliases: Aliases, *, rngs: nnx
     chosen = _chosen(config, list(linears), _experts(model), aliases)
     for number, (place, linear) in enumerate(linears.items()):
         if place in chosen:
-            linear.lora = nnx.data(Lora(linear, config, place=number, rngs=rngs))
+            linear.set_adapter(Lora(linear, config, place=number, rngs=rngs))
 
 
 def is_adapter(name: str) -> bool:

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.linear import Linear, Product
+from lm_trainer.nn.linear import Linear, MatmulFn
 
 
 class QuantizationConfig(Config):
@@ -94,13 +94,14 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
             f"{', '.join(sorted(places))}"
         )
-    product = quantized_product(*config.dtypes())
+    # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
+    matmul = quantized_matmul(*config.dtypes())
     for place in chosen:
-        places[place].product = product
+        places[place].set_matmul(matmul)
 
 
-def quantized_product(dtype: Any, gradient_dtype: Any) -> Product:
-    """`product(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
+def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:
+    """`matmul(x_MI, w_IO)`: their matrix product from operands in `dtype`, in the dtype of `x_MI`.
 
     Each row of x and each column of w is divided by its largest absolute value. The gradient is that of the product as
     if nothing had been rounded (straight-through), with incoming gradients in `gradient_dtype` unless it is None.
@@ -115,10 +116,10 @@ def quantized_product(dtype: Any, gradient_dtype: Any) -> Product:
         drhs_grad_qtype=gradient_dtype,
         use_original_residuals=gradient_dtype is None,
     )
-    return _QuantizedProduct(dot_general_qt, config)
+    return _QuantizedMatmul(dot_general_qt, config)
 
 
-class _QuantizedProduct:
+class _QuantizedMatmul:
     """A callable that is equal to itself only, so that programs are traced once."""
 
     def __init__(self, product: Callable[..., jax.Array], config: Any):

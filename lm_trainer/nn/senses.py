@@ -127,8 +127,3 @@ class SenseDecoder(Decoder):
     ) -> jax.Array:
         o_BSND = attend(self.weights, q_BSNH, k_BTNH, c_BTND, bias_B1ST, key=key)
         return jnp.sum(o_BSND, axis=2) * jnp.asarray(1.0 / self.weights.num_heads, o_BSND.dtype)
-
-
-def build_decoder(spec: DecoderSpec, *, rngs: nnx.Rngs) -> Decoder:
-    """The module that `spec` describes."""
-    return Decoder(spec, rngs=rngs) if spec.senses is None else SenseDecoder(spec, rngs=rngs)

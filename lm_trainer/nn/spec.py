@@ -206,6 +206,11 @@ class BlockSpec:
     parallel: bool = False
     """Both f read the same x."""
 
+    @property
+    def has_experts(self) -> bool:
+        """True for a mixture of experts in the place of the MLP."""
+        return isinstance(self.mlp, MoeSpec)
+
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
@@ -274,6 +279,11 @@ class DecoderSpec:
     def residual_std(self) -> float:
         """Of weights that write to the residual stream: smaller, since every layer adds to it twice."""
         return self.init_std / math.sqrt(2 * len(self.blocks))
+
+    @property
+    def num_routers(self) -> int:
+        """Layers that have experts."""
+        return sum(block.has_experts for block in self.blocks)
 
     @property
     def period(self) -> int:

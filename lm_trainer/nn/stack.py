@@ -20,7 +20,7 @@ from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Init, stacked
 from lm_trainer.nn.moe import RouterStats, no_stats
-from lm_trainer.nn.spec import DecoderSpec, MoeSpec, Offload, Remat
+from lm_trainer.nn.spec import DecoderSpec, Offload, Remat
 
 _POLICIES = {
     "full": None,
@@ -70,7 +70,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-    stats = no_stats() if any(isinstance(block.mlp, MoeSpec) for block in spec.blocks) else None
+    stats = no_stats() if spec.num_routers else None
     if not spec.scan:
         return _run_unrolled(run, (x_BSD, cache, stats), slots, len(spec.blocks))
     return _run_as_loop(run, (x_BSD, cache, stats), slots, len(spec.blocks), 0 if cache is not None else spec.groups)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.spec import DecoderSpec, MoeSpec
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.collectives import axis_index, sum_over, total
 from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
@@ -147,12 +147,11 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
         return
     if spec is None:
         raise UserError(f"{axes[0]}_axis_size needs a decoder of lm_trainer, not a model of your own; set it to 1")
-    routers = any(isinstance(block.mlp, MoeSpec) for block in spec.blocks)
-    if "expert" in axes and not routers:
+    if "expert" in axes and not spec.num_routers:
         raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")
     if "pipeline" not in axes:
         return
-    if routers:
+    if spec.num_routers:
         raise UserError(
             "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
             "microbatches; set it to 1, and expert_axis_size instead"

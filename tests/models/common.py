@@ -31,7 +31,6 @@ from lm_trainer.models import (
 )
 from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.senses import build_decoder
 from lm_trainer.nn.spec import DecoderSpec
 
 VOCAB, SEQ = 61, 16
@@ -90,12 +89,12 @@ def graphdef(config: AnyModel) -> nnx.GraphDef[Decoder]:
 
 def params(config: AnyModel) -> dict[str, Any]:
     """Fresh parameters, made under jit."""
-    return _params(config.spec(VOCAB))
+    return _params(config.module, config.spec(VOCAB))
 
 
 @functools.cache
-def _params(spec: DecoderSpec) -> dict[str, Any]:
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(build_decoder(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
+def _params(module: type[Decoder], spec: DecoderSpec) -> dict[str, Any]:
+    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(module(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
 
 
 def disturbed(weights: dict[str, Any], seed: int = 0) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import MODEL_CONFIGS, AnyModel
 from lm_trainer.nn.decoder import Decoder, Embedding
 from lm_trainer.nn.loss import token_loss
-from lm_trainer.nn.senses import build_decoder
 from lm_trainer.nn.spec import DecoderSpec, MoeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import SEQ, TINY, VOCAB, change, graphdef, params, positions, tokens
@@ -43,13 +42,13 @@ def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array
 def logits(config: AnyModel, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
     """Of two rows of the longest sequence: one program computes all that is asked of a family."""
     batch = Batch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, np.float32), positions, segments)
-    return np.asarray(_program(config.spec(VOCAB))(params(config), batch)[1])
+    return np.asarray(_program(config.module, config.spec(VOCAB))(params(config), batch)[1])
 
 
 @functools.cache
-def _program(spec: DecoderSpec, *, block: int | None = None) -> Any:
+def _program(module: type[Decoder], spec: DecoderSpec, *, block: int | None = None) -> Any:
     """`(params, batch) -> (loss, logits, gradients)`."""
-    graph = nnx.split(nnx.eval_shape(lambda: build_decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
+    graph = nnx.split(nnx.eval_shape(lambda: module(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
     def loss(p: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graph, p)
@@ -70,7 +69,9 @@ def training_rows() -> Batch:
 
 
 def loss_and_grads(config: AnyModel, *, block: int | None = None, weights: Any = None) -> Any:
-    value, _, grads = _program(config.spec(VOCAB), block=block)(weights or params(config), training_rows())
+    value, _, grads = _program(config.module, config.spec(VOCAB), block=block)(
+        weights or params(config), training_rows()
+    )
     return value, grads
 
 

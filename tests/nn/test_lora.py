@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.lora import LoraConfig, attach, merge
+from lm_trainer.nn.lora import Lora, LoraConfig, attach, merge
 from tests.models.common import SEQ, TINY, VOCAB, change, positions, tokens
 
 ALL = ("attention.k", "attention.out", "attention.q", "attention.v", "mlp.down", "mlp.gate", "mlp.up")
@@ -111,7 +111,7 @@ def test_dropout_acts_on_what_enters_the_adapter_alone() -> None:
     attached = nnx.Dict(blocks=nnx.Dict({"0": nnx.Dict(q_proj=linear, other=nnx.clone(linear))}))
     linear.weight = nnx.Param(jnp.zeros((8, 8)), logical_axes=("embed", "mlp"))
     attach(attached, lora, {}, rngs=nnx.Rngs(0))
-    assert linear.lora is not None
+    assert isinstance(linear.lora, Lora)
     a, b = linear.lora.a[...], linear.lora.b[...]
     assert 0.2 < float(jnp.abs(a).max()) <= 8**-0.5
     assert not b.any(), "training starts at the frozen model"

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from lm_trainer.core.errors import UserError
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.quantize import Fp8Config, Int8Config, QuantizationConfig, quantize, quantized_product
+from lm_trainer.nn.quantize import Fp8Config, Int8Config, QuantizationConfig, quantize, quantized_matmul
 
 X, W = np.random.default_rng(0).standard_normal((2, 24, 24)).astype(np.float32)
 
 
 def test_int8_rounds_each_row_and_column_to_even_steps() -> None:
-    found = np.asarray(quantized_product(*Int8Config().dtypes())(jnp.asarray(X), jnp.asarray(W)))
+    found = np.asarray(quantized_matmul(*Int8Config().dtypes())(jnp.asarray(X), jnp.asarray(W)))
     # Half a step at most, of a step that is 1 / 127.5 of the largest absolute value of the row or column.
     dx = np.broadcast_to(np.abs(X).max(axis=1, keepdims=True) / 255 * 1.001, X.shape)
     dw = np.broadcast_to(np.abs(W).max(axis=0, keepdims=True) / 255 * 1.001, W.shape)
@@ -29,14 +29,14 @@ def test_int8_rounds_each_row_and_column_to_even_steps() -> None:
 
 
 def test_fp8_is_rounding_to_three_bits_of_mantissa() -> None:
-    found = np.asarray(quantized_product(*Fp8Config().dtypes())(jnp.asarray(X), jnp.asarray(W)))
+    found = np.asarray(quantized_matmul(*Fp8Config().dtypes())(jnp.asarray(X), jnp.asarray(W)))
     error = np.linalg.norm(found - X @ W) / np.linalg.norm(X @ W)
     assert 0.01 < error < 0.06
 
 
 @pytest.mark.parametrize("config", [Int8Config(), Fp8Config(), Int8Config(backward=True), Fp8Config(backward=True)])
 def test_the_gradient_passes_straight_through(config: QuantizationConfig) -> None:
-    product = quantized_product(*config.dtypes())
+    product = quantized_matmul(*config.dtypes())
     g = np.random.default_rng(1).standard_normal((24, 24)).astype(np.float32)
     dx, dw = jax.grad(lambda x, w: jnp.sum(product(x, w) * g), argnums=(0, 1))(jnp.asarray(X), jnp.asarray(W))
     for found, exact in ((dx, g @ W.T), (dw, X.T @ g)):
@@ -57,7 +57,7 @@ def test_targets(targets: str | tuple[str, ...] | None, chosen: set[str]) -> Non
     model = Gpt2Config(seq_len=8, hidden_dim=16, num_layers=1, num_heads=2).build(11, rngs=nnx.Rngs(0))
     quantize(model, Int8Config(targets=targets))
     linears = {str(path[-1]): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
-    assert {name for name, node in linears.items() if node.product is not jnp.matmul} == chosen
+    assert {name for name, node in linears.items() if node.matmul is not jnp.matmul} == chosen
 
 
 def test_targets_that_match_nothing_are_refused_with_what_there_is() -> None:
