@@ -80,6 +80,37 @@ def test_a_model_and_a_loss_of_ones_own() -> None:
     assert [line["step"] for line in lines if "eval/held-out/loss" in line] == [4, 6]
 
 
+def test_the_order_of_what_follows_a_step() -> None:
+    order: list[str] = []
+
+    class HeldOut(Numbered):
+        def batches(self, *args: Any, **options: Any) -> list[Batch]:
+            order.append("evaluation")
+            return super().batches(*args, **options)
+
+    def hook(info: StepInfo) -> None:
+        order.append(f"hook {info.step}")
+        assert not list(Path("checkpoints/own").glob(f"{info.step}*")), "a checkpoint comes after the hooks"
+
+    with Trainer(settings(num_train_steps=4), OPTIMIZER, loss) as trainer:
+        trainer.add_hook(hook)
+        trainer.add_eval_hook(HeldOut())
+        state = trainer.initial_state(model_init=Bigrams)
+        for info in trainer.training_steps(state, trainer.data_loader(Numbered())):
+            order.append(f"step {info.step}")  # noqa: PERF401 - the hooks append to the same list
+    assert order == ["hook 1", "step 1", "hook 2", "step 2", "hook 3", "step 3", "evaluation", "hook 4", "step 4"]
+    assert sorted(p.name for p in Path("checkpoints/own").glob("[0-9]*")) == ["3", "4"]
+
+
+def test_without_default_hooks_nothing_is_recorded_and_nothing_saved() -> None:
+    with Trainer(settings(), OPTIMIZER, loss, add_default_hooks=False) as trainer:
+        state = trainer.initial_state(model_init=Bigrams)
+        state = trainer.train(state, trainer.data_loader(Numbered()))
+    close_to(state.params, numpy_adam(STEPS))
+    assert not list(Path("checkpoints/own").glob("[0-9]*"))
+    assert "train/loss" not in Path("logs/own/metrics.jsonl").read_text()
+
+
 def test_a_loop_of_ones_own_and_a_resume() -> None:
     with Trainer(settings(num_train_steps=4), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams, data_fingerprint="these")
