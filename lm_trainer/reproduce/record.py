@@ -13,6 +13,7 @@ from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_r
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.find import checkpoints_of, find_run
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step")
@@ -44,7 +45,7 @@ class RunRecord:
         Raises:
             UserError: when there is no such run, or it has not written any metrics.
         """
-        path = _find(run)
+        path = find_run(run)
         content = json.loads((path / "run.json").read_text())
         attempts = json.loads((path / "env.json").read_text()) if (path / "env.json").is_file() else []
         steps: dict[int, dict[str, Any]] = {}
@@ -56,7 +57,7 @@ class RunRecord:
         return cls(
             path,
             content["id"],
-            _checkpoints(path, Path(content["checkpoints"])),
+            checkpoints_of(path),
             content["identity"],
             content.get("changes", []),
             attempts,
@@ -144,23 +145,6 @@ class RunRecord:
         if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
             raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
         return config
-
-
-def _find(run: str | Path) -> Path:
-    for candidate in (Path(run), Path("logs") / run):
-        if (candidate / "run.json").is_file():
-            return candidate.absolute()
-    if (Path(run) / "config.yaml").is_file():
-        raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
-    known = sorted(p.parent.name for p in Path("logs").glob("*/run.json"))
-    there = f"; runs here: {', '.join(known)}" if known else ""
-    raise UserError(f"{run}: no run of this name, and no run directory{there}")
-
-
-def _checkpoints(run_dir: Path, recorded: Path) -> Path:
-    # A run that was moved as a whole keeps its checkpoints beside it.
-    beside = run_dir.parent.parent / recorded.parent.name / recorded.name
-    return recorded if recorded.is_dir() or not beside.is_dir() else beside
 
 
 def same(a: Any, b: Any) -> bool:

@@ -24,8 +24,9 @@ from lm_trainer.models.hf import parameter_leaves
 from lm_trainer.nn.lora import is_adapter, merge
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.pretrained import HfCheckpoint, source_name
-from lm_trainer.run.saved_model import LoadedModel, load_model, locate, read_config
+from lm_trainer.run.saved_model import LoadedModel, load_model, read_config
 from lm_trainer.step.state import ModelDef, Params
 
 FROZEN = "frozen"
@@ -73,7 +74,7 @@ def find_base(config: RunConfig, store: CheckpointStore) -> Base | None:
     """
     if config.adapter is None or config.trainer.initialize_from is None:
         return None
-    directory, step = locate(config.trainer.initialize_from)
+    directory, step = find_checkpoints(config.trainer.initialize_from)
     _check_same_function(directory, read_config(directory), config)
     # A base that trains on would change the model below the adapter between two attempts.
     if (pinned := _recorded_step(store)) is not None:
@@ -197,7 +198,7 @@ def _base_params(run: str | Path, loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.config
     try:
         if config.trainer.initialize_from is not None:
-            directory, _ = locate(config.trainer.initialize_from)
+            directory, _ = find_checkpoints(config.trainer.initialize_from)
             return named_leaves(load_whole(directory, loaded.record[_BASE_STEP]).params)
         leaves = parameter_leaves(config.model, loaded.vocab_size)
         here = SingleDeviceSharding(jax.local_devices()[0])

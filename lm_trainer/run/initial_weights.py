@@ -15,8 +15,9 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.run.adapters import load_whole
 from lm_trainer.run.checkpoints import OPT_STATE, Fingerprint, expected_arrays, resumed_state
+from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.program import Program
-from lm_trainer.run.saved_model import AVERAGED, locate, read_vocabulary
+from lm_trainer.run.saved_model import AVERAGED, read_vocabulary
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.state import TrainState
 
@@ -67,7 +68,7 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     if made_for.identity() != tokenizer.identity():
         raise UserError(
             f"trainer.initialize_from: {source} was made for another tokenizer than data.tokenizer; its own is in "
-            f"{locate(source)[0] / 'tokenizer'}"
+            f"{find_checkpoints(source)[0] / 'tokenizer'}"
         )
     return vocab_size
 
@@ -144,7 +145,7 @@ def _resume(request: Request, restored: Restored) -> TrainState:
 
 
 def _other_checkpoint(path: str, program: Program, partial: bool) -> Restored:
-    directory, named = locate(path)
+    directory, named = find_checkpoints(path)
     problems = []
     for step in [named] if named is not None else reversed(committed_steps(directory)):
         try:

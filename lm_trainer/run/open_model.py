@@ -13,7 +13,8 @@ from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
 from lm_trainer.run.adapters import base_name, load_whole
-from lm_trainer.run.saved_model import LoadedModel, load_model, locate, read_config
+from lm_trainer.run.find import find_checkpoints
+from lm_trainer.run.saved_model import LoadedModel, load_model, read_config
 
 
 def open_model(source: str, *, step: int | None = None) -> TextModel:
@@ -54,7 +55,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
             loaded.name,
             _facts(loaded),
         )
-    if merge and (is_hf_directory(Path(source)) or read_config(locate(source)[0]).adapter is None):
+    if merge and (is_hf_directory(Path(source)) or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 

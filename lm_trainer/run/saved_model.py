@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
+from lm_trainer.run.find import find_checkpoints
 from lm_trainer.step.state import ModelDef
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
     Raises:
         UserError: when there is no such run or step, or no checkpoint is intact.
     """
-    directory, named_step = locate(run)
+    directory, named_step = find_checkpoints(run)
     config = read_config(directory)
     steps = committed_steps(directory)
     wanted = step if step is not None else named_step
@@ -90,7 +89,7 @@ def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
     Raises:
         UserError: as `load_model`.
     """
-    directory, step = locate(run)
+    directory, step = find_checkpoints(run)
     for candidate in [step] if step is not None else reversed(committed_steps(directory)):
         with contextlib.suppress(CheckpointError):
             record = read_record(directory, candidate)
@@ -132,33 +131,6 @@ def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.Shape
 def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     described = record["shapes"].get(name)
     return default if described is None else jax.numpy.dtype(described.split("[")[0])
-
-
-def locate(run: str | Path) -> tuple[Path, int | None]:
-    """The checkpoint directory that the user means, and the step if they named one.
-
-    Raises:
-        UserError: when there is none.
-    """
-    path = Path(run)
-    if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
-        return path.parent, int(path.name)
-    for candidate in (path, Path("logs") / run, Path("checkpoints") / run):
-        record = candidate / "run.json"
-        if record.is_file():
-            return _checkpoints_of(candidate, record), None
-        if (candidate / "config.yaml").is_file():
-            return candidate, None
-    known = sorted({p.parent.name for base in ("logs", "checkpoints") for p in Path(base).glob("*/config.yaml")})
-    there = f"; runs here: {', '.join(known)}" if known else ""
-    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
-
-
-def _checkpoints_of(run_dir: Path, record: Path) -> Path:
-    saved = Path(json.loads(record.read_text())["checkpoints"])
-    # A run that was moved as a whole keeps its checkpoints beside it.
-    beside = run_dir.parent.parent / saved.parent.name / saved.name
-    return saved if saved.is_dir() or not beside.is_dir() else beside
 
 
 def read_config(directory: Path) -> RunConfig:

@@ -1,0 +1,61 @@
+"""Discovery of runs and their checkpoints on disk, by a run id or a path."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+
+_LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
+"""The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
+
+
+def find_run(run: str | Path) -> Path:
+    """Finds the directory of a run by its id or its path; returns an absolute path.
+
+    Raises:
+        UserError: when there is none, naming those that there are.
+    """
+    for candidate in (Path(run), _LOGS / run):
+        if (candidate / "run.json").is_file():
+            return candidate.absolute()
+    if (Path(run) / "config.yaml").is_file():
+        raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
+    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', _LOGS)}")
+
+
+def find_checkpoints(run: str | Path) -> tuple[Path, int | None]:
+    """Finds the checkpoint directory that is meant, and the step, if one was named.
+
+    Args:
+        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
+
+    Raises:
+        UserError: when there is none, naming those that there are.
+    """
+    path = Path(run)
+    if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
+        return path.parent, int(path.name)
+    for candidate in (path, _LOGS / run, _CHECKPOINTS / run):
+        # First run.json: a run directory has a config.yaml as well.
+        if (candidate / "run.json").is_file():
+            return checkpoints_of(candidate), None
+        if (candidate / "config.yaml").is_file():
+            return candidate, None
+    there = _runs_here("config.yaml", _LOGS, _CHECKPOINTS)
+    raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json."""
+    recorded = Path(json.loads((run_dir / "run.json").read_text())["checkpoints"])
+    # A run that was moved as a whole keeps its checkpoints beside it.
+    beside = run_dir.parent.parent / recorded.parent.name / recorded.name
+    return recorded if recorded.is_dir() or not beside.is_dir() else beside
+
+
+def _runs_here(file: str, *bases: Path) -> str:
+    known = sorted({path.parent.name for base in bases for path in base.glob(f"*/{file}")})
+    return f"; runs here: {', '.join(known)}" if known else ""
