@@ -1,4 +1,4 @@
-"""`lmt diff`: where two runs part, and why."""
+"""`lmt diff`: the first step where two runs differ, and why."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from lm_trainer.reproduce.compare import Comparison
 
 _NAMED = 4
+# The key of the JSON output is older than the name of the field, and scripts read it.
+_JSON_NAMES = {"divergence": "parting"}
 
 
 def diff(
@@ -33,34 +35,35 @@ def diff(
 
     found = compare(RunRecord.read(run_a), RunRecord.read(run_b))
     if as_json:
-        typer.echo(json.dumps(encode(asdict(found))))
+        content = {_JSON_NAMES.get(name, name): value for name, value in asdict(found).items()}
+        typer.echo(json.dumps(encode(content)))
     else:
         typer.echo("\n".join(_lines(found)))
-    if found.parting:
+    if found.divergence:
         raise typer.Exit(1)
 
 
 def _lines(found: "Comparison") -> list[str]:
     lines = [f"{found.a} and {found.b}: {found.common} steps in common, up to step {found.last}"]
-    parting = found.parting
-    if parting is None:
+    divergence = found.divergence
+    if divergence is None:
         lines.append("equal, bit for bit")
     else:
-        where = f"step {parting.step}"
-        if parting.after is not None and parting.after < parting.step - 1:
-            where = f"between steps {parting.after} and {parting.step}"
-        elif parting.after is not None:
-            where += f", equal up to step {parting.after}"
+        where = f"step {divergence.step}"
+        if divergence.after is not None and divergence.after < divergence.step - 1:
+            where = f"between steps {divergence.after} and {divergence.step}"
+        elif divergence.after is not None:
+            where += f", equal up to step {divergence.after}"
         lines.append(f"first difference: {where}")
-        lines += [f"  {name}: {a!r} -> {b!r}" for name, (a, b) in parting.values.items()]
+        lines += [f"  {name}: {a!r} -> {b!r}" for name, (a, b) in divergence.values.items()]
     if found.parameters:
         more = f" and {len(found.parameters) - _NAMED} more" if len(found.parameters) > _NAMED else ""
         named = ", ".join(found.parameters[:_NAMED])
         lines.append(f"parameters that differ at step {found.checkpoint}: {named}{more}; {found.unchanged} are equal")
-    if parting and not found.causes:
+    if divergence and not found.causes:
         lines.append("nothing that the runs have written down explains it: same configuration, data, code and devices")
     for kind, causes in found.causes.items():
-        lines.append(kind if parting else f"{kind} (made no difference)")
+        lines.append(kind if divergence else f"{kind} (made no difference)")
         lines += [f"  {cause}" for cause in causes]
     if found.harmless:
         lines += ["decides no number", *(f"  {line}" for line in found.harmless)]

@@ -67,13 +67,13 @@ def replay(
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
-    from lm_trainer.reproduce.record import same
+    from lm_trainer.reproduce.record import equal_bits
 
     yield f"run {name}, step {done.step}, reached from step {done.start}"
     yield f"  {'':24}{'recorded':>24}{'now':>24}"
     for key, value in done.now.items():
         then = done.recorded.get(key)
-        verdict = "" if then is None else "equal" if same(then, value) else "differs"
+        verdict = "" if then is None else "equal" if equal_bits(then, value) else "differs"
         yield f"  {key:24}{'-' if then is None else repr(then):>24}{value!r:>24}  {verdict}"
     if not done.applied:
         yield "  the step was not applied: its loss or gradient is not finite"

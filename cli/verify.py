@@ -7,7 +7,7 @@ import typer
 from cli.common import OverridesArgument, check_is_run
 
 if TYPE_CHECKING:
-    from lm_trainer.reproduce.verify import Stretch
+    from lm_trainer.reproduce.verify import Segment
 
 _COLUMNS = "{:<16}{:>8}{:>14}  {}"
 
@@ -16,19 +16,19 @@ def verify(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)],
     overrides: OverridesArgument = None,
     segments: Annotated[
-        int, typer.Option("--segments", metavar="K", min=1, help="Compute so many stretches again, drawn at random.")
+        int, typer.Option("--segments", metavar="K", min=1, help="Compute so many segments again, drawn at random.")
     ] = 1,
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="N", help="The same seed draws the same stretches.", show_default="new"),
+        typer.Option("--seed", metavar="N", help="The same seed draws the same segments.", show_default="new"),
     ] = None,
     max_steps: Annotated[
         int | None,
-        typer.Option("--max-steps", metavar="N", min=1, help="Stop a stretch after so many steps.", show_default="all"),
+        typer.Option("--max-steps", metavar="N", min=1, help="Stop a segment after so many steps.", show_default="all"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Compute random stretches of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
+    """Compute random segments of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
 
     Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing is written
     into the run, which may be going on. The devices may be others than the run's: settings may change whatever changes
@@ -50,37 +50,38 @@ def verify(
 
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.reproduce.verify import changed_since, choose, results, stretches
+    from lm_trainer.reproduce.verify import choose_segments, environment_changes, find_segments, verify_segments
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
     seed = random.randrange(10**6) if seed is None else seed
-    found = stretches(record, max_steps)
-    chosen = choose(found, segments, seed)
-    changes = changed_since(record, chosen, overrides or [])
+    found = find_segments(record, max_steps)
+    chosen = choose_segments(found, segments, seed)
+    changes = environment_changes(record, chosen, overrides or [])
     if not as_json:
-        _begin(record.id, f"{len(chosen)} of {len(found)} stretches, seed {seed}", changes)
-    done: list[Stretch] = []
+        _begin(record.id, f"{len(chosen)} of {len(found)} segments, seed {seed}", changes)
+    done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
-        for part in results(record, chosen, overrides=overrides or [], progress=progress):
-            done.append(part)
+        for segment in verify_segments(record, chosen, overrides=overrides or [], progress=progress):
+            done.append(segment)
             if not as_json:
-                _show(part)
+                _show(segment)
     differs = done[-1].difference
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
-        typer.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(part)) for part in done]})))
+        # The key is older than the word: scripts read it.
+        typer.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(segment)) for segment in done]})))
     elif differs:
         typer.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
         typer.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
     else:
-        typer.echo(f"equal, bit for bit: {sum(part.steps for part in done)} steps")
+        typer.echo(f"equal, bit for bit: {sum(segment.steps for segment in done)} steps")
     if differs:
         raise typer.Exit(1)
 
 
-def _plain(part: dict) -> dict:
-    return part | {"difference": part["difference"] and part["difference"]._asdict()}
+def _plain(segment: dict) -> dict:
+    return segment | {"difference": segment["difference"] and segment["difference"]._asdict()}
 
 
 def _begin(name: str, what: str, changes: list[str]) -> None:
@@ -92,8 +93,8 @@ def _begin(name: str, what: str, changes: list[str]) -> None:
     typer.echo(_COLUMNS.format("steps", "compared", "fingerprints", "result"))
 
 
-def _show(part: "Stretch") -> None:
-    span = f"{part.start + 1} to {part.end}"
-    typer.echo(_COLUMNS.format(span, part.steps, part.fingerprints, "differs" if part.difference else "equal"))
-    for note in part.notes:
+def _show(segment: "Segment") -> None:
+    span = f"{segment.start + 1} to {segment.end}"
+    typer.echo(_COLUMNS.format(span, segment.steps, segment.fingerprints, "differs" if segment.difference else "equal"))
+    for note in segment.notes:
         typer.echo(f"  note: {note}")

@@ -1,1 +1,1 @@
-"""What a run directory proves: its steps computed again, one step looked at, two runs compared."""
+"""Reproduction of a run: its steps computed again, looked into, and compared with those of another run."""

@@ -1,4 +1,4 @@
-"""Where two runs part, and why, from what their directories hold."""
+"""The first divergence of two runs and its likely causes, from their directories alone."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.reproduce.record import RunRecord, same
+from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.run.config import changed_keys
 from lm_trainer.run.environment import environment_differences
 
 
 @dataclass
-class Parting:
+class Divergence:
     """The first step whose numbers differ."""
 
     step: int
     after: int | None
-    """The last step before it that both runs have recorded, with equal numbers; None where there is none."""
+    """The last step before it that both runs have recorded, with equal numbers; None if there is none."""
     values: dict[str, tuple[Any, Any]]
-    """What differs there: metrics by name; empty where only the parameters of its checkpoints do."""
+    """The metrics that differ, by name, of both runs; empty if only the parameters of the checkpoints differ."""
 
 
 @dataclass
 class Comparison:
-    """What two runs have in common."""
+    """Result of the comparison of two runs, `a` and `b`."""
 
     a: str
     b: str
     common: int
-    """How many steps both have recorded."""
+    """The number of steps that both have recorded."""
     last: int
     """The last of them."""
-    parting: Parting | None
+    divergence: Divergence | None
     causes: dict[str, list[str]] = field(default_factory=dict)
-    """What differs of what may decide numbers, as `NAME: A -> B`: `configuration`, `data`, `code and packages`, in this
-    order of likelihood. Where the runs are equal, it made no difference."""
+    """Differences that may decide numbers, as `NAME: A -> B`, under `configuration`, `data` and `code and packages`, in
+    this order of likelihood. If the runs are equal all the same, they made no difference."""
     harmless: list[str] = field(default_factory=list)
-    """What differs and decides no number: how many devices and processes there are."""
+    """Differences that decide no number: of the numbers of devices and processes."""
     checkpoint: int | None = None
     """The first step whose checkpoints, of both runs, hold other parameters."""
     parameters: list[str] = field(default_factory=list)
-    """Which, in the order of the model."""
+    """Their names, in the order of the model."""
     unchanged: int = 0
-    """How many parameters are equal there."""
+    """The number of parameters that are equal there."""
 
 
 def compare(a: RunRecord, b: RunRecord) -> Comparison:
-    """Compares all steps that both runs have recorded, and all checkpoints of one step that both have.
+    """Compares the steps that both runs have recorded, and the checkpoints of the same steps.
 
     Raises:
         UserError: when there is no such step.
@@ -62,7 +62,7 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
         )
     result = Comparison(a.id, b.id, len(common), common[-1], _first_difference(a, b, common))
     _compare_checkpoints(a, b, result)
-    at = result.parting.step if result.parting else result.last
+    at = result.divergence.step if result.divergence else result.last
     config, data = _configuration(a, b, at), _data(a, b)
     software = environment_differences(a.attempt(at), b.attempt(at))
     causes = {"configuration": config, "data": data, "code and packages": software}
@@ -72,6 +72,7 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
 
 
 def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
+    """The metrics of a step that both runs have recorded."""
     return [name for name in a.computed[step] if name in b.computed[step]]
 
 
@@ -79,13 +80,13 @@ def _range(run: RunRecord) -> str:
     return f"steps {min(run.computed)} to {run.last}" if run.computed else "none"
 
 
-def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Parting | None:
+def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergence | None:
     before = None
     for step in common:
         x, y = a.computed[step], b.computed[step]
-        values = {name: (x[name], y[name]) for name in _shared(a, b, step) if not same(x[name], y[name])}
+        values = {name: (x[name], y[name]) for name in _shared(a, b, step) if not equal_bits(x[name], y[name])}
         if values:
-            return Parting(step, before, values)
+            return Divergence(step, before, values)
         before = step
     return None
 
@@ -93,17 +94,21 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Parting 
 def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
     for step in sorted({*a.saved()} & {*b.saved()}):
         x, y = (run.checkpoint(step).get("hashes", {}) for run in (a, b))
+        # Old checkpoints have no hashes; they tell nothing.
         other = [name for name in {**x, **y} if x.get(name) != y.get(name)]
         if x and y and other:
+            # Parameters that differ earlier than any recorded metric does are the first divergence.
             result.checkpoint, result.parameters, result.unchanged = step, other, len({**x, **y}) - len(other)
-            if result.parting is None or step < result.parting.step:
-                result.parting = Parting(step, max((s for s in a.computed if s < step), default=None), {})
+            if result.divergence is None or step < result.divergence.step:
+                result.divergence = Divergence(step, max((s for s in a.computed if s < step), default=None), {})
             return
 
 
 def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
     """The keys that differ, and the changes on the way to the step."""
     x, y = a.identity_at(step), b.identity_at(step)
+    # Each run's configuration is compared in the light of the other's, whose code may know keys that this one lacks:
+    # only keys that differ both ways count.
     there, back = changed_keys(x, y, _config(b, step)), changed_keys(y, x, _config(a, step))
     lines = [f"{key}: {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in there.items() if key in back]
     for run, other in ((a, b), (b, a)):
@@ -118,12 +123,12 @@ def _configuration(a: RunRecord, b: RunRecord, step: int) -> list[str]:
 def _config(run: RunRecord, step: int) -> Any:
     try:
         return run.config(step)
-    except UserError:
+    except UserError:  # a loop of one's own, whose configuration is known by its identity alone
         return None
 
 
 def _data(a: RunRecord, b: RunRecord) -> list[str]:
-    """Of the first checkpoint of a step that both have, else of the newest of each."""
+    """Differences of the data, as the first checkpoint of a step that both have tells, else the newest of each."""
     both = sorted({*a.saved()} & {*b.saved()})
     found = []
     for run in (a, b):

@@ -1,4 +1,4 @@
-"""What a run has left behind, read without touching it."""
+"""Record of a run: the files of its directory, read without touching them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lm_trainer.run.find import checkpoints_of, find_run
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step")
-_OF_THE_STEP = ("train/", "optim/", "data/loss_tokens", "fingerprint")
-"""Metrics that are the same whenever and wherever a step is computed."""
+_COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
+"""Prefixes of the metrics that are the same whenever and wherever a step is computed."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class RunRecord:
     id: str
     checkpoints: Path
     identity: Mapping[str, Any]
-    """What of the configuration decides numbers, as it was last."""
+    """The part of the last configuration that decides numbers."""
     changes: Sequence[Mapping[str, Any]]
     """Changes of the configuration: `step`, `differences`, and `config_before`, the file with the one before."""
     attempts: Sequence[Mapping[str, Any]]
-    """On what the run was computed, each from its `step` on."""
+    """The environments that computed the run, each from its `step` on."""
     steps: Mapping[int, Mapping[str, Any]]
     """Metrics by the number of steps done, those of all lines of a step together; in order."""
 
@@ -50,6 +50,7 @@ class RunRecord:
         attempts = json.loads((path / "env.json").read_text()) if (path / "env.json").is_file() else []
         steps: dict[int, dict[str, Any]] = {}
         if (path / "metrics.jsonl").is_file():
+            # A step has several lines: its metrics, its evaluation, the fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
         if not steps or not attempts:
@@ -71,9 +72,9 @@ class RunRecord:
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:
-        """Of `steps`, what is the same whenever and wherever a step is computed; steps without any are left out."""
+        """The metrics of `steps` that do not depend on when and where a step is computed; only steps that have any."""
         found = {
-            step: {name: value for name, value in metrics.items() if name.startswith(_OF_THE_STEP)}
+            step: {name: value for name, value in metrics.items() if name.startswith(_COMPUTED)}
             for step, metrics in self.steps.items()
         }
         return {step: metrics for step, metrics in found.items() if metrics}
@@ -88,29 +89,31 @@ class RunRecord:
         return committed_steps(self.checkpoints)
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """What was written down with a checkpoint; empty where there is none that can be read."""
+        """Reads the JSON of a checkpoint; empty if there is none that can be read."""
         try:
             return read_record(self.checkpoints, step) if step in self.saved() else {}
         except CheckpointError:
             return {}
 
     def attempt(self, step: int) -> Mapping[str, Any]:
-        """On what a step was computed; steps count from 1."""
+        """The environment that computed a step; steps count from 1."""
+        # A step that was computed twice, after a crash, is recorded by the last attempt that did it.
         return next((a for a in reversed(self.attempts) if a["step"] < step), self.attempts[0])
 
     def reach(self, start: int) -> int:
         """The last step that can be computed from the checkpoint of `start` steps under one configuration."""
+        # A run under another configuration goes on with other numbers.
         later = [change["step"] for change in self.changes if change["step"] > start]
         return min(later, default=self.config(start + 1).trainer.num_train_steps)
 
     def identity_at(self, step: int) -> Mapping[str, Any]:
-        """What of the configuration that a step was computed with decides numbers."""
+        """The part that decides numbers of the configuration with which a step was computed."""
         earlier = any(step <= change["step"] for change in self.changes)
         return numeric_identity(self.config(step)) if earlier else self.identity
 
     @property
     def root(self) -> Path:
-        """The directory that relative paths of the configuration are meant from: where the run was started."""
+        """The directory in which the run was started, from which relative paths of its configuration count."""
         return self.path.parents[len(Path(self._log_dir).parts)] if self._is_below_root() else Path.cwd()
 
     @cached_property
@@ -122,10 +125,10 @@ class RunRecord:
         return not tail.is_absolute() and ".." not in tail.parts and self.path.parts[-len(tail.parts) :] == tail.parts
 
     def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
-        """The configuration that a step was computed with.
+        """Loads the configuration with which a step was computed.
 
         Args:
-            step: from 1.
+            step: counted from 1.
             overrides: settings over it, of keys that change no number.
 
         Raises:
@@ -136,6 +139,7 @@ class RunRecord:
                 f"{self.path}: this run was made with a loop of one's own, of which the directory knows neither model "
                 f"nor data; it cannot be computed again from there"
             )
+        # Each change of the configuration has kept the file before it, which holds up to the step of the change.
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
         # Without trackers, whose packages need not be installed where the run is computed again.
         plain = load(self.path / name, ["trainer.tracker=[]"], RunConfig).config
@@ -147,6 +151,6 @@ class RunRecord:
         return config
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two recorded values are equal, bit for bit; NaN equals NaN."""
+def equal_bits(a: Any, b: Any) -> bool:
+    """Returns True if two recorded values are equal, bit for bit; NaN equals NaN."""
     return a == b or (a != a and b != b)

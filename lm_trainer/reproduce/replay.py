@@ -1,4 +1,4 @@
-"""One step of a run, computed again and looked at from inside."""
+"""One step of a run, computed again and observered at from inside."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Norms:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a step was and is."""
+    """A step as it was recorded and as it came out again."""
 
     step: int
-    """Steps done with it."""
+    """The step, counted from 1."""
     start: int
     """Steps done at the checkpoint (or the start) from which it was reached."""
     recorded: dict[str, Any]
-    """The metrics of the run; empty where it recorded none of this step."""
+    """The metrics of the run; empty if it recorded none of this step."""
     now: dict[str, float]
     norms: dict[str, Norms]
     """By parameter, in the order of the model."""
@@ -51,10 +51,10 @@ class Replay:
     rows: list[TracedRow]
     """The documents of the batch."""
     gradients: Path | None
-    """Where they were written."""
+    """The file that they were written to; None if they were not."""
 
     def source(self, token: HardToken) -> str:
-        """The document that a token stands in."""
+        """The origin of the document that a token stands in."""
         passages, left = self.rows[token.row].passages, token.position
         for passage in passages:
             if left < passage.tokens:
@@ -64,12 +64,12 @@ class Replay:
 
     @property
     def applied(self) -> bool:
-        """Whether the weights changed: not by a step whose loss or gradient is not finite."""
+        """True if the weights changed, which a step whose loss or gradient is not finite does not."""
         return math.isfinite(self.now["train/loss"]) and math.isfinite(self.now["optim/grad_norm"])
 
 
-class _Look:
-    """An observer of a step that keeps its gradients and measures its norms."""
+class _StepObserver:
+    """Observer of a step that keeps its gradients and measures norms by parameter."""
 
     def __init__(self, again: Rerun):
         program = again.run.program
@@ -104,16 +104,16 @@ def replay(
     overrides: Sequence[str] = (),
     progress: Progress,
 ) -> Replay:
-    """Goes to a step from the nearest checkpoint before it, and does it under observation.
+    """Computes a step again, from the nearest checkpoint before it, under observation.
 
     Args:
         record: the run.
         step: as in metrics.jsonl, so the first is 1.
-        top_k: how many tokens to name.
+        top_k: the number of tokens to name.
         dump_grads: a directory for `gradients-N.safetensors`, an array for each parameter: the gradient of the mean
             loss, before clipping, in float32.
         overrides: settings that change no number.
-        progress: the person at the terminal.
+        progress: shows the phases.
 
     Raises:
         UserError: when the run has no such step, or as `rerun`.
@@ -127,18 +127,19 @@ def replay(
             again.step()
         data, config, batch = again.run.data, again.run.config, again.next_batch()
         progress.phase("losses of the tokens")
+        # Before the step, which donates the state.
         losses = token_losses(again.run.program, config, again.state, batch)
-        look = _Look(again)
-        now = again.step(look)
+        observer = _StepObserver(again)
+        now = again.step(observer)
         return Replay(
             step,
             start,
             dict(record.computed.get(step, {})),
             now,
-            look.norms(),
+            observer.norms(),
             hardest(losses, batch, data.tokenizer, top_k),
             list(trace(data, config.trainer.batch_schedule, step)),
-            None if where is None else _write(where / f"gradients-{step}.safetensors", look),
+            None if where is None else _write(where / f"gradients-{step}.safetensors", observer),
         )
 
 
@@ -155,10 +156,13 @@ def _nearest(record: RunRecord, step: int) -> int:
     return start
 
 
-def _write(file: Path, look: _Look) -> Path:
+def _write(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
-    mean = {name: np.asarray(x, np.float32) / np.float32(look.weight) for name, x in to_host(look.grads).items()}
+    # The step hands out the sum over all tokens, which is divided by their weight only at the update.
+    mean = {
+        name: np.asarray(x, np.float32) / np.float32(observer.weight) for name, x in to_host(observer.grads).items()
+    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: np.ascontiguousarray(x) for name, x in mean.items()}, file)

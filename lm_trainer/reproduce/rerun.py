@@ -1,4 +1,4 @@
-"""A run computed again from one of its checkpoints, in a scratch directory, as a resume would."""
+"""Recomputation of a run from one of its checkpoints, as a resume would do it, in a scratch directory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from lm_trainer.trackers import Progress
 
 
 class Rerun:
-    """One step after another; what they compute is what the run computed, if all is well.
+    """A run that is being computed again, step by step.
 
     Attributes:
         state: after the last step.
-        batch: of the last step: this process's rows.
+        batch: this process's rows of the next step, once `next_batch` has read them; else None.
         program: the hash of the compiled program; None before the first step.
     """
 
@@ -56,7 +56,7 @@ class Rerun:
         self._batches = run.batches()
 
     def next_batch(self) -> Batch:
-        """The batch of the step that comes next, as long as it has not been done."""
+        """Reads the batch of the next step; the same one until that step is done."""
         if self.batch is None:
             self.batch = next(self._batches, None)
         if self.batch is None:
@@ -64,7 +64,7 @@ class Rerun:
         return self.batch
 
     def step(self, observer: Observer | None = None) -> dict[str, float]:
-        """Does one step, and returns what a run records of it."""
+        """Does one step, and returns the metrics that a run records of it."""
         batch, at, program = self.next_batch(), self.state.step, self.run.program
         if not program.step.compiled(at):
             self.run.attempt.progress.phase("compiling the training step")
@@ -77,34 +77,38 @@ class Rerun:
         return step_metrics(values, program.schedule(at))
 
     def hashes(self) -> dict[str, str]:
-        """Of each parameter."""
+        """The hash of each parameter, by name."""
         return hashes(self.state.params)
 
     def fingerprint(self) -> str | None:
-        """What the run should have recorded at this step; None when the chain up to the checkpoint is not known."""
+        """The fingerprint that the run should have recorded at this step; None if the hash chain up to the checkpoint
+        is not known.
+        """
         return None if self._chain is None else fingerprint(self._chain, self.hashes())
 
     def digests(self) -> dict[str, int]:
-        """Of all that a checkpoint of this state holds."""
+        """The checksum of every array of a checkpoint of this state, by name."""
         return digests(saved_arrays(self.state, self.run.program))
 
 
 @contextlib.contextmanager
 def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progress: Progress) -> Iterator[Rerun]:
-    """Takes a run up again after `start` steps: at a checkpoint, or at its start.
+    """Resumes a run after `start` steps, at a checkpoint or at its start, without writing anything into it.
 
-    Nothing is written into the run. The devices are those of this machine; how the state lies on them is free.
+    The devices are those of this machine; their number and the sharding may differ from the run's.
 
     Raises:
         UserError: when the checkpoint or the data are gone, or the devices do not fit.
     """
     with tempfile.TemporaryDirectory(prefix="lmt-") as scratch, contextlib.chdir(record.root):
-        config = _scratched(record.config(start + 1, overrides), Path(scratch), record.id)
-        configure_again(record, config.trainer, start + 1)  # before a checkpoint is looked at
+        config = _isolated(record.config(start + 1, overrides), Path(scratch), record.id)
+        configure_again(record, config.trainer, start + 1)  # before a checkpoint is read, which starts the backends
         saved = record.checkpoint(start)
         if start in record.saved():
-            _lay_out(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
+            _link_checkpoint(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
+        # A configuration that was changed at this very step has to be allowed again, as the user did then.
         changed = any(change["step"] == start for change in record.changes)
+        # At the start of a run the hash chain is empty; a checkpoint of before there were chains has none.
         chain = saved.get("chain") if saved else ""
         with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
@@ -117,8 +121,8 @@ def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> Non
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, threads_again(trainer, record.attempt(step)))
 
 
-def _scratched(config: RunConfig, scratch: Path, name: str) -> RunConfig:
-    """The configuration with all that writes or reports pointed away from the run."""
+def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
+    """The configuration with everything that writes or reports switched off or pointed to the scratch directory."""
     checkpointer = CheckpointerConfig(
         base_path=str(scratch / "checkpoints"), save_interval=timedelta(days=9999), keep=()
     )
@@ -134,6 +138,7 @@ def _scratched(config: RunConfig, scratch: Path, name: str) -> RunConfig:
         "log_jaxprs": False,
         "log_xla_hlo": False,
         "shutdown_at_exit": False,
+        # One process, wherever the run had several: elastic determinism gives the same bits.
         "distributed": DistributedConfig(initialize_jax_distributed=False),
         "replica_ici_axis_size": 1,
         "replica_dcn_axis_size": 1,
@@ -141,8 +146,8 @@ def _scratched(config: RunConfig, scratch: Path, name: str) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "hf_save_path": None})
 
 
-def _lay_out(checkpoints: Path, step: int, scratch: Path) -> None:
-    """One checkpoint of a run as the only one of the scratch run. Its arrays are not copied, and only read."""
+def _link_checkpoint(checkpoints: Path, step: int, scratch: Path) -> None:
+    """Gives the scratch run one checkpoint of the run, by a link: arrays may be large, and are only read."""
     scratch.mkdir(parents=True)
     for name in ("config.yaml", "tokenizer"):
         source = checkpoints / name
@@ -154,7 +159,7 @@ def _lay_out(checkpoints: Path, step: int, scratch: Path) -> None:
 
 
 class QuietProgress(Progress):
-    """Phases alone: what a run says of itself does not concern the reader of its proof."""
+    """Progress that shows phases alone: the notes of a run are of no interest when it is computed again."""
 
     def note(self, text: str) -> None:
         del text

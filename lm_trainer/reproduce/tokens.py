@@ -1,4 +1,4 @@
-"""Which tokens of a batch the model finds hard, and where they stand.
+"""The tokens of a batch with the highest losses, in their context.
 
 Shape letters: B rows, S positions in a row, N tokens (B x S), D hidden dimension.
 """
@@ -19,7 +19,7 @@ from lm_trainer.run.program import Program
 from lm_trainer.step.state import TrainState
 
 _BEFORE, _AFTER = 24, 8
-"""Tokens of context that are shown."""
+"""Tokens of context that are shown before and after a target."""
 
 
 class HardToken(NamedTuple):
@@ -38,7 +38,10 @@ class HardToken(NamedTuple):
 
 
 def token_losses(program: Program, config: RunConfig, state: TrainState, batch: Batch) -> np.ndarray:
-    """float32 [B, S]: -log p(target) in nats, without dropout; NaN where the target does not count in the loss."""
+    """Computes -log p(target) in nats, float32 [B, S], without dropout; NaN for a target that has no part in the loss.
+
+    Runs in pieces of a microbatch, whose memory is known to suffice.
+    """
 
     def losses(params: dict[str, jax.Array], rows: Batch) -> jax.Array:
         model = program.model.merge(params)
@@ -47,7 +50,8 @@ def token_losses(program: Program, config: RunConfig, state: TrainState, batch: 
         )
         h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(rows.targets).reshape(-1)
         ones_N = jnp.ones(targets_N.shape, jnp.float32)
-        # The loss is linear in the weights, and its slopes are the losses of the tokens.
+        # The loss is linear in the weights of the tokens, so its gradient with respect to them is the loss of each.
+        # This takes the same blockwise code as training does, instead of logits for all tokens at once.
         slopes: Any = jax.grad(weighted_nll, argnums=3)
         head, block_size = model.spec.head, config.model.cross_entropy_block_size
         return slopes(h_ND, model.head_weight(), targets_N, ones_N, block_size, head.softcap).reshape(h_BSD.shape[:2])
@@ -65,19 +69,22 @@ def hardest(losses: np.ndarray, batch: Batch, tokenizer: Tokenizer, count: int) 
     """The `count` tokens with the highest losses, those that are not finite first.
 
     Args:
-        losses: float32 [B, S], as `token_losses` gives them.
-        batch: what they are of.
+        losses: float32 [B, S], of `token_losses`.
+        batch: the batch that they belong to.
         tokenizer: turns ids back into text.
-        count: how many.
+        count: the number of tokens.
     """
     counts = np.asarray(batch.weights) > 0
     ranks = np.where(counts, np.where(np.isfinite(losses), losses, np.inf), -np.inf)
+    # Stable, so that tokens of equal loss come in the order of the batch.
     order = np.argsort(-ranks, axis=None, kind="stable")[: min(count, int(counts.sum()))]
     found = []
     for row, position in zip(*np.unravel_index(order, losses.shape), strict=True):
         tokens, targets, segments = (np.asarray(x)[row] for x in (batch.tokens, batch.targets, batch.segments))
+        # Packed rows hold several documents; the context ends at the border of its own.
         inside = segments == segments[position]
         at = np.arange(len(tokens))
+        # The target follows the input at its position: inputs up to there come before it, later targets after it.
         before = tokens[inside & (at > position - _BEFORE) & (at <= position)].tolist()
         after = targets[inside & (at > position) & (at <= position + _AFTER)].tolist()
         texts = [tokenizer.decode(ids) for ids in ([int(targets[position])], before, after)]

@@ -101,7 +101,7 @@ def test_a_fingerprint_comes_with_every_checkpoint(finished: Path) -> None:
     assert {len(value) for value in found.values()} == {16}
 
 
-def test_verify_repeats_a_stretch_and_touches_nothing(finished: Path, in_tmp_path: Path) -> None:
+def test_verify_repeats_a_segment_and_touches_nothing(finished: Path, in_tmp_path: Path) -> None:
     before = content(finished)
     result = run_here("verify", finished / "logs/run", "--seed", "1", "--json")
     assert result.returncode == 0, result.stderr
