@@ -31,7 +31,7 @@ from typing import NamedTuple
 from benchmarks.setting import load, setting, table
 from lm_trainer.core.runtime import available_cores, keep_freed_memory
 from lm_trainer.data import DataConfig
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenize.build import Build, BuildOptions
@@ -123,7 +123,7 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
     total = size(documents)
 
     def build() -> None:
-        store = Store(f"{source}.cache")
+        store = KvStore(f"{source}.cache")
         Build("train", store, config.shards("train"), tokenizer, BuildOptions(num_workers=0)).run()
 
     pairs = []
@@ -153,7 +153,7 @@ def scaling(paths: list[Path], tokenizer: HfTokenizer, rounds: int) -> list[str]
         """MB a second, and the cores that all processes used on average."""
         started, used = time.perf_counter(), cpu_of_all()
         options = BuildOptions(num_workers=processes)
-        Build("train", Store(str(cache)), config.shards("train"), tokenizer, options).run()
+        Build("train", KvStore(str(cache)), config.shards("train"), tokenizer, options).run()
         seconds = time.perf_counter() - started
         shutil.rmtree(cache)
         return stored / 1e6 / seconds, (cpu_of_all() - used) / seconds

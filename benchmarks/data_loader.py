@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks.setting import load, setting, table
 from lm_trainer.core.piecewise import BatchSchedule
-from lm_trainer.data.cache.format import Ledger
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
 from lm_trainer.data.mixture import Mixture, shares
-from lm_trainer.data.rows.chunks import Windows
+from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.packing import PackedRows, best_fit
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
@@ -93,7 +93,7 @@ def summary(seconds: list[float], tokens: int) -> dict[str, float]:
 
 
 def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[str, TrainOrder]:
-    windows = Windows(stream, seq_len, EOS)
+    windows = Chunks(stream, seq_len, EOS)
 
     def single(shuffle: ShuffleConfig) -> TrainOrder:
         return TrainOrder([TrainSet("train", windows, windows.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
@@ -142,7 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         ledger, lengths = write_tokens(directory, args.parts)
-        orders = orders_of(TokenStream(Store(name), ledger, DTYPE), lengths, seq_len)
+        orders = orders_of(TokenStream(KvStore(name), ledger, DTYPE), lengths, seq_len)
         plain = plain_loop(directory, args.parts, batch, seq_len)
         full = orders["full shuffle"]
         seconds: dict[str, list[float]] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from lm_trainer.data.tokenize.build import BuildProgress
+    from lm_trainer.data.tokenize.progress import BuildProgress
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def build(
     from lm_trainer.core.runtime import keep_freed_memory
     from lm_trainer.data import RayConfig
     from lm_trainer.data.tokenize.plan import plan_caches
-    from lm_trainer.data.tokenize.shard_writer import Stopped
+    from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import Interruption
 
     keep_freed_memory()
@@ -49,10 +49,9 @@ def build(
     kept = "what was tokenised is kept, and the same command goes on"
     with Interruption(kept) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
-        for cache in plan.builds.values():
-            cache.stopped = signals.came
+        callbacks = BuildCallbacks(show, stopped=signals.came)
         try:
-            ledgers = [(cache.name, cache.run()) for cache in plan.builds.values()]
+            ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
         except Stopped:
             raise signals.error() from None
     for name, ledger in ledgers:
@@ -87,7 +86,7 @@ def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.errors import MachineError
     from lm_trainer.data import inspect as report
-    from lm_trainer.data.cache.kvstore import Store
+    from lm_trainer.data.cache.kvstore import KvStore
 
     wrong: list[str] = []
     caches = report.status(run.data)
@@ -95,7 +94,7 @@ def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
         if not cache.begun:
             typer.echo(f"{cache.name}: not built")
             continue
-        found = report.verify(Store(cache.url), cache.ledger)
+        found = report.verify(KvStore(cache.url), cache.ledger)
         wrong += found
         parts = len(cache.ledger.parts)
         outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
@@ -127,7 +126,7 @@ def inspect(
     from lm_trainer.generate.text import for_terminal
 
     for shown in report.inspect(run.data, cache, first, count, chars):
-        typer.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.learnt} of them learnt")
+        typer.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
         cut = chars and len(shown.text) > chars
         typer.echo(for_terminal(shown.text[:chars] + " ..." if cut else shown.text))
 
@@ -137,12 +136,12 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     """Print how many documents and tokens there are, how long they are, and how well they fill rows."""
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
-    from lm_trainer.data.cache.kvstore import Store
+    from lm_trainer.data.cache.kvstore import KvStore
 
     seq_len, caches = run.model.seq_len, report.status(run.data)
     _refuse_misfits(caches)
     for cache in caches:
-        found = report.stats(Store(cache.url), cache.ledger, seq_len)
+        found = report.stats(KvStore(cache.url), cache.ledger, seq_len)
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
         typer.echo(f"{cache.name}: {counts}{so_far}, {found.text_bytes / found.tokens:.2f} bytes per token")
@@ -169,7 +168,7 @@ def train_tokenizer(
     Its size is that of data.tokenizer, such as data.tokenizer.type=trained_bpe data.tokenizer.vocab_size=8192.
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.data.tokenize.plan import find_caches
+    from lm_trainer.data.tokenize.cache_spec import find_caches
     from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 
     wanted = run.data.tokenizer_config
@@ -178,8 +177,8 @@ def train_tokenizer(
         raise UserError(f"data.tokenizer is {kind}, which is not trained; set data.tokenizer.type=trained_bpe")
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserError(f"{output} exists; choose another directory with --output")
-    places = find_caches(run.data)[1]
-    shards = [shard for name, place in places.items() if name.endswith("/train") for shard in place.shards]
+    caches = find_caches(run.data)[1]
+    shards = [shard for name, cache in caches.items() if name.endswith("/train") for shard in cache.shards]
     tokenizer = train_bpe(wanted, shards)
     tokenizer.save(output)
     typer.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")

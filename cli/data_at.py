@@ -8,7 +8,7 @@ from cli.build_progress import build_progress
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 
 if TYPE_CHECKING:
-    from lm_trainer.data.trace import TracedRow
+    from lm_trainer.data.provenance import RowDocuments
 
 
 def at(
@@ -32,17 +32,17 @@ def at(
     """
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import open_data
-    from lm_trainer.data.trace import trace
+    from lm_trainer.data.provenance import documents_of_step
 
     with build_progress() as show:
         data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
     if step > run.trainer.num_train_steps:
         typer.echo(f"the run ends after step {run.trainer.num_train_steps}; a longer one would go on so:", err=True)
-    for traced in trace(data, run.trainer.batch_schedule, step, row):
+    for traced in documents_of_step(data, run.trainer.batch_schedule, step, row):
         typer.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
 
 
-def describe_row(traced: "TracedRow", *, named: bool, chars: int) -> str:
+def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
     """Where a row of a batch comes from, and its passages.
 
     Args:

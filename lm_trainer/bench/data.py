@@ -10,7 +10,7 @@ import jax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data import open_data
-from lm_trainer.data.pipeline import Data
+from lm_trainer.data.dataset import Data
 from lm_trainer.profile.timing import Measured, Spread, si
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program

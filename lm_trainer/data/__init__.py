@@ -2,39 +2,32 @@
 
 DataConfig        the `data` section of a configuration
 RayConfig         a Ray cluster to tokenise on
-open_data         tokenises what is missing and opens the rest: `Data`
+open_data         tokenises all that is missing and opens the data
+Data              the opened data
 load_tokenizer    reads the tokenizer that a run saved
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.data.config import DataConfig
+from lm_trainer.data.tokenize.progress import BuildProgress, OnProgress
 from lm_trainer.data.tokenize.ray_backend import RayConfig
 from lm_trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from lm_trainer.data.dataset import Data
-    from lm_trainer.data.tokenize.build import BuildProgress, OnProgress
+    from lm_trainer.data.pipeline import Data, open_data
+else:
 
+    def __getattr__(name: str) -> Any:
+        # Processes that only tokenise import this package too, and must not pay for JAX and Grain, which come with
+        # these two. Hidden from type checkers, which would take any name for one that exists.
+        if name in ("Data", "open_data"):
+            from lm_trainer.data import pipeline
 
-def open_data(
-    config: DataConfig,
-    *,
-    seq_len: int,
-    seed: int,
-    on_progress: OnProgress | None = None,
-    ray: RayConfig | None = None,
-    background: bool = False,
-) -> Data:
-    """Tokenises what is not yet cached, and opens it; see `lm_trainer.data.pipeline.open_data`."""
-    # Processes that only tokenise import this package too, and must not pay for JAX and Grain.
-    from lm_trainer.data import pipeline
-
-    return pipeline.open_data(
-        config, seq_len=seq_len, seed=seed, on_progress=on_progress, ray=ray, background=background
-    )
+            return getattr(pipeline, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = ["BuildProgress", "Data", "DataConfig", "OnProgress", "RayConfig", "Tokenizer", "load_tokenizer", "open_data"]

@@ -30,7 +30,10 @@ def _as_list(value: Any) -> Any:
 Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 SINGLE_SET = "train"
-"""What the only set of a configuration without `configs` is called."""
+"""The name of the only set of a configuration without `configs`."""
+
+_HUB_KEYS = {"name", "revision", "stream", "splits"}
+"""Keys of a set that belong to a data set of the Hugging Face hub."""
 
 _LATER = "not available yet"
 
@@ -38,7 +41,7 @@ _NO_FILES = "train_urls is an empty list; name files, or leave the key out (or n
 
 
 class SetConfig(Config):
-    """One set of documents: where they come from, and how they are read."""
+    """One set of documents: its sources, and how they are read."""
 
     train_urls: Numeric[Urls | None] = None
     """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz` and
@@ -62,7 +65,7 @@ class SetConfig(Config):
     text_key: Numeric[str] = "text"
     """The field of a record (a JSON line, a Parquet row) that holds the document."""
     format: Numeric[AnyFormat] = TextFormat()
-    """How a row becomes tokens, and which of them are learnt: plain text, or a block with a `type`."""
+    """How a row becomes tokens, and which of them the loss counts: plain text, or a block with a `type`."""
     cache_dir: Operational[str | None] = None
     """Where tokenised text is kept: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
@@ -91,15 +94,22 @@ class SetConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _check_urls(self) -> Self:
-        if self._only_evaluated():
-            return self
-        if self.train_urls == [] and not (self.source or self.id):
-            raise ValueError(_NO_FILES)
+    def _check_source(self) -> Self:
+        # In this order: each check takes for granted that those before it found nothing.
+        if not self._only_evaluated():
+            if self.train_urls == [] and not (self.source or self.id):
+                raise ValueError(_NO_FILES)
+            self._check_hub_keys()
+            self._check_urls()
+        return self
+
+    def _check_hub_keys(self) -> None:
         if self.id is not None and (self.source or self.train_urls or self.validation_urls):
             raise ValueError("id names a data set of the hub; remove it, or source, train_urls and validation_urls")
-        if self.id is None and (unused := {"name", "revision", "stream", "splits"} & self.changed_fields):
+        if self.id is None and (unused := _HUB_KEYS & self.changed_fields):
             raise ValueError(f"{', '.join(sorted(unused))} can only be set with id, a data set of the hub")
+
+    def _check_urls(self) -> None:
         takes_urls = bool(self.train_urls) if self.source is None else self.source.takes_urls
         if takes_urls and not self.train_urls:
             raise ValueError("this source needs train_urls")
@@ -108,21 +118,22 @@ class SetConfig(Config):
             hint = "remove one of the two" if self.source else "name your own train_urls too"
             kind = self.source.type if self.source else "embedded"
             raise ValueError(f"the {kind} source brings its own text, so {key} does not fit; {hint}")
-        return self
 
     def _only_evaluated(self) -> bool:
+        """Tells if there is validation text and nothing else."""
         return not (self.source or self.id or self.train_urls) and bool(self.validation_urls)
 
     @property
     def source_config(self) -> SourceConfig | None:
-        """The source in use; None = each file by its name."""
+        """The source in use; None = each file by the source that its name tells."""
         if self.id is not None:
-            keys = {"id", "name", "revision", "stream", "splits"} & self.changed_fields
+            # Only keys that were changed: the source tells a split that was named from one by default.
+            keys = ({"id"} | _HUB_KEYS) & self.changed_fields
             return HuggingFace(**{key: getattr(self, key) for key in keys})
         return self.source or (None if self.train_urls or self.validation_urls else Embedded())
 
     def shards(self, split: Split) -> list[Shard]:
-        """The shards of one split; [] where there is none.
+        """Lists the shards of one split; [] where there is none.
 
         Raises:
             UserError: if files are missing.
@@ -200,18 +211,13 @@ class DataConfig(SetConfig):
 
     @model_validator(mode="after")
     def _check_mixture(self) -> Self:
-        if not self.configs:
-            if self.train_weights is not None:
-                raise ValueError("train_weights needs configs: the sets that it weighs, by name")
-            if self._only_evaluated() and self.train_urls == []:
-                raise ValueError(_NO_FILES)
-            if self._only_evaluated():
-                raise ValueError(
-                    "the embedded source brings its own text, so validation_urls does not fit; "
-                    "name your own train_urls too"
-                )
+        if self.configs:
+            # In this order: each check takes for granted that those before it found nothing.
+            self._check_set_names()
+            self._check_stages()
+            self._check_trained()
         else:
-            self._check_sets()
+            self._check_single_set()
         if self.epochs is not None and self.stop_strategy == "restart":
             raise ValueError("epochs only means something with stop_strategy: first_exhausted or all_exhausted")
         for key in ("epochs", "max_train_batches", "num_validation_sequences"):
@@ -219,11 +225,24 @@ class DataConfig(SetConfig):
             self._check_names(key, value if isinstance(value, dict) else {})
         return self
 
-    def _check_sets(self) -> None:
+    def _check_single_set(self) -> None:
+        if self.train_weights is not None:
+            raise ValueError("train_weights needs configs: the sets that it weighs, by name")
+        if self._only_evaluated() and self.train_urls == []:
+            raise ValueError(_NO_FILES)
+        if self._only_evaluated():
+            raise ValueError(
+                "the embedded source brings its own text, so validation_urls does not fit; name your own train_urls too"
+            )
+
+    def _check_set_names(self) -> None:
         if here := sorted((self.changed_fields & SetConfig.model_fields.keys()) - {"cache_dir"}):
             raise ValueError(f"{here[0]} belongs to a single set; with configs, write it below configs.NAME")
+        # A name becomes a directory.
         if bad := [name for name in self.configs if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".")]:
             raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-` and `.`")
+
+    def _check_stages(self) -> None:
         if self.train_weights is None:
             raise ValueError("configs needs train_weights: how much of training each set makes up")
         steps = [step for step, _ in self._weights()]
@@ -235,6 +254,8 @@ class DataConfig(SetConfig):
                 shares(list(weights.values()))
             except ValueError as error:
                 raise ValueError(f"train_weights from step {step} on: {error}") from None
+
+    def _check_trained(self) -> None:
         named = {name for _, weights in self._weights() for name in weights}
         for name, found in self.configs.items():
             if name not in named and not found._only_evaluated():
@@ -267,7 +288,7 @@ class DataConfig(SetConfig):
 
     @property
     def stages(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(first step, shares of the sets that are trained on) for each change of the weights."""
+        """(First step, shares of the sets that are trained on) for each change of the weights."""
         return [(step, shares([weights.get(name, 0) for name in self.trained])) for step, weights in self._weights()]
 
     @property
@@ -282,5 +303,5 @@ class DataConfig(SetConfig):
         return [(0, self.train_weights)] if isinstance(self.train_weights, dict) else self.train_weights
 
     def of_set(self, value: PerSet | None, name: str) -> int | None:
-        """What a setting that may differ by set says about one."""
+        """Returns the value for one set of a setting that may differ by set."""
         return value.get(name) if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
-"""What is in the caches of a configuration: how far they are, whether they are whole, and what they hold.
+"""Inspection of caches: how far they are, whether their files are whole, and the documents that they hold.
 
-Shape letters: D documents.
+Shape letters: D documents, T tokens of a document.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.documents import begin_of, document_lengths, read_lengths
-from lm_trainer.data.cache.format import BUILDER, MANIFEST, Ledger, fingerprint, part_key, read_record, token_dtype
-from lm_trainer.data.cache.kvstore import Store
-from lm_trainer.data.cache.loss_mask import LEARN, MarkStream
+from lm_trainer.data.cache.format import BUILDER, MANIFEST, fingerprint, part_key, read_record, token_dtype
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
+from lm_trainer.data.provenance import source_of
 from lm_trainer.data.rows.packing import PackingStats, packing_stats
 from lm_trainer.data.tokenize.build import Build
-from lm_trainer.data.tokenize.plan import Place, find_caches, find_misfits, open_builds
-from lm_trainer.data.trace import where
+from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
+from lm_trainer.data.tokenize.finished_cache import FinishedCache
+from lm_trainer.data.tokenize.plan import find_misfits, open_builds
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """How far one cache is."""
+    """State of one cache."""
 
     name: str
     """`train` or `validation`, with the name of the set before it in a mixture."""
@@ -39,12 +42,13 @@ class CacheStatus:
     ledger: Ledger
     num_shards: int
     builder: str | None
-    """Who builds it, and when it was last heard of."""
+    """The process that builds it, and the time since its last heartbeat."""
     misfit: str | None
-    """Why training would refuse it, if it would."""
+    """The reason for which training would refuse it, if it would."""
 
     @property
     def begun(self) -> bool:
+        """True if anything was built, even if the manifest is lost."""
         return self.fingerprint is not None or self.ledger.begun
 
     def __str__(self) -> str:
@@ -62,24 +66,24 @@ class CacheStatus:
 
 
 def status(config: DataConfig) -> list[CacheStatus]:
-    """How far each cache is, and whether it fits the configuration; reads no text and changes nothing."""
-    directory, places = find_caches(config)
-    misfits = find_misfits(config, directory, places)
-    return [_status(place, misfits.get(name)) for name, place in places.items()]
+    """Returns the state of each cache, and tells if it fits the configuration; reads no text and changes nothing."""
+    directory, caches = find_caches(config)
+    misfits = find_misfits(config, directory, caches)
+    return [_status(cache, misfits.get(name)) for name, cache in caches.items()]
 
 
-def _status(place: Place, misfit: str | None) -> CacheStatus:
-    store = Store(place.url)
+def _status(cache: CacheSpec, misfit: str | None) -> CacheStatus:
+    store = KvStore(cache.url)
     manifest, builder = store.read_json(MANIFEST), store.read_json(BUILDER)
     who = None
     if builder is not None:
         who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
     found = None if manifest is None else fingerprint(manifest)
-    return CacheStatus(place.title, store.url, found, Ledger.read(store), len(place.shards), who, misfit)
+    return CacheStatus(cache.title, store.url, found, Ledger.read(store), len(cache.shards), who, misfit)
 
 
-def verify(store: Store, ledger: Ledger) -> list[str]:
-    """Reads every file of a cache and compares it with its record; what is wrong, one line for each file."""
+def verify(store: KvStore, ledger: Ledger) -> list[str]:
+    """Reads every file of a cache and compares it with its record; returns one line for each file that is wrong."""
     wrong = []
     for name, tokens in zip(ledger.parts, ledger.tokens, strict=True):
         try:
@@ -96,7 +100,7 @@ def verify(store: Store, ledger: Ledger) -> list[str]:
     return wrong
 
 
-def _compare(store: Store, name: str, kind: str, blob: dict[str, Any]) -> str | None:
+def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:
     key = part_key(name, kind)
     content = store.read(key)
     if content is None:
@@ -109,7 +113,7 @@ def _compare(store: Store, name: str, kind: str, blob: dict[str, Any]) -> str | 
 
 
 class CacheStats(NamedTuple):
-    """What the documents of a cache are like."""
+    """Lengths of the documents of a cache, and how well they fill rows."""
 
     documents: int
     tokens: int
@@ -119,8 +123,8 @@ class CacheStats(NamedTuple):
     packing: dict[str, PackingStats]
 
 
-def stats(store: Store, ledger: Ledger, seq_len: int) -> CacheStats:
-    """Lengths of documents, and how well they fill rows of `seq_len`.
+def stats(store: KvStore, ledger: Ledger, seq_len: int) -> CacheStats:
+    """Computes the lengths of documents, and how well they fill rows of `seq_len`.
 
     Raises:
         UserError: if nothing has been built yet.
@@ -131,57 +135,58 @@ def stats(store: Store, ledger: Ledger, seq_len: int) -> CacheStats:
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
     text_bytes = sum(ledger.text_bytes)
-    targets = partial(_targets, store, ledger, lengths_D) if ledger.marks else None
+    targets = partial(_num_targets, store, ledger, lengths_D) if ledger.marks else None
     packing = packing_stats(lengths_D, seq_len, targets)
     return CacheStats(len(lengths_D), ledger.num_tokens, text_bytes, quantiles, packing)
 
 
-def _targets(store: Store, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
-    """How many of the first `count` tokens are learnt and follow another token of their document."""
-    marks, starts_D = MarkStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
+def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:
+    """Counts those of the first `count` tokens that the loss counts and that follow another token of their document."""
+    mask, starts_D = LossMaskStream(store, ledger, np.dtype(np.uint8)), np.cumsum(lengths_D) - lengths_D
     found = begin = 0
+    # Part by part: the whole mask may be larger than the memory of the machine.
     for tokens in ledger.tokens:
         end = min(begin + tokens, count)
         if end <= begin:
             break
-        learnt = (marks.read(np.array([begin]), end - begin)[0] & LEARN) != 0
+        in_loss_T = (mask.read(np.array([begin]), end - begin)[0] & IN_LOSS) != 0
         firsts = starts_D[np.searchsorted(starts_D, begin) : np.searchsorted(starts_D, end)] - begin
-        found, begin = found + int(learnt.sum()) - int(learnt[firsts].sum()), end
+        found, begin = found + int(in_loss_T.sum()) - int(in_loss_T[firsts].sum()), end
     return found
 
 
-class Shown(NamedTuple):
+class ShownDocument(NamedTuple):
     """A document as the cache holds it."""
 
     number: int
     where: str
-    """Where it came from: the file and the line or row."""
+    """Its origin: the file and the line or row."""
     tokens: int
-    learnt: int
-    """How many of them the loss counts."""
+    in_loss: int
+    """Tokens that the loss counts."""
     text: str
-    """All of it, or its beginning: more than so many characters as were asked for. Where the cache says which tokens
-    are learnt, these stand between `⟦` and `⟧`."""
+    """All of it, or its beginning: more than so many characters as were asked for. Where the cache has a loss mask, the
+    tokens that the loss counts stand between `⟦` and `⟧`."""
 
 
-def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[Shown]:
-    """Some documents of a built cache, as the model sees them.
+def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:
+    """Yields some documents of a built cache, as the model sees them.
 
     Args:
-        config: what was built.
+        config: the `data` section that built it.
         name: `NAME/train` or `NAME/validation`; `train` and `validation` where there is one set.
         first: number of the first document.
         count: how many.
-        chars: how much of its text will be looked at; 0: all.
+        chars: characters of its text that will be looked at; 0: all.
 
     Raises:
         UserError: for a cache that does not exist, does not fit the configuration, or has no such document.
     """
-    directory, places = find_caches(config)
-    name = full_name(places, name)
-    if not places[name].begun:
-        raise UserError(f"{places[name].url} is not built yet; run: lmt data build")
-    build = open_builds(config, directory, places)[name]
+    directory, caches = find_caches(config)
+    name = full_name(caches, name)
+    if not caches[name].begun:
+        raise UserError(f"{caches[name].url} is not built yet; run: lmt data build")
+    build = open_builds(config, directory, caches)[name]
     ledger = build.look()
     if first >= ledger.num_documents:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"
@@ -194,14 +199,15 @@ def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 
 class _Documents:
     """The documents of a cache by their numbers, each whole, though it may begin in an earlier part than it ends in."""
 
-    def __init__(self, build: Build, ledger: Ledger, chars: int):
+    def __init__(self, build: Build | FinishedCache, ledger: Ledger, chars: int):
         self._build, self._ledger, self._chars = build, ledger, chars
         self._ended = np.cumsum(ledger.documents)
         self._tokens = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
-        self._marks = MarkStream(build.store, ledger, np.dtype(np.uint8)) if ledger.marks else None
+        self._mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8)) if ledger.marks else None
 
-    def __getitem__(self, number: int) -> Shown:
+    def __getitem__(self, number: int) -> ShownDocument:
         store, ledger = self._build.store, self._ledger
+        # Documents are numbered by where they end, since a part counts those that end in it.
         part = int(np.searchsorted(self._ended, number, side="right"))
         index = number - (int(self._ended[part - 1]) if part else 0)
         lengths = read_lengths(store, ledger, part)
@@ -211,36 +217,37 @@ class _Documents:
             if first != part:
                 part, index = first, len(read_lengths(store, ledger, first)) - 1
             start, length = start - before, length + before
-        learn = None
-        if self._marks is not None:
-            learn = (self._marks.read(np.array([start]), length)[0] & LEARN) != 0
-        source = where(store, ledger, self._build.shards, part, index)
-        return Shown(
-            number, source, length, length if learn is None else int(learn.sum()), self._text(start, length, learn)
-        )
+        in_loss_T = None
+        if self._mask is not None:
+            in_loss_T = (self._mask.read(np.array([start]), length)[0] & IN_LOSS) != 0
+        source = source_of(store, ledger, self._build.shards, part, index)
+        counted = length if in_loss_T is None else int(in_loss_T.sum())
+        return ShownDocument(number, source, length, counted, self._text(start, length, in_loss_T))
 
-    def _text(self, start: int, length: int, learn: np.ndarray | None) -> str:
-        """More characters than are asked for, where there are more: a document may be larger than memory."""
+    def _text(self, start: int, length: int, in_loss_T: np.ndarray | None) -> str:
+        """Decodes more characters than are asked for, where there are more: a document may be larger than memory."""
+        # A first guess of the tokens that make so many characters, raised until it suffices.
         count = 8 * self._chars if self._chars else length
         while True:
-            ids = self._tokens.read(np.array([start]), min(count, length))[0]
-            text = self._decode(ids) if learn is None else self._with_marks(ids, learn[:count])
+            ids_T = self._tokens.read(np.array([start]), min(count, length))[0]
+            text = self._decode(ids_T) if in_loss_T is None else self._bracketed(ids_T, in_loss_T[:count])
             if count >= length or len(text) > self._chars:
                 return text
             count *= 8
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return self._build.tokenizer.decode(ids.tolist())
+    def _decode(self, ids_T: np.ndarray) -> str:
+        return self._build.tokenizer.decode(ids_T.tolist())
 
-    def _with_marks(self, ids: np.ndarray, learn: np.ndarray) -> str:
-        changes = np.flatnonzero(np.diff(learn)) + 1
-        texts = [self._decode(run) for run in np.split(ids, changes)]
-        learnt = [learn[place] for place in [0, *changes.tolist()]]
-        return "".join(f"⟦{text}⟧" if marked else text for text, marked in zip(texts, learnt, strict=True))
+    def _bracketed(self, ids_T: np.ndarray, in_loss_T: np.ndarray) -> str:
+        """Decodes tokens, with brackets around the runs that the loss counts."""
+        changes = np.flatnonzero(np.diff(in_loss_T)) + 1
+        texts = [self._decode(run) for run in np.split(ids_T, changes)]
+        counted = [in_loss_T[place] for place in [0, *changes.tolist()]]
+        return "".join(f"⟦{text}⟧" if inside else text for text, inside in zip(texts, counted, strict=True))
 
 
 def full_name(names: Collection[str], name: str) -> str:
-    """The name of a cache: `train` means that of the only set.
+    """Completes the name of a cache: `train` means that of the only set.
 
     Raises:
         UserError: naming those that exist.

@@ -1,4 +1,8 @@
-"""Batches for training, read ahead by Grain's threads."""
+"""Train batches of a run, prefetched by Grain's threads.
+
+Element i of the source is this host's rows of one step, so a run begins at any step at the same cost, and a batch is
+read in one piece. A step never depends on which batches were read before it.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,19 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.rows.eval_set import check_rows
-from lm_trainer.data.rows.growing import GrowingOrder, Missing
+from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder
+from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = range | Callable[[int], range]
 """The rows of the global batch that this host holds; where its size changes, from that size."""
 
-_THREADS, _READ_AHEAD = 2, 4
+# One thread reads while the other waits for a disk. Prefetching more batches makes no step faster.
+_THREADS, _PREFETCHED = 2, 4
 
 
 class _StepSource:
-    """A random-access source for Grain: element i is this host's rows of step `steps[i]`."""
+    """Random-access source for Grain: element i is this host's rows of step `steps[i]`."""
 
     def __init__(
         self,
@@ -43,8 +49,8 @@ class _StepSource:
             raise RuntimeError("the iterator of batches has been closed")
         return self._order.read(self._positions(int(index)))
 
-    def missing(self, index: int) -> Missing | None:
-        """What element `index` waits for."""
+    def missing(self, index: int) -> MissingTokens | None:
+        """Returns the tokens that element `index` waits for."""
         if not isinstance(self._order, GrowingOrder) or index >= len(self):
             return None
         return self._order.missing(self._positions(index))
@@ -60,7 +66,18 @@ class _StepSource:
 
 
 class TrainIterator(Iterator[Batch]):
-    """The batches of consecutive steps. Close it to end its threads."""
+    """Yields the batches of consecutive steps. Close it to end its threads.
+
+    Args:
+        order: the rows of the run by their positions.
+        schedule: rows of the global batch at each step.
+        rows: those of them that this host holds.
+        steps: the steps to read, counted from 0.
+        closed: set by `close`; ends those who wait for text that is still being tokenised.
+
+    Raises:
+        UserError: if a batch does not have such rows.
+    """
 
     def __init__(
         self,
@@ -80,7 +97,7 @@ class TrainIterator(Iterator[Batch]):
         self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
         self._grain: Any = None
         if steps:
-            options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_READ_AHEAD)
+            options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
             self._grain = iter(grain.MapDataset.source(self._source).to_iter_dataset(options))
 
     def __iter__(self) -> Self:
@@ -95,18 +112,19 @@ class TrainIterator(Iterator[Batch]):
 
     @property
     def growing(self) -> bool:
-        """Whether a batch may have to wait for text that is still being tokenised."""
+        """True if a batch may have to wait for text that is still being tokenised."""
         return isinstance(self._order, GrowingOrder) and self._order.growing
 
-    def missing(self) -> Missing | None:
-        """What the next batch waits for; None if `next` gives it without waiting for text to be tokenised.
+    def missing(self) -> MissingTokens | None:
+        """Returns the tokens that the next batch waits for; None if `next` does not wait for text to be tokenised.
 
         Raises:
-            UserError: if that will not come, because the build of its cache failed.
+            UserError: if they will not come, because the build of their cache failed.
         """
         return self._source.missing(self._taken)
 
     def close(self) -> None:
+        """Ends the threads; those that wait end first, since Grain joins them."""
         self._closed.set()
         if self._grain is not None:
             self._grain.close()

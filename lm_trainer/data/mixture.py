@@ -1,4 +1,7 @@
-"""Which set each row of training comes from: fixed proportions, kept by every prefix, that may change at given steps.
+"""Mixture: the set that each row of training comes from. Every prefix keeps the proportions, which may change at steps.
+
+The sets follow one another in a fixed cycle instead of at random: no prefix holds one row more or less of a set than
+its share, and the set of any position is computed without those before it.
 
 Shape letters: N positions, C positions of a cycle, K sets.
 """
@@ -19,11 +22,12 @@ RESOLUTION = 1 << 16
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """How many positions of the shortest cycle each weight gets; exact where that cycle is within `RESOLUTION`.
+    """Returns the positions of the shortest cycle that each weight gets; exact if that cycle is within `RESOLUTION`.
 
     Raises:
         ValueError: if no weight is positive, or one is so small that it would get nothing.
     """
+    # The decimal that the user wrote, not the binary fraction nearest to it: 0.1 is to be a tenth.
     parts = [Fraction(repr(weight)) for weight in weights]
     total = sum(parts)
     if total <= 0 or min(parts) < 0:
@@ -33,6 +37,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     if length > RESOLUTION:
         parts = [part * RESOLUTION for part in parts]
         counts = [math.floor(part) for part in parts]
+        # Largest remainders: the positions that rounding down has left go to the sets that lost most by it.
         by_rest = sorted(range(len(parts)), key=lambda index: counts[index] - parts[index])
         for index in by_rest[: RESOLUTION - sum(counts)]:
             counts[index] += 1
@@ -44,18 +49,18 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(count // divisor for count in counts)
 
 
-class Cycle(NamedTuple):
-    """The order of sets that repeats for as long as weights hold."""
+class MixtureCycle(NamedTuple):
+    """Order of the sets, repeated for as long as weights hold."""
 
     sets_C: np.ndarray
     """int16: the set of each position."""
     draws_C: np.ndarray
-    """int32: how often that set came before in the cycle."""
+    """int32: number of times that the set came before in the cycle."""
 
 
 @lru_cache(maxsize=64)
-def cycle(counts: tuple[int, ...]) -> Cycle:
-    """Spreads the sets so evenly that no prefix holds one row more or less of a set than its share.
+def mixture_cycle(counts: tuple[int, ...]) -> MixtureCycle:
+    """Computes the cycle in which no prefix holds one row more or less of a set than its share.
 
     Draw j of a set with c of L positions has to come in [floor(jL/c), ceil((j+1)L/c)); serving the earliest deadline
     meets them all (Baruah et al., "Proportionate progress", Algorithmica 15, 1996).
@@ -69,6 +74,7 @@ def cycle(counts: tuple[int, ...]) -> Cycle:
     order = np.argsort(releases, kind="stable")
     # One number holds deadline and set, which the heap compares faster than a pair.
     jobs = (deadlines * len(counts) + sets)[order].tolist()
+    # At each position, the jobs whose release has come by then; there always is one, since the shares fill the cycle.
     first_job_after = np.searchsorted(releases[order], np.arange(length), side="right").tolist()
     ready: list[int] = []
     taken, served = 0, []
@@ -81,11 +87,11 @@ def cycle(counts: tuple[int, ...]) -> Cycle:
     draws_C = np.empty(length, np.int32)
     for index, count in enumerate(counts):
         draws_C[sets_C == index] = np.arange(count)
-    return Cycle(sets_C, draws_C)
+    return MixtureCycle(sets_C, draws_C)
 
 
 class Mixture:
-    """Tells for each position of training which set it is drawn from, and which draw of that set it is.
+    """Finds the set that each position of training is drawn from, and the number of that draw of the set.
 
     A set's draws are 0, 1, 2, ... whatever the weights, so changing them neither skips nor repeats anything.
 
@@ -96,12 +102,13 @@ class Mixture:
     def __init__(self, stages: Sequence[tuple[int, tuple[int, ...]]]):
         self._starts = np.asarray([start for start, _ in stages], np.int64)
         self._shares = [counts for _, counts in stages]
+        # Draws of each set before each stage.
         self._before = [np.zeros(len(self._shares[0]), np.int64)]
         for counts, length in zip(self._shares, np.diff(self._starts).tolist(), strict=False):
             self._before.append(self._before[-1] + _drawn(counts, length))
 
     def locate(self, positions_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The set of each position, and the number of the draw within it: two int64 [N]."""
+        """Returns the set of each position, and the number of the draw within it: two int64 [N]."""
         positions_N = np.asarray(positions_N, np.int64)
         sets_N, draws_N = np.empty_like(positions_N), np.empty_like(positions_N)
         stages_N = np.searchsorted(self._starts, positions_N, side="right") - 1
@@ -109,33 +116,34 @@ class Mixture:
             here = np.flatnonzero(stages_N == stage)
             counts = self._shares[stage]
             cycles, places = np.divmod(positions_N[here] - self._starts[stage], sum(counts))
-            sets = cycle(counts).sets_C[places].astype(np.int64)
+            sets = mixture_cycle(counts).sets_C[places].astype(np.int64)
             sets_N[here] = sets
             draws_N[here] = (
-                self._before[stage][sets] + cycles * np.asarray(counts)[sets] + cycle(counts).draws_C[places]
+                self._before[stage][sets] + cycles * np.asarray(counts)[sets] + mixture_cycle(counts).draws_C[places]
             )
         return sets_N, draws_N
 
     def drawn(self, position: int) -> np.ndarray:
-        """How many rows of each set the positions before this one hold: int64 [K]."""
+        """Counts the rows of each set at the positions before this one: int64 [K]."""
         stage = int(np.searchsorted(self._starts, position, side="right")) - 1
         return self._before[stage] + _drawn(self._shares[stage], position - int(self._starts[stage]))
 
     def position(self, index: int, draw: int) -> int | None:
-        """Where a draw of a set comes; None where the weights never let it."""
+        """Returns the position of a draw of a set; None where the weights never let it come."""
         for stage, counts in enumerate(self._shares):
             rest = draw - int(self._before[stage][index])
             last = stage + 1 == len(self._shares)
             if counts[index] and (last or draw < self._before[stage + 1][index]):
                 full, rest = divmod(rest, counts[index])
-                place = int(np.flatnonzero(cycle(counts).sets_C == index)[rest])
+                place = int(np.flatnonzero(mixture_cycle(counts).sets_C == index)[rest])
                 return int(self._starts[stage]) + full * sum(counts) + place
         return None
 
 
 def _drawn(counts: tuple[int, ...], length: int) -> np.ndarray:
+    """Counts the rows of each set in the first `length` positions of a stage: int64 [K]."""
     full, rest = divmod(length, sum(counts))
     counts_K = np.asarray(counts, np.int64)
     if not rest:
         return full * counts_K
-    return full * counts_K + np.bincount(cycle(counts).sets_C[:rest], minlength=len(counts))
+    return full * counts_K + np.bincount(mixture_cycle(counts).sets_C[:rest], minlength=len(counts))

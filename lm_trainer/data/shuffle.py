@@ -1,4 +1,6 @@
-"""The order in which windows are drawn: a keyed permutation, with O(1) memory and seek.
+"""Shuffle: the order in which rows are drawn, a keyed permutation with O(1) memory and seek.
+
+No list of indices is kept: the row of any draw is computed from its number alone, so a run resumes at any step at once.
 
 Shape letters: N indices.
 """
@@ -23,23 +25,23 @@ class ShuffleConfig(Config):
     """The base of every member of the union of shuffles."""
 
     @abstractmethod
-    def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-        """Which window each draw is. Draw d is in epoch d // num_windows; every epoch holds each window once.
+    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+        """Returns the row of each draw. Draw d is in epoch d // num_rows; every epoch holds each row once.
 
         Args:
             draws_N: int64 [N], numbers of draws from 0, without end.
-            num_windows: how many windows there are.
+            num_rows: rows of the set.
             seed: of the run.
 
         Returns:
-            int64 [N] in [0, num_windows).
+            int64 [N] in [0, num_rows).
         """
 
     @abstractmethod
     def rows_needed(self, draw: int) -> int | None:
-        """How many windows there must be for this draw, and all before it, to be the same however many more come.
+        """Returns the number of rows that must be there for this draw to be certain, and all draws before it.
 
-        None = all that there will be. With so many, `locate` may be called with any larger number of windows.
+        None = all that there will be. With so many, `locate` gives the same for any larger number of rows.
         """
 
 
@@ -48,52 +50,54 @@ class NoShuffle(ShuffleConfig):
 
     type: Literal["none"] = "none"
 
-    def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
+    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         del seed
-        return np.asarray(draws_N, np.int64) % num_windows
+        return np.asarray(draws_N, np.int64) % num_rows
 
     def rows_needed(self, draw: int) -> int | None:
         return draw + 1
 
 
 class FullShuffle(ShuffleConfig):
-    """All windows at once, anew in every epoch."""
+    """All rows at once, anew in every epoch."""
 
     type: Literal["full"] = "full"
 
-    def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-        epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_windows)
-        return permute(indices_N, num_windows, _keys(seed, epochs_N))
+    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+        epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
+        return permute(indices_N, num_rows, _keys(seed, epochs_N))
 
     def rows_needed(self, draw: int) -> int | None:
         del draw
 
 
 class EraShuffle(ShuffleConfig):
-    """Within eras of growing size, anew in every epoch: early windows come early, as they do from a growing corpus."""
+    """Within eras of growing size, anew in every epoch: early rows come early, as they do from a growing corpus."""
 
     type: Literal["era"] = "era"
     first: int = Field(default=1024, ge=1)
-    """Windows in the first era."""
+    """Rows in the first era."""
     growth: int = Field(default=2, ge=1)
-    """How much larger each era is than the one before."""
+    """Factor by which each era is larger than the one before."""
     largest: int = Field(default=1 << 22, ge=1)
-    """Windows in an era at most."""
+    """Rows in an era at most."""
 
-    def locate(self, draws_N: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-        epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_windows)
-        bounds = self._bounds(num_windows)
+    def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+        epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
+        bounds = self._bounds(num_rows)
         eras_N = np.searchsorted(bounds, indices_N, side="right") - 1
         starts_N = bounds[eras_N]
-        sizes_N = np.minimum(bounds[eras_N + 1], num_windows) - starts_N
+        # The last era of an epoch may be cut short by the end of the rows.
+        sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
         return starts_N + permute(indices_N - starts_N, sizes_N, _keys(seed, epochs_N, eras_N))
 
     def rows_needed(self, draw: int) -> int | None:
+        # The whole era of the draw: cut short, it would be permuted otherwise.
         return int(self._bounds(draw + 1)[-1])
 
-    def _bounds(self, num_windows: int) -> np.ndarray:
+    def _bounds(self, num_rows: int) -> np.ndarray:
         bounds, size = [0], min(self.first, self.largest)
-        while bounds[-1] < num_windows:
+        while bounds[-1] < num_rows:
             bounds.append(bounds[-1] + size)
             size = min(size * self.growth, self.largest)
         return np.asarray(bounds, np.int64)
@@ -106,7 +110,7 @@ AnyShuffle = Annotated[
 
 
 def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
-    """A permutation of [0, size) chosen by a key, one index at a time.
+    """Permutes [0, size) by a key, each index by itself.
 
     A Feistel network over the smallest even number of bits that holds `size`, its rounds the finaliser of splitmix64
     (Steele, Lea and Flood, 2014), walked on until the value is below `size`. Below 8 bits, 4 rounds can be told from
@@ -123,6 +127,7 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
     values_N = np.array(indices_N, dtype=_U)
     sizes, keys = np.asarray(size, _U), np.asarray(key, _U)
     half = np.maximum((_bit_length(sizes - _U(1)) + _U(1)) // _U(2), _U(1))
+    # Eras with more rounds are permuted apart from the others, since rounds run over a whole array.
     small = half < 4
     if small.any() and not small.all():
         result = np.empty(len(values_N), np.int64)
@@ -133,6 +138,8 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
     mask = (_U(1) << half) - _U(1)
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
     round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in range(1, rounds + 1)]
+    # Cycle walking: the network permutes a range of up to four times `size`, and a value outside is put in again until
+    # it is inside. As every value lies on a cycle of the permutation, this ends, and gives each result once.
     walking = np.arange(len(values_N))
     while len(walking):
         # All at once as long as none has left, and one number for all where there is one: most calls end so.
@@ -148,26 +155,28 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
+    """Computes the finaliser of splitmix64: uint64, with wrapping products."""
     x = np.multiply(x ^ (x >> _U(30)), _U(0xBF58476D1CE4E5B9))
     x = np.multiply(x ^ (x >> _U(27)), _U(0x94D049BB133111EB))
     return x ^ (x >> _U(31))
 
 
 def _bit_length(x: np.ndarray) -> np.ndarray:
-    """Bits of each number below 2**53; frexp is exact there."""
+    """Returns the number of bits of each number below 2**53; frexp is exact there."""
     return np.frexp(x.astype(np.float64))[1].astype(_U)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for one set of a mixture: sets of the same length have different orders."""
+    """Returns a seed for one set of a mixture, so that sets of the same length have different orders."""
     return _hash(seed, name)
 
 
 def _keys(seed: int, *numbers_N: np.ndarray) -> np.ndarray:
-    """uint64 [N], or [] where it is one for all: a key for each combination of numbers.
+    """Returns a key for each combination of numbers: uint64 [N], or [] where one key is for all.
 
     A hash, so that no two seeds share an epoch's order.
     """
+    # Draws of one batch are nearly always of one epoch, and one key costs one hash.
     if all(len(numbers) and numbers[0] == numbers[-1] and (numbers == numbers[0]).all() for numbers in numbers_N):
         return np.asarray(_hash(seed, *(int(numbers[0]) for numbers in numbers_N)), _U)
     rows, inverse_N = np.unique(np.stack(numbers_N), axis=1, return_inverse=True)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.data.trace import TracedRow, trace
+from lm_trainer.data.provenance import RowDocuments, documents_of_step
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
@@ -48,7 +48,7 @@ class Replay:
     """By parameter, in the order of the model."""
     tokens: list[HardToken]
     """The hardest of the batch, without dropout, for the weights before the step."""
-    rows: list[TracedRow]
+    rows: list[RowDocuments]
     """The documents of the batch."""
     gradients: Path | None
     """The file that they were written to; None if they were not."""
@@ -138,7 +138,7 @@ def replay(
             now,
             observer.norms(),
             hardest(losses, batch, data.tokenizer, top_k),
-            list(trace(data, config.trainer.batch_schedule, step)),
+            list(documents_of_step(data, config.trainer.batch_schedule, step)),
             None if where is None else _write(where / f"gradients-{step}.safetensors", observer),
         )
 

@@ -13,8 +13,8 @@ from typing import Any
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
-from lm_trainer.data.pipeline import Data
-from lm_trainer.data.tokenize.build import BuildProgress
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.generate.engine import generate
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lm_trainer.data import DataConfig
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.sources import Row, Shard
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.urls import list_files
@@ -63,12 +63,14 @@ def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
         urls: list[str] | None = None,
         tokenizer: Tokenizer | None = None,
         config: DataConfig | None = None,
+        store: KvStore | None = None,
         **options: object,
     ) -> Build:
         config = config or DataConfig(train_urls=urls or [str(corpus / "*.jsonl*")])
         shards = one_per_file(config)
-        chosen = {"num_workers": 0, "part_bytes": PART_BYTES, **options}
-        return Build("train", Store(str(tmp_path / name)), shards, tokenizer or ByteTokenizer(), BuildOptions(**chosen))
+        chosen = BuildOptions(**{"num_workers": 0, "part_bytes": PART_BYTES, **options})
+        store = store or KvStore(str(tmp_path / name))
+        return Build("train", store, shards, tokenizer or ByteTokenizer(), chosen)
 
     return make
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from lm_trainer.data import DataConfig
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
@@ -40,7 +40,7 @@ def main(corpus: Path, directory: Path, delay: float) -> None:
     SlowBytes.delay = delay
     shards = one_per_file(DataConfig(train_urls=[str(corpus / "*.jsonl*")]))
     options = BuildOptions(num_workers=0, part_bytes=PART_BYTES)
-    Build("train", Store(str(directory)), shards, SlowBytes(), options).run()
+    Build("train", KvStore(str(directory)), shards, SlowBytes(), options).run()
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import Shard, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.memory import InMemory
+from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenizer import HfTokenizer, TrainedBpe, train_bpe
-from lm_trainer.data.tokenizer.fast import FastTokenizer, choose_backend, find_difference
+from lm_trainer.data.tokenizer.fast import FastTokenizer, choose_backend, find_different_ids
 from tests.data.test_tokenizer import HARD_TEXTS
 
 pytest.importorskip("fastokens")
@@ -47,7 +47,7 @@ def test_gives_the_same_ids(slow: HfTokenizer) -> None:
     assert [list(ids) for ids in fast.encode_batch(HARD_TEXTS)] == [slow.encode(text) for text in HARD_TEXTS]
     assert fast.encode_batch([]) == []
     assert slow.eos_id not in np.concatenate(fast.encode_batch(["a<|endoftext|>b"]))
-    assert find_difference(slow, fast, [Embedded().shards("validation")]) is None
+    assert find_different_ids(slow, fast, [Embedded().shards("validation")]) is None
 
 
 def test_its_name_and_version_are_in_the_fingerprint(slow: HfTokenizer) -> None:

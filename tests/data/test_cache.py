@@ -7,6 +7,7 @@ import json
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.format import BUILDER
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.sources.text import PIECE_BYTES
-from lm_trainer.data.tokenize.build import Build, BuildProgress
+from lm_trainer.data.tokenize.build import Build
+from lm_trainer.data.tokenize.progress import BuildCallbacks, BuildProgress
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.conftest import lmt_environment
@@ -121,14 +123,14 @@ def test_two_builders_in_one_process_do_the_work_once(
     make_build: MakeBuild, reference: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[str] = []
-    write = Store.write
+    write = KvStore.write
 
-    def slow_write(store: Store, key: str, value: bytes, **options: Any) -> bool:
+    def slow_write(store: KvStore, key: str, value: bytes, **options: Any) -> bool:
         written = write(store, key, value, **options)
         time.sleep(0.3 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
         return written
 
-    monkeypatch.setattr(Store, "write", slow_write)
+    monkeypatch.setattr(KvStore, "write", slow_write)
 
     class Counting(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[Any]:
@@ -170,9 +172,7 @@ def test_wide_vocabularies_take_four_bytes() -> None:
 
 def test_progress_reaches_the_size_of_the_text(make_build: MakeBuild, documents: list[str]) -> None:
     seen: list[BuildProgress] = []
-    build = make_build()
-    build.on_progress = seen.append
-    build.run()
+    make_build().run(BuildCallbacks(on_progress=seen.append))
     assert seen[-1].done_bytes == sum(len(text.encode()) for text in documents)
     assert seen[-1].total_bytes is None, "a packed file hides how much text it holds"
     assert [p.done_bytes for p in seen] == sorted(p.done_bytes for p in seen)
@@ -181,8 +181,9 @@ def test_progress_reaches_the_size_of_the_text(make_build: MakeBuild, documents:
 def test_a_trained_tokenizer_never_makes_eos_of_text(make_build: MakeBuild, tmp_path: Path) -> None:
     texts = ["one<|endoftext|>two", "<|endoftext|>", "plain"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    build = make_build(urls=[str(tmp_path / "a.jsonl")])
-    build.tokenizer = train_bpe(TrainedBpe(vocab_size=300), build.shards)
+    urls = [str(tmp_path / "a.jsonl")]
+    shards = DataConfig(train_urls=urls).shards("train")
+    build = make_build(urls=urls, tokenizer=train_bpe(TrainedBpe(vocab_size=300), shards))
     assert build.run().num_documents == 3
     tokens = tokens_of(build)
     assert (tokens == build.tokenizer.eos_id).sum() == 3
@@ -220,8 +221,7 @@ def test_a_large_file_is_one_document_over_several_parts(make_build: MakeBuild, 
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("small")
     config = DataConfig(train_urls=[str(tmp_path / "*.txt")])
-    build = make_build(config=config, part_bytes=(PIECE_BYTES, PIECE_BYTES))
-    build.shards = config.shards("train")
+    build = replace(make_build(config=config, part_bytes=(PIECE_BYTES, PIECE_BYTES)), shards=config.shards("train"))
     ledger = build.run()
     assert ledger.num_documents == 2
     assert len(ledger.parts) > 2

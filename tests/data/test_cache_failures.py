@@ -22,9 +22,10 @@ import pytest
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.documents import document_lengths
-from lm_trainer.data.cache.format import Ledger
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.sources.text import PIECE_BYTES
+from lm_trainer.data.tokenize.progress import BuildCallbacks
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
@@ -259,7 +260,7 @@ class TestFailures:
 
     def test_paths_of_the_store_are_readable(self) -> None:
         with pytest.raises(UserError, match=r'directory: "/proc/new é \[1\]/train/builder.json": No such') as caught:
-            Store("/proc/new é [1]/train").write("builder.json", b"{}")
+            KvStore("/proc/new é [1]/train").write("builder.json", b"{}")
         assert "\\x" not in str(caught.value)
 
     def test_a_damaged_ledger_is_named(self, make_build: MakeBuild) -> None:
@@ -287,8 +288,7 @@ class TestFailures:
     def test_a_full_disk(self, make_build: MakeBuild, small_disk: Path, reference: dict[str, bytes]) -> None:
         ballast = small_disk / "ballast"
         ballast.write_bytes(bytes(1_700_000))
-        build = make_build()
-        build.store = Store(str(small_disk / "cache"))
+        build = make_build(store=KvStore(str(small_disk / "cache")))
         with pytest.raises(MachineError, match="the disk is full"):
             build.run()
         committed = {path: path.read_bytes() for path in (small_disk / "cache/parts").glob("*.json")}
@@ -326,9 +326,9 @@ class TestFailures:
         waiting = make_build()
         killer = threading.Timer(0.5, builder.kill)
         seen: list[int] = []
-        waiting.on_progress = lambda at: seen.append(at.tokens)
+        callbacks = BuildCallbacks(on_progress=lambda at: seen.append(at.tokens))
         killer.start()
-        ledger = waiting.run()
+        ledger = waiting.run(callbacks)
         assert builder.wait() == -signal.SIGKILL, "it was to be killed while it built"
         assert seen[0] < ledger.num_tokens, "the progress of the other one is shown"
         assert contents(directory) == reference

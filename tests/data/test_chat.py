@@ -1,4 +1,4 @@
-"""Conversations: what a chat template makes of them, and which of it is learnt."""
+"""Conversations: what a chat template makes of them, and which of it the loss counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats import ChatFormat, Unusable
+from lm_trainer.data.formats import ChatFormat, UnusableRow
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import all_text
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -53,16 +53,16 @@ class TestChat:
         reference = self.reference(chatml, tmp_path)
         document = encode(ChatFormat(), {"messages": CONVERSATION}, chatml)
         assert list(document.ids) == reference["input_ids"]
-        assert np.asarray(document.learn).astype(int).tolist() == reference["assistant_masks"]
+        assert np.asarray(document.loss_mask).astype(int).tolist() == reference["assistant_masks"]
 
-    def test_the_answers_alone_are_learnt(self, chatml: HfTokenizer) -> None:
+    def test_the_answers_alone_are_in_the_loss(self, chatml: HfTokenizer) -> None:
         document = encode(ChatFormat(), {"messages": CONVERSATION}, chatml)
-        assert document.learn is not None
-        learnt = [int(i) for i in np.asarray(document.ids)[document.learn]]
+        assert document.loss_mask is not None
+        counted = [int(i) for i in np.asarray(document.ids)[document.loss_mask]]
         end = chatml.special_tokens()["<|im_end|>"]
-        assert learnt == [*"Ein\n\nWort 👩‍👧".encode(), end, *b" Ja.", end]
+        assert counted == [*"Ein\n\nWort 👩‍👧".encode(), end, *b" Ja.", end]
         every = encode(ChatFormat(mask_user_turns=False), {"messages": CONVERSATION}, chatml)
-        assert np.asarray(every.learn).all()
+        assert np.asarray(every.loss_mask).all()
 
     def test_names_of_special_tokens_in_messages_are_text(self, chatml: HfTokenizer) -> None:
         quoted = "<|im_end|>\n<|im_start|>assistant\n<|endoftext|>"
@@ -72,8 +72,8 @@ class TestChat:
         said = f"é{quoted} no".encode()
         user = [start, *f"user\nsay {quoted}!".encode(), end, *b"\n"]
         assert list(document.ids) == [*user, start, *b"assistant\n", *said, end, *b"\n"]
-        assert document.learn is not None
-        assert np.flatnonzero(document.learn).tolist() == list(range(len(user) + 11, len(user) + 12 + len(said)))
+        assert document.loss_mask is not None
+        assert np.flatnonzero(document.loss_mask).tolist() == list(range(len(user) + 11, len(user) + 12 + len(said)))
 
     def test_the_end_token_inside_a_conversation_ends_no_document(self, tmp_path: Path) -> None:
         tokenizer = with_specials("<|im_start|>", "<|im_end|>", eos="<|im_end|>", chat_template=CHATML)
@@ -123,7 +123,7 @@ class TestChat:
         ]
         one, other = (encode(ChatFormat(), {"messages": messages}, chatml) for messages in (CONVERSATION, parts))
         assert list(one.ids) == list(other.ids)
-        np.testing.assert_array_equal(one.learn, other.learn)  # pyright: ignore[reportArgumentType]
+        np.testing.assert_array_equal(one.loss_mask, other.loss_mask)  # pyright: ignore[reportArgumentType]
 
     @pytest.mark.parametrize(
         ("expression", "reason"),
@@ -169,8 +169,8 @@ class TestChat:
     def test_an_empty_answer_beside_another_one_is_kept(self, chatml: HfTokenizer) -> None:
         messages = [*CONVERSATION, {"role": "assistant", "content": ""}]
         document = encode(ChatFormat(), {"messages": messages}, chatml)
-        assert document.learn is not None
-        ends = np.asarray(document.ids)[document.learn] == chatml.special_tokens()["<|im_end|>"]
+        assert document.loss_mask is not None
+        ends = np.asarray(document.ids)[document.loss_mask] == chatml.special_tokens()["<|im_end|>"]
         assert ends.sum() == 3
 
     @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ class TestChat:
         def run() -> None:
             prepared = format.prepare(Row(0, "", "", record={"messages": messages}))
             (result,) = format.encode([prepared.value], tokenizer)
-            if isinstance(result, Unusable):
+            if isinstance(result, UnusableRow):
                 raise result
 
-        with pytest.raises(Unusable, match=reason):
+        with pytest.raises(UnusableRow, match=reason):
             run()
 
 
@@ -247,5 +247,5 @@ class TestTools:
     @pytest.mark.parametrize("tools", ["[]", ["look"], {"name": "look"}])
     def test_others_make_a_bad_row(self, tools: Any) -> None:
         row = Row(0, "", "", record={"messages": CONVERSATION, "tools": tools})
-        with pytest.raises(Unusable, match="'tools' holds something else than a list of tools"):
+        with pytest.raises(UnusableRow, match="'tools' holds something else than a list of tools"):
             ChatFormat(tools_field="tools").prepare(row)

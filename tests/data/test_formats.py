@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.cache.kvstore import Store
-from lm_trainer.data.cache.loss_mask import END, LEARN, pack_marks, unpack_marks
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.loss_mask import DOCUMENT_END, IN_LOSS, pack_loss_mask, unpack_loss_mask
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.formats import Document, IdsFormat, SupervisedFormat
+from lm_trainer.data.formats import EncodedDocument, IdsFormat, SupervisedFormat
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.memory import InMemory
+from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import CONTENT, EOS_ID, ByteTokenizer
@@ -33,10 +33,10 @@ def with_specials(*names: str, eos: str = "<|endoftext|>", **settings: str) -> H
     return HfTokenizer(json.dumps(content), settings, eos_token=eos)
 
 
-def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> Document:
+def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocument:
     prepared = format.prepare(Row(0, "here", "", record=record))
     (document,) = format.encode([prepared.value], tokenizer)
-    assert isinstance(document, Document), document
+    assert isinstance(document, EncodedDocument), document
     return document
 
 
@@ -63,19 +63,19 @@ class TestSupervised:
         tokens = [EOS_ID if c == "$" else ord(c) for c in stream]
         assert batch.tokens[0].tolist() == tokens[:8]
         assert batch.targets[0].tolist() == tokens[1:9]
-        learnt = {3, 4, 5, 6, 9, 10, 12, 13}
-        assert batch.weights[0].tolist() == [float(i + 1 in learnt) for i in range(8)]
+        counted = {3, 4, 5, 6, 9, 10, 12, 13}
+        assert batch.weights[0].tolist() == [float(i + 1 in counted) for i in range(8)]
         assert batch.segments[0].tolist() == [0] * 7 + [1]
         assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0]
 
-    def test_prompts_may_be_learnt_too(self, tmp_path: Path) -> None:
+    def test_prompts_may_be_in_the_loss_too(self, tmp_path: Path) -> None:
         data = opened(tmp_path, SupervisedFormat(mask_inputs=False), *[{"prompt": "abc", "response": "X"}] * 3)
         assert first_rows(data, 1).weights[0].tolist() == [1, 1, 1, 1, 0, 1, 1, 1]
 
     def test_other_fields(self) -> None:
         format = SupervisedFormat(input_field="q", output_field="a")
         document = encode(format, {"q": "x", "a": "yz"}, ByteTokenizer())
-        assert (list(document.ids), np.asarray(document.learn).tolist()) == ([*b"xyz"], [False, True, True])
+        assert (list(document.ids), np.asarray(document.loss_mask).tolist()) == ([*b"xyz"], [False, True, True])
         with pytest.raises(ValidationError, match="name two fields"):
             SupervisedFormat(input_field="text", output_field="text")
 
@@ -140,19 +140,19 @@ class TestCache:
         assert one.fingerprint() != other.fingerprint()
         np.testing.assert_array_equal(first_rows(one, 1).tokens, first_rows(other, 1).tokens)
 
-    def test_marks_survive_packing_at_any_place(self) -> None:
+    def test_masks_survive_packing_at_any_place(self) -> None:
         generator = np.random.default_rng(0)
         lengths = generator.integers(1, 9, 40)
-        learn = generator.random(lengths.sum()) < 0.5
-        expected = learn * LEARN
-        expected[np.cumsum(lengths) - 1] += END
-        content = np.frombuffer(pack_marks(learn, lengths), np.uint8)
-        assert len(content) == -(-len(learn) // 4)
-        for start in range(0, len(learn), 3):
-            for count in (0, 1, 2, 5, len(learn) - start):
-                count = min(count, len(learn) - start)
+        in_loss = generator.random(lengths.sum()) < 0.5
+        expected = in_loss * IN_LOSS
+        expected[np.cumsum(lengths) - 1] += DOCUMENT_END
+        content = np.frombuffer(pack_loss_mask(in_loss, lengths), np.uint8)
+        assert len(content) == -(-len(in_loss) // 4)
+        for start in range(0, len(in_loss), 3):
+            for count in (0, 1, 2, 5, len(in_loss) - start):
+                count = min(count, len(in_loss) - start)
                 np.testing.assert_array_equal(
-                    unpack_marks(content[start // 4 :], start, count), expected[start : start + count]
+                    unpack_loss_mask(content[start // 4 :], start, count), expected[start : start + count]
                 )
 
     def test_a_remote_cache_gives_the_same_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +164,10 @@ class TestCache:
         assert len(local.caches["train/train"].ledger.parts) > 5
         remote = opened(tmp_path, SupervisedFormat(), *records)
         stream = remote.caches["train/train"].stream
-        store = Store(str(tmp_path / "cache/train"))
+        store = KvStore(str(tmp_path / "cache/train"))
         store.local = None
-        assert stream.marks is not None
-        stream._store = stream.marks._store = store
+        assert stream.loss_mask is not None
+        stream._store = stream.loss_mask._store = store
         for got, expected in zip(first_rows(remote, 64), first_rows(local, 64), strict=True):
             np.testing.assert_array_equal(got, expected)
 

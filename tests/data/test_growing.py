@@ -20,13 +20,15 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig, open_data
-from lm_trainer.data.cache.format import Ledger, token_dtype
+from lm_trainer.data.cache.format import token_dtype
+from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.loader import TrainIterator
-from lm_trainer.data.rows.growing import BackgroundBuild, Builders, OpenSet
-from lm_trainer.data.rows.row_builder import PendingEval
+from lm_trainer.data.rows.row_builder import PendingEvalSet
+from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import BuildOptions
+from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
@@ -140,7 +142,8 @@ def test_the_batches_are_those_of_a_finished_cache(
     until(lambda: data.complete, "the build goes on to its end")
     assert iterator.missing() is None
     finished = open_data(make_config("finished", **changes), seq_len=SEQ_LEN, seed=7)
-    assert len(batches) > 2 * finished.num_train_windows // BATCH, "the test needs more than two epochs"
+    num_rows = sum(train.num_rows for train in finished.train_sets)
+    assert len(batches) > 2 * num_rows // BATCH, "the test needs more than two epochs"
     for step, (got, expected) in enumerate(
         zip(batches, finished.train(BATCH, rows=range(2, 6), num_steps=STEPS), strict=True)
     ):
@@ -166,7 +169,7 @@ def test_what_identifies_the_data_is_known_at_once_and_stays(
     until(lambda: data.complete, "all is tokenised")
     assert data.fingerprints(3) == {**before, "tokens": data.fingerprint(3)}
     again = open_growing(config)
-    assert again.builders is None, "there is nothing left to build"
+    assert again.builds is None, "there is nothing left to build"
     assert again.fingerprints(3) == data.fingerprints(3)
     data.close()
 
@@ -177,7 +180,7 @@ def test_a_held_out_set_is_waited_for(
     changes = {"shuffle": False, "validation_urls": [str(tmp_path / "held.jsonl")]}
     data = open_growing(make_config("growing", **changes))
     (pending,) = data.validation().values()
-    assert isinstance(pending, PendingEval)
+    assert isinstance(pending, PendingEvalSet)
     assert str(pending.missing()).startswith("waiting for tokenised data")
     gate.open()
     found = list(pending.batches(BATCH, rows=range(BATCH)))
@@ -254,11 +257,11 @@ def test_a_full_disk_ends_the_waiting(gate: Gate, make_config: Callable[..., Dat
             raise MachineError(f"the disk is full: cannot write {key}")
         return write(self, key, value, if_generation=if_generation)
 
-    from lm_trainer.data.cache.kvstore import Store
+    from lm_trainer.data.cache.kvstore import KvStore
 
-    write: Any = Store.write
+    write: Any = KvStore.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "write", full)
+        patch.setattr(KvStore, "write", full)
         data = open_growing(make_config("cache", shuffle=False))
         iterator = data.train(BATCH, rows=range(BATCH), num_steps=1000)
         gate.open()
@@ -276,22 +279,23 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
     build = make_build()
     ledger = build.look()
-    cache = OpenSet(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
-    builders = Builders([BackgroundBuild(build, cache)], one_by_one=False)
+    cache = OpenCache(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
+    builds = BackgroundBuilds([BackgroundBuild(build, cache)], one_by_one=False)
+    builds.start()
     until(lambda: len(cache.stream) > 0, "what the other one writes is read")
     assert other.poll() is None, "the other one was to be killed at work"
     assert not cache.finished
     other.kill()
     other.wait()
     until(lambda: cache.finished, "the build is taken over")
-    builders.close()
+    builds.close()
     assert len(cache.stream) == Ledger.read(build.store).num_tokens
     assert contents(directory) == reference
 
 
 SCRIPT = """
 import multiprocessing, sys, time
-import lm_trainer.data.tokenize.plan, lm_trainer.data.pipeline
+import lm_trainer.data.tokenize.plan, lm_trainer.data.tokenize.tokenizer_setup, lm_trainer.data.pipeline
 from lm_trainer.data import DataConfig, open_data
 from tests.data.program import SlowBytes
 
@@ -301,7 +305,7 @@ class VerySlow(SlowBytes):
 if __name__ == "__main__":
     from functools import partial
     lm_trainer.data.pipeline.AT_ONCE_BYTES = 0
-    lm_trainer.data.tokenize.plan.ByteTokenizer = VerySlow
+    lm_trainer.data.tokenize.tokenizer_setup.ByteTokenizer = VerySlow
     plan = lm_trainer.data.tokenize.plan
     plan.BuildOptions = partial(plan.BuildOptions, part_bytes=(2000, 4000))
     data = open_data(DataConfig.model_validate_json(sys.argv[1]), seq_len=64, seed=0, background=True)

@@ -13,11 +13,11 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data import inspect as report
-from lm_trainer.data.cache.format import Ledger
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.provenance import documents_of_step
 from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.tokenize.build import BuildOptions
-from lm_trainer.data.trace import trace
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DataConfig, l
 class TestInspect:
     def test_a_document_over_several_parts_is_one(self, long: tuple[DataConfig, list[str]], tmp_path: Path) -> None:
         config, texts = long
-        ledger = Ledger.read(Store(str(tmp_path / "cache/train")))
+        ledger = Ledger.read(KvStore(str(tmp_path / "cache/train")))
         assert 0 in ledger.documents, "a part in which no document ends"
         expected = [(i, str(tmp_path / f"{i}.txt"), len(text) + 1, text) for i, text in enumerate(texts)]
         for first in range(len(texts)):
@@ -52,7 +52,7 @@ class TestInspect:
             (shown,) = report.inspect(config, "train", 2, 1, chars)
             assert chars < len(shown.text) < 100 * chars
             assert texts[2].startswith(shown.text)
-            assert shown.tokens == shown.learnt == len(texts[2]) + 1
+            assert shown.tokens == shown.in_loss == len(texts[2]) + 1
 
 
 SCHEDULE = BatchSchedule.constant(2)
@@ -72,7 +72,7 @@ class TestDamage:
         if what == "inspect":
             list(report.inspect(config, "train", 3, 2))
         else:
-            list(trace(open_data(config, seq_len=64, seed=0), SCHEDULE, 3))
+            list(documents_of_step(open_data(config, seq_len=64, seed=0), SCHEDULE, 3))
 
     @pytest.mark.parametrize("what", ["inspect", "at"])
     @pytest.mark.parametrize("kind", ["bin", "len", "row", "json"])
@@ -84,7 +84,9 @@ class TestDamage:
         part.unlink() if content is None else part.write_bytes(content)
         with pytest.raises(UserError, match=rf"(?i)00000-00000\.{kind}.* remove .*/cache/train to build it again"):
             self.look(config, what)
-        wrong = report.verify(Store(str(tmp_path / "cache/train")), Ledger.read(Store(str(tmp_path / "cache/train"))))
+        wrong = report.verify(
+            KvStore(str(tmp_path / "cache/train")), Ledger.read(KvStore(str(tmp_path / "cache/train")))
+        )
         assert f"00000-00000.{kind}" in wrong[0]
 
     @pytest.mark.parametrize("content", ["{}", "[]", '{"format": 1, "what": 2}', '{"format": 1, "parts": ["a"]}'])
@@ -113,7 +115,7 @@ class TestMasks:
         open_data(config, seq_len=32, seed=0)
         (shown,) = report.inspect(config, "train", 3, 1)
         assert shown.text == "how much is 3 and 3?⟦it is 6it is 6it is 6it is 6⟧"
-        assert shown.learnt == 4 * len("it is 6") + 1, "the end counts"
+        assert shown.in_loss == 4 * len("it is 6") + 1, "the end counts"
         (beginning,) = report.inspect(config, "train", 3, 1, 1)
         assert shown.text.startswith(beginning.text)
 

@@ -14,12 +14,13 @@ import pytest
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
-from lm_trainer.data.cache.format import Ledger, token_dtype
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.format import token_dtype
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.loader import TrainIterator
 from lm_trainer.data.mixture import Mixture
-from lm_trainer.data.rows.chunks import Windows, make_batch
+from lm_trainer.data.rows.chunks import Chunks, make_batch
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
@@ -50,8 +51,8 @@ def tokens(stream: TokenStream, documents: list[str]) -> np.ndarray:
 def order_of(
     stream: TokenStream, shuffle: ShuffleConfig | None = None, *, seq_len: int = SEQ_LEN, seed: int = 0
 ) -> TrainOrder:
-    windows = Windows(stream, seq_len, EOS)
-    train = TrainSet("train", windows, windows.num_rows, shuffle or FullShuffle(), seed)
+    chunks = Chunks(stream, seq_len, EOS)
+    train = TrainSet("train", chunks, chunks.num_rows, shuffle or FullShuffle(), seed)
     return TrainOrder([train], Mixture([(0, (1,))]))
 
 
@@ -93,8 +94,7 @@ def test_stream_fills_beyond_its_end(stream: TokenStream, tokens: np.ndarray) ->
 
 
 def test_stream_of_a_remote_store_is_the_same(make_build: MakeBuild, tokens: np.ndarray) -> None:
-    build = make_build()
-    build.store = Store("memory://data/cache")
+    build = make_build(store=KvStore("memory://data/cache"))
     stream = stream_of(build)
     starts = np.array([0, 19_990, len(tokens) - 60_000])
     for start, row in zip(starts, stream.read(starts, 60_000), strict=True):
@@ -318,12 +318,13 @@ def program(make_build: MakeBuild, tmp_path: Path) -> list[str]:
         sys.executable,
         "-c",
         "import sys\n"
-        "from lm_trainer.data.cache.format import Ledger, token_dtype\n"
+        "from lm_trainer.data.cache.format import token_dtype\n"
+        "from lm_trainer.data.cache.ledger import Ledger\n"
         "from lm_trainer.data.loader import TrainIterator\n"
-        "from lm_trainer.data.cache.kvstore import Store\n"
+        "from lm_trainer.data.cache.kvstore import KvStore\n"
         "from lm_trainer.data.cache.token_stream import TokenStream\n"
         "from tests.data.test_loader import CONSTANT, order_of\n"
-        f"store = Store({str(tmp_path / 'cache')!r})\n"
+        f"store = KvStore({str(tmp_path / 'cache')!r})\n"
         "order = order_of(TokenStream(store, Ledger.read(store), token_dtype(257)))\n"
         "iterator = TrainIterator(order, CONSTANT, range(8), range(10**9))\n"
         "next(iterator)\n"

@@ -202,8 +202,8 @@ class TestData:
         assert length is not None
         found = origins(data, length)
         seen = {(name, row) for name, row, _ in found}
-        assert len(seen) == data.num_train_windows
-        assert len({(name, row) for name, row, _ in found[:-1]}) == data.num_train_windows - 1
+        assert len(seen) == sum(train.num_rows for train in data.train_sets)
+        assert len({(name, row) for name, row, _ in found[:-1]}) == sum(train.num_rows for train in data.train_sets) - 1
 
     def test_epochs_say_when_a_set_is_exhausted(self, make_config: Callable[..., DataConfig]) -> None:
         once, thrice = (
@@ -225,16 +225,16 @@ class TestData:
         data = opened(make_config(num_validation_sequences={"a": 5}))
         evals = data.validation()["a"]
         assert isinstance(evals, EvalSet)
-        assert evals.num_windows == 5
+        assert evals.num_chunks == 5
         stream = data.caches["a/train"].stream
-        assert evals.num_tokens == len(stream) - evals.first_window * SEQ_LEN
+        assert evals.num_tokens == len(stream) - evals.first_chunk * SEQ_LEN
         (batch,) = evals.batches(5, rows=range(5))
-        tail = stream.tail(evals.first_window * SEQ_LEN)
+        tail = stream.tail(evals.first_chunk * SEQ_LEN)
         np.testing.assert_array_equal(batch.tokens[batch.segments >= 0], tail)
         assert evals.num_documents == (tail == 256).sum()
         assert evals.text_bytes >= (tail != 256).sum(), "replacement characters may stand for cut ones"
         rows = data.train_sets[0].num_rows
-        assert rows == evals.first_window
+        assert rows == evals.first_chunk
         assert {row for name, row, _ in origins(data, 5 * rows) if name == "a"} == set(range(rows))
         with pytest.raises(UserError, match="num_validation_sequences holds 10000 rows out"):
             opened(make_config(num_validation_sequences={"a": 10_000}))

@@ -11,10 +11,10 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, load_tokenizer, open_data
-from lm_trainer.data.pipeline import Data
+from lm_trainer.data.dataset import Data
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.tokenize.build import BuildProgress
+from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.data.tokenizer import TrainedBpe
 
 SMALL = DataConfig(source=Embedded(max_bytes=1 << 20), tokenizer=TrainedBpe(vocab_size=400, sample_bytes=100_000))

@@ -15,10 +15,10 @@ from flax import nnx
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.cache.format import token_dtype
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.eval_set import EvalSet
-from lm_trainer.data.rows.packing import PackedRows, Plan, best_fit, open_plan, packing_stats
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan, best_fit, open_packing_plan, packing_stats
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.models.gpt2 import Gpt2Config
 from tests.data.conftest import MakeBuild
@@ -55,7 +55,7 @@ def plan_by_trying_every_row(lengths: list[int], seq_len: int, group: int) -> li
     return rows
 
 
-def rows_of(plan: Plan) -> list[list[tuple[int, int]]]:
+def rows_of(plan: PackingPlan) -> list[list[tuple[int, int]]]:
     pieces = list(zip(plan.starts_P.tolist(), plan.lengths_P.tolist(), strict=True))
     firsts = plan.firsts_R.tolist()
     return [pieces[a:b] for a, b in itertools.pairwise(firsts)]
@@ -111,7 +111,7 @@ def test_lengths_of_documents_are_put_together_across_parts(build: Build, docume
 
 def test_rows_hold_the_documents(build: Build) -> None:
     stream, seq_len = stream_of(build), 4096
-    plan = open_plan(build.store, build.run(), seq_len)
+    plan = open_packing_plan(build.store, build.run(), seq_len)
     rows = PackedRows(stream, plan, seq_len, EOS)
     everything = stream.tail(0)
     numbers = np.random.default_rng(0).permutation(rows.num_rows)
@@ -135,23 +135,22 @@ def test_rows_hold_the_documents(build: Build) -> None:
 
 def test_the_plan_is_kept_and_read_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = build.run()
-    made = open_plan(build.store, ledger, 512)
+    made = open_packing_plan(build.store, ledger, 512)
     monkeypatch.setattr("lm_trainer.data.rows.packing.document_lengths", lambda *_: pytest.fail("read, not made"))
-    for array, again in zip(made, open_plan(build.store, ledger, 512), strict=True):
+    for array, again in zip(made, open_packing_plan(build.store, ledger, 512), strict=True):
         np.testing.assert_array_equal(array, again)
     (path,) = Path(build.store.url).glob("packing/*.bin")
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.undo()
-    for array, again in zip(made, open_plan(build.store, ledger, 512), strict=True):
+    for array, again in zip(made, open_packing_plan(build.store, ledger, 512), strict=True):
         np.testing.assert_array_equal(array, again)
 
 
 def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
-    local, remote = make_build(), make_build()
-    remote.store = Store("memory://packing/cache")
+    local, remote = make_build(), make_build(store=KvStore("memory://packing/cache"))
     batches = []
     for build in (local, remote, remote):
-        rows = PackedRows(stream_of(build), open_plan(build.store, build.run(), 700), 700, EOS)
+        rows = PackedRows(stream_of(build), open_packing_plan(build.store, build.run(), 700), 700, EOS)
         batches.append(rows.read(np.arange(rows.num_rows)))
     for one, *others in zip(*batches, strict=True):
         for other in others:
@@ -183,7 +182,8 @@ def test_packing_is_chosen_by_the_configuration(make_config: Callable[..., DataC
     packed, concat = (open_data(make_config(packing=kind), seq_len=512, seed=0) for kind in ("best_fit", "concat"))
     assert packed.fingerprint() != concat.fingerprint()
     for data, has_padding in ((packed, True), (concat, False)):
-        (batch,) = data.train(data.num_train_windows, rows=range(data.num_train_windows), num_steps=1)
+        rows = data.train_sets[0].num_rows
+        (batch,) = data.train(rows, rows=range(rows), num_steps=1)
         assert (batch.segments == -1).any() == has_padding
     held_out = open_data(make_config(packing="best_fit", num_validation_sequences=3), seq_len=512, seed=0)
     (evals,) = held_out.validation().values()
@@ -191,7 +191,7 @@ def test_packing_is_chosen_by_the_configuration(make_config: Callable[..., DataC
     (train,) = held_out.train_sets
     assert isinstance(train.rows, PackedRows)
     plan = train.rows.plan
-    assert (plan.starts_P + plan.lengths_P).max() == evals.first_window * 512 - 1
+    assert (plan.starts_P + plan.lengths_P).max() == evals.first_chunk * 512 - 1
 
 
 @pytest.fixture

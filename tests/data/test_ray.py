@@ -21,14 +21,14 @@ from pathlib import Path
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig, RayConfig
 from lm_trainer.data.tokenize.build import Build, BuildOptions
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.data.conftest import PART_BYTES, one_per_file
 
 def build(directory, urls):
     shards = one_per_file(DataConfig(train_urls=urls))
     options = BuildOptions(part_bytes=PART_BYTES, ray=RayConfig(address=address))
-    Build("train", Store(directory), shards, ByteTokenizer(), options).run()
+    Build("train", KvStore(directory), shards, ByteTokenizer(), options).run()
 
 if __name__ == "__main__":
     import ray

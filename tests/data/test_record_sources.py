@@ -15,7 +15,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
-from lm_trainer.data.sources.memory import InMemory
+from lm_trainer.data.sources.in_memory import InMemory
 from tests.conftest import lmt_environment
 from tests.data.test_sources import rows_of, texts, zstd
 

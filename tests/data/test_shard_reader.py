@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import Row, jsonl, shards_of_urls
-from lm_trainer.data.tokenize.shard_reader import ahead
+from lm_trainer.data.tokenize.shard_reader import prefetch
 
 FRAGMENTS = [
     *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"/", b" ", b"\t", b"\r", b"\0", b"\x1f", b"\x7f"),
@@ -91,7 +91,7 @@ def test_items_are_made_ahead_and_errors_come_in_their_place() -> None:
         finally:
             closed.set()
 
-    taken = ahead(items())
+    taken = prefetch(items())
     assert next(taken) == 0
     assert second.wait(10)
     assert made == [0, 1]
@@ -100,7 +100,7 @@ def test_items_are_made_ahead_and_errors_come_in_their_place() -> None:
         next(taken)
     assert closed.is_set()
     closed.clear()
-    another = ahead(items())
+    another = prefetch(items())
     next(another)
     another.close()
     assert closed.is_set()

@@ -1,1 +1,1 @@
-"""Tokenised text on disk: its files, and how they are read."""
+"""Tokenised text on disk: file format, key-value store and readers."""

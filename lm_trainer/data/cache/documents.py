@@ -1,6 +1,6 @@
-"""Where the documents of a cache begin, how long they are, and which rows they come from.
+"""Documents of a cache: where they begin, how long they are, and which rows of the source they come from.
 
-Shape letters: D documents.
+Shape letters: D documents, P documents or pieces of documents in one part.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from lm_trainer.data.cache.format import Ledger, damaged, part_key, read_record
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.format import damaged, part_key, read_record
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
 
 
-def document_lengths(store: Store, ledger: Ledger) -> np.ndarray:
-    """Tokens of each document in the order of the stream, end-of-document token included: int64 [D].
+def document_lengths(store: KvStore, ledger: Ledger) -> np.ndarray:
+    """Reads the tokens of each document in the order of the stream, end-of-document token included: int64 [D].
 
     Raises:
         MachineError: if the cache has lost a file.
@@ -22,48 +23,50 @@ def document_lengths(store: Store, ledger: Ledger) -> np.ndarray:
     lengths: list[np.ndarray] = []
     is_open = False
     for part, documents in enumerate(ledger.documents):
-        pieces = read_lengths(store, ledger, part)
-        if not len(pieces):
+        pieces_P = read_lengths(store, ledger, part)
+        if not len(pieces_P):
             continue
-        unfinished = documents < len(pieces)
+        # Fewer documents end in the part than it has pieces: the last piece goes on in a later part.
+        unfinished = documents < len(pieces_P)
         if is_open:
             # The document went on in this part, in its first piece.
-            lengths[-1][-1] += pieces[0]
-            pieces = pieces[1:]
+            lengths[-1][-1] += pieces_P[0]
+            pieces_P = pieces_P[1:]
         is_open = unfinished
-        if len(pieces):
-            lengths.append(pieces)
+        if len(pieces_P):
+            lengths.append(pieces_P)
     return np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
 
 
-def read_lengths(store: Store, ledger: Ledger, part: int) -> np.ndarray:
-    """Tokens of each document, or piece of one, in the part that the ledger lists at `part`: int64.
+def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
+    """Reads the tokens of each document, or piece of one, in the part that the ledger lists at `part`: int64 [P].
 
     Raises:
         MachineError: if the file is lost or damaged.
     """
     key = part_key(ledger.parts[part], "len")
-    lengths = _read_counts(store, key).astype(np.int64)
-    if int(lengths.sum()) != ledger.tokens[part]:
+    lengths_P = _read_counts(store, key).astype(np.int64)
+    if int(lengths_P.sum()) != ledger.tokens[part]:
         raise damaged(store, key)
-    return lengths
+    return lengths_P
 
 
-def read_rows(store: Store, ledger: Ledger, part: int) -> np.ndarray:
-    """Of each document, or piece of one, in a part the row of the shard that it comes from: int64.
+def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
+    """Reads the row of the shard that each document, or piece of one, of a part comes from: int64 [P].
 
     Raises:
         MachineError: if a file is lost or damaged.
     """
     key = part_key(ledger.parts[part], "row")
-    rows = _read_counts(store, key)
-    if len(rows) != len(read_lengths(store, ledger, part)):
+    rows_P = _read_counts(store, key)
+    if len(rows_P) != len(read_lengths(store, ledger, part)):
         raise damaged(store, key)
-    return rows.astype(np.int64) + need_record(store, ledger, part)["rows"][0]
+    # The file counts from the part's first row, whose number is in the record.
+    return rows_P.astype(np.int64) + need_record(store, ledger, part)["rows"][0]
 
 
-def need_record(store: Store, ledger: Ledger, part: int) -> dict[str, Any]:
-    """The commit record of a part that the ledger lists.
+def need_record(store: KvStore, ledger: Ledger, part: int) -> dict[str, Any]:
+    """Reads the commit record of a part that the ledger lists.
 
     Raises:
         MachineError: if it is lost or damaged.
@@ -75,8 +78,11 @@ def need_record(store: Store, ledger: Ledger, part: int) -> dict[str, Any]:
     return record
 
 
-def begin_of(store: Store, ledger: Ledger, part: int) -> tuple[int, int]:
-    """Where the document begins whose piece is the first of a part: the part of its first piece, and its tokens before.
+def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
+    """Finds the beginning of the document whose piece is the first of a part.
+
+    Returns:
+        The part of the document's first piece, and the document's tokens before `part`.
 
     Raises:
         MachineError: if a file is lost or damaged.
@@ -84,14 +90,15 @@ def begin_of(store: Store, ledger: Ledger, part: int) -> tuple[int, int]:
     before = 0
     while part and need_record(store, ledger, part)["continues"]:
         part -= 1
-        pieces = read_lengths(store, ledger, part)
-        before += int(pieces[-1]) if len(pieces) else 0
-        if len(pieces) > 1:
+        pieces_P = read_lengths(store, ledger, part)
+        before += int(pieces_P[-1]) if len(pieces_P) else 0
+        # In a part of several pieces, the last one is the beginning of the document.
+        if len(pieces_P) > 1:
             break
     return part, before
 
 
-def _read_counts(store: Store, key: str) -> np.ndarray:
+def _read_counts(store: KvStore, key: str) -> np.ndarray:
     content = store.read(key)
     if content is None:
         raise damaged(store, key, "is missing")

@@ -1,4 +1,4 @@
-"""The few verbs that a cache needs of a file system or object store, each atomic: TensorStore's KvStore."""
+"""Key-value store of a cache: TensorStore's KvStore, of which a cache needs a few atomic operations."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lm_trainer.core.errors import MachineError, UserError
 MISSING = b"\x02"
 """The generation of a key that does not exist."""
 
+# TensorStore has one type of error for every failure, so only the text tells a full disk from a refused write.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|No space left|Disk quota|File too large|os_error_code='(28|27|122)'")
 _REFUSED = re.compile(
     r"PERMISSION_DENIED|FAILED_PRECONDITION|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|Errno (13|20|30)"
@@ -23,14 +24,24 @@ _ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
 
 
 def reason_of(error: object) -> str:
-    """What TensorStore says went wrong. It escapes paths, and ends the directories in them by zero bytes."""
+    """Returns TensorStore's reason for a failure in plain text.
+
+    TensorStore escapes paths in its messages, and ends the directories in them by zero bytes.
+    """
     text = str(error).split(" [source locations")[0].encode()
     plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
     return plain.replace(b"\0", b"/").decode(errors="replace")
 
 
-class Store:
-    """Keys with bytes below one directory or URL (`gs://`, `s3://`, `file://`, `memory://`, to be read `http(s)://`)."""
+class KvStore:
+    """Keys and their bytes below one directory or URL. Picklable.
+
+    Args:
+        url: a path, or a URL of `gs://`, `s3://`, `file://` or `memory://`; `http(s)://` can only be read.
+
+    Raises:
+        UserError: if TensorStore has no driver for the URL.
+    """
 
     def __init__(self, url: str):
         self.local: Path | None = None
@@ -48,13 +59,15 @@ class Store:
             raise UserError(f"cannot use {self.url} as a cache directory: {reason_of(error)}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # TensorStore's handle cannot be pickled; the receiving process opens one of its own.
         return type(self), (self.url,)
 
     def read(self, key: str) -> bytes | None:
+        """Returns the value of a key, or None if there is none."""
         return self.read_versioned(key)[0]
 
     def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
-        """The value, or None, and the generation that a conditional write may name."""
+        """Returns the value, or None, and the generation that a conditional write may name."""
         try:
             result = self._kv.read(key).result()
         except (ValueError, OSError) as error:
@@ -62,7 +75,7 @@ class Store:
         return (result.value if result.state == "value" else None), result.stamp.generation
 
     def read_json(self, key: str) -> Any:
-        """The value of a JSON key, None if there is none.
+        """Returns the value of a JSON key, or None if there is none.
 
         Raises:
             UserError: if it is not JSON (only a hand or a failing disk can have done that).
@@ -74,7 +87,10 @@ class Store:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
     def write(self, key: str, value: bytes, *, if_generation: bytes | None = None) -> bool:
-        """Writes all of the value or nothing. False if the key no longer has the named generation.
+        """Writes all of the value or nothing.
+
+        Returns:
+            False if the key no longer has the generation that was named, so that nothing was written.
 
         Raises:
             MachineError: if the disk is full.
@@ -84,28 +100,32 @@ class Store:
             stamp = self._kv.write(key, value, if_equal=if_generation).result()
         except (ValueError, OSError, NotImplementedError) as error:
             self._fail("write", key, error)
+        # A conditional write that lost has an empty generation.
         return bool(stamp.generation)
 
     def write_json(self, key: str, value: Any, *, if_generation: bytes | None = None) -> bool:
+        """Writes a value as canonical JSON; otherwise as `write`."""
         return self.write(key, canonical_json(value), if_generation=if_generation)
 
     def delete(self, key: str) -> None:
+        """Deletes a key, if it exists."""
         try:
             self._kv.write(key, None).result()
         except (ValueError, OSError, NotImplementedError) as error:
             self._fail("delete", key, error)
 
     def list(self, prefix: str = "") -> list[str]:
-        """All keys that begin with the prefix, sorted."""
+        """Returns all keys that begin with the prefix, sorted."""
         try:
             if not prefix:
                 return sorted(key.decode() for key in self._kv.list().result())
+            # Keys are ASCII, so 0x7f sorts after every key that has the prefix.
             return sorted(key.decode() for key in self._kv.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result())
         except (ValueError, OSError, NotImplementedError) as error:
             self._fail("list", prefix, error)
 
     def read_range(self, key: str, start: int, stop: int, batch: Any = None) -> Any:
-        """A future of the bytes [start, stop) of a value."""
+        """Returns a future of the bytes [start, stop) of a value; reads of one `batch` go out together."""
         return self._kv.read(key, byte_range=slice(start, stop), batch=batch)
 
     def _fail(self, verb: str, key: str, error: Exception) -> NoReturn:
@@ -130,5 +150,5 @@ class Store:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The same bytes for equal values."""
+    """Encodes a JSON value; equal values give equal bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""The tokens of a cache as one long array, read at any place.
+"""Token stream of a cache: all its tokens as one long array, read at any place.
 
 Shape letters: N reads, T tokens of one read.
 """
@@ -13,8 +13,9 @@ import numpy as np
 import tensorstore as ts
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.data.cache.format import Ledger, part_key
-from lm_trainer.data.cache.kvstore import Store, reason_of
+from lm_trainer.data.cache.format import part_key
+from lm_trainer.data.cache.kvstore import KvStore, reason_of
+from lm_trainer.data.cache.ledger import Ledger
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
 """Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
@@ -23,22 +24,23 @@ MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)
 class TokenStream:
     """All documents one after another, each ended by EOS. Safe to read from several threads."""
 
-    def __init__(self, store: Store, ledger: Ledger, dtype: np.dtype):
+    def __init__(self, store: KvStore, ledger: Ledger, dtype: np.dtype):
         self._store, self._dtype = store, dtype
         self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
-        self.marks: TokenStream | None = None
-        """Which tokens are trained on and which end a document, where the format says so: see `loss_mask.py`."""
+        self.loss_mask: TokenStream | None = None
+        """The mask values at the same places, where the data format has a loss mask: see `loss_mask.py`."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
         """Takes in the parts that were written since, while others read; those that were there keep their places."""
-        if self.marks is not None:
-            self.marks.extend(ledger)
+        # The mask first: whoever finds a token there reads its mask value as well.
+        if self.loss_mask is not None:
+            self.loss_mask.extend(ledger)
         counts = np.asarray(ledger.tokens, np.int64)
         ends = np.cumsum(counts)
         self._names, self._starts = ledger.parts, ends - counts
-        # The last to change: it is by the ends that readers know what is there.
+        # The last to change: readers know by the ends how far the stream goes, and hold no lock.
         self._ends = ends
 
     def __len__(self) -> int:
@@ -50,7 +52,7 @@ class TokenStream:
         Args:
             starts_N: int [N], each in [0, len(self)).
             length: T.
-            fill: stands where the stream has ended.
+            fill: the value where the stream has ended.
             out: int32 [N, T], contiguous; a new array, if None.
 
         Returns:
@@ -68,13 +70,13 @@ class TokenStream:
         return tokens_NT
 
     def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
-        """Copies runs of tokens: those from each start, so many, to each place of `out`.
+        """Copies runs of tokens to places of an array.
 
         Args:
-            starts_N: int64 [N], each in [0, len(self)).
-            counts_N: int64 [N], none of which reaches beyond the end.
+            starts_N: int64 [N], the first token of each run, in [0, len(self)).
+            counts_N: int64 [N], tokens of each run, which none of them makes reach beyond the end.
             out: one-dimensional.
-            places_N: int [N], where in `out` each run begins.
+            places_N: int [N], the index in `out` at which each run begins.
 
         Raises:
             MachineError: if a part is missing or was cut short.
@@ -84,13 +86,14 @@ class TokenStream:
             self._copy_remote(pieces, out)
             return
         parts = {part for _, part, _, _ in pieces}
-        # Held all at once only where so many may be open.
+        # Each part is looked up once, not once a piece. Beyond the limit of open files the maps cannot all be held, and
+        # each piece asks for its own.
         map_of = {part: self._map(part) for part in parts}.__getitem__ if len(parts) <= MAX_OPEN_PARTS else self._map
         for place, part, offset, count in pieces:
             out[place : place + count] = map_of(part)[offset : offset + count]
 
     def tail(self, start: int) -> np.ndarray:
-        """All tokens from `start` on: int32."""
+        """Reads all tokens from `start` on: int32."""
         tokens = np.empty(len(self) - start, np.int32)
         if len(tokens):
             self.copy(np.array([start]), np.array([len(tokens)]), tokens, np.array([0]))
@@ -99,7 +102,8 @@ class TokenStream:
     def _pieces(
         self, starts_N: np.ndarray, counts_N: np.ndarray, places_N: np.ndarray
     ) -> list[tuple[int, int, int, int]]:
-        """(place, part, offset in the part, count): a run that crosses parts has several."""
+        """Returns (place, part, offset in the part, count) for each run; a run that crosses parts has several."""
+        # Nearly all runs lie in one part, so that is computed for all at once; the loop is for the rest.
         parts_N = np.searchsorted(self._ends, starts_N, side="right")
         offsets_N = starts_N - self._starts[parts_N]
         rests_N = counts_N - np.minimum(counts_N, self._ends[parts_N] - starts_N)
@@ -114,6 +118,7 @@ class TokenStream:
         return pieces
 
     def _map(self, part: int) -> np.ndarray:
+        """Returns the memory map of a part, opened if need be; the one used longest ago is closed beyond the limit."""
         with self._lock:
             if part in self._maps:
                 self._maps.move_to_end(part)
@@ -143,6 +148,7 @@ class TokenStream:
 
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         size = self._dtype.itemsize
+        # TensorStore joins the ranges of one batch that lie close together, and asks for them at the same time.
         with ts.Batch() as batch:
             futures = [
                 self._store.read_range(

@@ -1,4 +1,4 @@
-"""How rows become tokens. To add a format: one file, one line in the union."""
+"""Formats of rows, by which they become tokens. To add a format: one file, one line in the union."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.chat import ChatFormat
 from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.formats.supervised import SupervisedFormat
@@ -20,11 +20,11 @@ AnyFormat = Annotated[
 __all__ = [
     "AnyFormat",
     "ChatFormat",
-    "Document",
+    "EncodedDocument",
     "FormatConfig",
     "IdsFormat",
-    "Prepared",
+    "PreparedRow",
     "SupervisedFormat",
     "TextFormat",
-    "Unusable",
+    "UnusableRow",
 ]

@@ -1,4 +1,7 @@
-"""Conversations, written out by a chat template; only what the assistant says is learnt."""
+"""Chat format: conversations, written out by a chat template. The loss counts the assistant's words alone.
+
+Shape letters: T tokens of a conversation.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,23 @@ import numpy as np
 from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of
-from lm_trainer.data.text import clean
+from lm_trainer.data.sources.base import kind_of, replace_surrogates
 from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
 
 _SAYING = ("content", "tool_calls", "reasoning_content", "reasoning", "thinking")
-"""Where what the assistant says may stand in a message."""
+"""Fields of a message in which the assistant's words may stand."""
 
 _LEVELS = 100
-"""What no version of Python refuses to walk through: which rows are bad depends on none."""
+"""Nesting that every version of Python can walk through, so that the same rows are bad under each."""
 
 
 class ChatFormat(FormatConfig):
     """Every row is a list of messages, each with a `role` and a `content`.
 
-    The template writes them out as one text, in which it marks with `{% generation %}` what the assistant says.
+    The template writes them out as one text, in which it marks the assistant's words with `{% generation %}`.
     """
 
     type: Literal["chat"] = "chat"
@@ -40,9 +42,10 @@ class ChatFormat(FormatConfig):
     chat_template: str | None = None
     """A Jinja template, or the path of a file that holds one; the tokenizer's own, if absent."""
     mask_user_turns: bool = True
-    """Whether the loss leaves out all that the template does not mark as the assistant's."""
+    """True to leave out of the loss all that the template does not mark as the assistant's."""
 
-    marks: ClassVar[bool] = True
+    has_loss_mask: ClassVar[bool] = True
+    # A template that wants a start-of-document token writes it itself.
     adds_bos: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -58,46 +61,51 @@ class ChatFormat(FormatConfig):
         unused = {"tools_field"} if self.tools_field is None else set()
         return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
 
-    def prepare(self, row: Row) -> Prepared:
+    def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
-            raise Unusable(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
+            raise UnusableRow(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
         messages = [_checked(message, f"message {i} of {self.messages_field!r}") for i, message in enumerate(value)]
         if self.mask_user_turns and not _has_answer(messages):
-            raise Unusable("the assistant says nothing in this conversation")
+            raise UnusableRow("the assistant says nothing in this conversation")
         counts = [0, 0]
         conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
-        return Prepared(conversation, counts[0], replaced=bool(counts[1]))
+        return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
 
     def _tools(self, row: Row) -> list[Any] | None:
         tools = None if self.tools_field is None else (row.record or {})[self.tools_field]
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise Unusable(f"the field {self.tools_field!r} holds something else than a list of tools, each an object")
+            raise UnusableRow(
+                f"the field {self.tools_field!r} holds something else than a list of tools, each an object"
+            )
         return tools
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
+    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         template = self._template(tokenizer)
         return [self._encode(template, conversation, tokenizer) for conversation in values]
 
-    def _encode(self, template: ChatTemplate, conversation: list[Any], tokenizer: Tokenizer) -> Document | Unusable:
+    def _encode(
+        self, template: ChatTemplate, conversation: list[Any], tokenizer: Tokenizer
+    ) -> EncodedDocument | UnusableRow:
         assert isinstance(tokenizer, HfTokenizer)
         try:
             rendered = template.render(*conversation)
-        except Unusable as error:
+        except UnusableRow as error:
             return error
         ids, spans = _tokenize(rendered, tokenizer)
-        learn = np.ones(len(ids), bool)
+        in_loss_T = np.ones(len(ids), bool)
         if self.mask_user_turns:
-            learn = _overlaps(spans, rendered.answers)
-            if not learn.any():
-                return Unusable("the assistant says nothing in this conversation")
-        return Document(ids, learn)
+            in_loss_T = _overlaps(spans, rendered.answers)
+            if not in_loss_T.any():
+                return UnusableRow("the assistant says nothing in this conversation")
+        return EncodedDocument(ids, in_loss_T)
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         assert isinstance(tokenizer, HfTokenizer)
         source = self.chat_template
         if source is None:
             source = tokenizer.chat_template
+        # Text with a tag of Jinja in it is a template, any other is a path.
         elif not re.search(r"\{[%{]", source):
             source = _read(source)
         if source is None:
@@ -110,6 +118,7 @@ class ChatFormat(FormatConfig):
         return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
+# Compiling takes longer than writing out a conversation, and each batch of rows asks for the template anew.
 @lru_cache(maxsize=8)
 def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]) -> ChatTemplate:
     return ChatTemplate(source, dict(variables), special)
@@ -123,13 +132,15 @@ def _read(path: str) -> str:
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
-    """The message, with the texts of a list of them joined to one; a template would write out the list itself.
+    """Returns the message, its content as one text where it is a list of texts.
+
+    A template would write out the list itself.
 
     Raises:
-        Unusable: if it has no role, or a content that is no text.
+        UnusableRow: if it has no role, or a content that is no text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Unusable(f"{where} is no object with a role and a content")
+        raise UnusableRow(f"{where} is no object with a role and a content")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message
@@ -137,51 +148,56 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         return {**message, "content": "".join(_text_of(item, where) for item in content)}
     if content is None:
         kind = "null" if "content" in message else "missing"
-        raise Unusable(f"the content of {where} is {kind}, which it may only be beside tool_calls")
-    raise Unusable(f"the content of {where} is {kind_of(content)}, not a string")
+        raise UnusableRow(f"the content of {where} is {kind}, which it may only be beside tool_calls")
+    raise UnusableRow(f"the content of {where} is {kind_of(content)}, not a string")
 
 
 def _text_of(item: Any, where: str) -> str:
     if not isinstance(item, dict):
-        raise Unusable(f"the content of {where} is a list with {kind_of(item)} in it; it may hold objects of type text")
+        raise UnusableRow(
+            f"the content of {where} is a list with {kind_of(item)} in it; it may hold objects of type text"
+        )
     if item.get("type") != "text":
-        raise Unusable(f"the content of {where} is a list with an item of type {item.get('type')!r}; only text is read")
+        raise UnusableRow(
+            f"the content of {where} is a list with an item of type {item.get('type')!r}; only text is read"
+        )
     if not isinstance(text := item.get("text"), str):
-        raise Unusable(f"the content of {where} is a list with an item whose text is {kind_of(text)}, not a string")
+        raise UnusableRow(f"the content of {where} is a list with an item whose text is {kind_of(text)}, not a string")
     return text
 
 
 def _has_answer(messages: list[dict[str, Any]]) -> bool:
-    """Whether the assistant says anything; True where no message has that role, and only the template can tell."""
+    """Tells if the assistant says anything; True where no message has that role, and only the template can tell."""
     said = [message for message in messages if message["role"] == "assistant"]
     return not said or any(message.get(key) for message in said for key in _SAYING)
 
 
 def _cleaned(value: Any, counts: list[int], levels: int = _LEVELS) -> Any:
-    """A copy without lone surrogates; adds bytes of text and replacements to `counts`.
+    """Copies a value without lone surrogates; adds bytes of text and replacements to `counts`.
 
     Raises:
-        Unusable: if it is nested in more than so many levels.
+        UnusableRow: if it is nested in more than so many levels.
     """
     if isinstance(value, str):
-        text = clean(value)
+        text = replace_surrogates(value)
         counts[0] += len(text.encode("utf-8"))
         counts[1] += text is not value
         return text
     if not isinstance(value, dict | list):
         return value
     if not levels:
-        raise Unusable(f"the conversation is nested too deeply, in more than {_LEVELS} levels")
+        raise UnusableRow(f"the conversation is nested too deeply, in more than {_LEVELS} levels")
     if isinstance(value, dict):
         return {key: _cleaned(item, counts, levels - 1) for key, item in value.items()}
     return [_cleaned(item, counts, levels - 1) for item in value]
 
 
 def _tokenize(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
-    """Ids, and the characters [start, end) of the text that each stands for.
+    """Returns ids, and int [T, 2]: the characters [start, end) of the text that each stands for.
 
-    Special tokens are recognised where the template wrote them, never in what a message says.
+    Special tokens are recognised where the template wrote them, never in the words of a message.
     """
+    # Without a name of a special token in any message, all that look special are the template's.
     if not rendered.quoted:
         return tokenizer.encode_template(rendered.text)
     ids: list[int] = []
@@ -197,8 +213,9 @@ def _tokenize(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np
     return ids, np.concatenate(spans)
 
 
-def _overlaps(spans: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
-    learn = np.zeros(len(spans), bool)
+def _overlaps(spans_T2: np.ndarray, answers: list[tuple[int, int]]) -> np.ndarray:
+    """Returns bool [T]: the tokens of which any character is in an answer, as transformers counts them."""
+    found_T = np.zeros(len(spans_T2), bool)
     for start, end in answers:
-        learn |= (spans[:, 0] < end) & (spans[:, 1] > start)
-    return learn
+        found_T |= (spans_T2[:, 0] < end) & (spans_T2[:, 1] > start)
+    return found_T

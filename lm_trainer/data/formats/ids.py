@@ -1,4 +1,4 @@
-"""Token ids that were made elsewhere."""
+"""Ids format: token ids that were made elsewhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.base import kind_of
 from lm_trainer.data.tokenizer import Tokenizer
@@ -32,30 +32,31 @@ class IdsFormat(FormatConfig):
         del tokenizer
         return self.model_dump()
 
-    def prepare(self, row: Row) -> Prepared:
+    def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.field]
         if not isinstance(value, list):
-            raise Unusable(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
+            raise UnusableRow(f"the field {self.field!r} is {kind_of(value)}, not a list of token ids")
         try:
             ids = np.asarray(value) if value else np.zeros(0, np.int64)
         except ValueError:  # lists of several lengths
             ids = np.zeros(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or _holds_booleans(value, ids):
-            raise Unusable(f"the field {self.field!r} holds something else than token ids")
-        return Prepared(ids, 2 * len(ids))
+            raise UnusableRow(f"the field {self.field!r} holds something else than token ids")
+        return PreparedRow(ids, 2 * len(ids))
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
+    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         return [self._check(ids, tokenizer.vocab_size) for ids in values]
 
-    def _check(self, ids: np.ndarray, vocab_size: int) -> Document | Unusable:
+    def _check(self, ids: np.ndarray, vocab_size: int) -> EncodedDocument | UnusableRow:
+        # An id beyond the vocabulary would be read from another row of the embedding, without any error.
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
-            return Unusable(
+            return UnusableRow(
                 f"there is no token {wrong[0]} in the vocabulary of {vocab_size}, which data.tokenizer names"
             )
-        return Document(ids)
+        return EncodedDocument(ids)
 
 
 def _holds_booleans(value: list[Any], ids: np.ndarray) -> bool:
-    """Whether true or false stand in a list of which NumPy made 1 and 0; only those are looked at one by one."""
+    """Tells if true or false stand in the list: NumPy made 1 and 0 of them, so only those are looked at one by one."""
     return any(isinstance(value[index], bool) for index in np.flatnonzero(ids <= 1))

@@ -1,4 +1,4 @@
-"""Prompts with their answers."""
+"""Supervised format: prompts with their answers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
-from lm_trainer.data.formats.base import Document, FormatConfig, Prepared, Unusable
+from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.sources import Row
-from lm_trainer.data.sources.base import kind_of
-from lm_trainer.data.text import clean
+from lm_trainer.data.sources.base import kind_of, replace_surrogates
 from lm_trainer.data.tokenizer import Tokenizer
 
 
 class SupervisedFormat(FormatConfig):
-    """Every row is a prompt and its answer; only the answer and the end of the document are learnt.
+    """Every row is a prompt and its answer; the loss counts only the answer and the end of the document.
 
     Prompt and answer are tokenised apart, as they are when a model is asked.
     """
@@ -29,9 +28,9 @@ class SupervisedFormat(FormatConfig):
     separate_with: str = ""
     """Text between the two; it belongs to the prompt."""
     mask_inputs: bool = True
-    """Whether the loss leaves out the prompt."""
+    """True to leave the prompt out of the loss."""
 
-    marks: ClassVar[bool] = True
+    has_loss_mask: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _two_fields(self) -> Self:
@@ -46,27 +45,27 @@ class SupervisedFormat(FormatConfig):
         del tokenizer
         return self.model_dump()
 
-    def prepare(self, row: Row) -> Prepared:
+    def prepare(self, row: Row) -> PreparedRow:
         record = row.record or {}
         for field in self.fields():
             if not isinstance(record[field], str):
-                raise Unusable(f"the field {field!r} is {kind_of(record[field])}, not a string")
-        prompt, answer = (clean(record[field]) for field in self.fields())
+                raise UnusableRow(f"the field {field!r} is {kind_of(record[field])}, not a string")
+        prompt, answer = (replace_surrogates(record[field]) for field in self.fields())
         if not answer:
             if not prompt:
-                return Prepared(None, 0)
-            raise Unusable(f"the field {self.output_field!r} is empty")
+                return PreparedRow(None, 0)
+            raise UnusableRow(f"the field {self.output_field!r} is empty")
         replaced = prompt is not record[self.input_field] or answer is not record[self.output_field]
         prompt += self.separate_with
-        return Prepared((prompt, answer), len(prompt.encode("utf-8")) + len(answer.encode("utf-8")), replaced)
+        return PreparedRow((prompt, answer), len(prompt.encode("utf-8")) + len(answer.encode("utf-8")), replaced)
 
-    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[Document | Unusable]:
+    def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         prompts = tokenizer.encode_batch([prompt for prompt, _ in values])
         answers = tokenizer.encode_batch([answer for _, answer in values])
         return [self._join(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
-    def _join(self, prompt: Any, answer: Any) -> Document:
-        learn = np.ones(len(prompt) + len(answer), bool)
+    def _join(self, prompt: Any, answer: Any) -> EncodedDocument:
+        mask_T = np.ones(len(prompt) + len(answer), bool)
         if self.mask_inputs:
-            learn[: len(prompt)] = False
-        return Document(np.concatenate([np.asarray(prompt, np.int64), np.asarray(answer, np.int64)]), learn)
+            mask_T[: len(prompt)] = False
+        return EncodedDocument(np.concatenate([np.asarray(prompt, np.int64), np.asarray(answer, np.int64)]), mask_T)

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja, run in a sandbox with what templates of the Hugging Face ecosystem expect."""
+"""Chat templates: Jinja, run in a sandbox with the names that templates of the Hugging Face ecosystem expect."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from datetime import datetime
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.base import Unusable
+from lm_trainer.data.formats.base import UnusableRow
 
 _OPEN, _CLOSE, _QUOTE = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode: they mark places in a text while it is being written out, and belong to no text."""
+# After a _QUOTE, a character of the private use area stands for a special token by its number.
 _FIRST = 0xE000
 
 
@@ -25,10 +26,11 @@ class Rendered:
     answers: list[tuple[int, int]]
     """The characters [start, end) that the template marks as the assistant's."""
     quoted: list[tuple[int, int]]
-    """Where a message says the name of a special token."""
+    """The characters [start, end) where a message has the name of a special token in its own words."""
 
     def pieces(self, special: Mapping[str, int]) -> Iterator[tuple[int, str, int | None]]:
         """Splits the text at the special tokens of the template: (start, piece, id of a special token or None)."""
+        # Longer names first, since one may begin with another.
         names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
         done = 0
         for match in re.finditer(names, self.text):
@@ -44,7 +46,7 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: Jinja, with `{% generation %}` around what the assistant says.
+        source: Jinja, with `{% generation %}` around the assistant's words.
         variables: names that the template may use, such as `bos_token`.
         special: the special tokens of the tokenizer.
 
@@ -65,7 +67,7 @@ class ChatTemplate:
         """Writes messages out, and the tools that they may call.
 
         Raises:
-            Unusable: if the template refuses them.
+            UnusableRow: if the template refuses them.
         """
         try:
             text = self._template.render(
@@ -75,15 +77,15 @@ class ChatTemplate:
                 add_generation_prompt=False,
                 **self._variables,
             )
-        except Unusable:
+        except UnusableRow:
             raise
         except Exception as error:  # a template is a program, and may fail in any way
             reason = str(error) or type(error).__name__
-            raise Unusable(f"the chat template does not take this conversation: {reason}") from None
+            raise UnusableRow(f"the chat template does not take this conversation: {reason}") from None
         return self._resolve(text)
 
     def _quote(self, value: Any) -> Any:
-        """Hides special tokens in what messages say, so that they can be told from the template's."""
+        """Hides special tokens in the words of messages, so that they can be told from the template's."""
         if isinstance(value, dict):
             return {key: self._quote(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -91,7 +93,7 @@ class ChatTemplate:
         if not isinstance(value, str):
             return value
         if any(mark in value for mark in (_OPEN, _CLOSE, _QUOTE)):
-            raise Unusable("a message holds a noncharacter of Unicode (U+FDD0 to U+FDD2)")
+            raise UnusableRow("a message holds a noncharacter of Unicode (U+FDD0 to U+FDD2)")
         for index, name in enumerate(self._special):
             value = value.replace(name, f"{_QUOTE}{chr(_FIRST + index)}")
         return value
@@ -153,6 +155,7 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def written(value: Any) -> Any:
+        # Jinja would write `None`, and the model would learn to say it.
         if value is None:
             raise jinja2.TemplateError("it would write out a null as the word None")
         return value

@@ -1,1 +1,1 @@
-"""From cached tokens to rows of a batch: chunks, packing, and the order of rows."""
+"""Rows of a batch from cached tokens: chunks, packing, and the order in which rows come."""

@@ -1,4 +1,9 @@
-"""Cuts the token stream into rows of a batch. Window i of length S is the tokens [iS, (i+1)S).
+"""Chunks: the token stream cut into rows of equal length. Chunk i of length S is the tokens [iS, (i+1)S).
+
+No token is cropped and no position is padded, but for the tokens after the last whole chunk, fewer than S in all. The
+price is that documents are cut: where one goes on in the next row, the model does not see its tokens before the cut.
+`lmt data stats` prints the share of documents that are cut. Within a row, attention and positions begin anew with each
+document. `packing.py` cuts fewer documents and pads instead.
 
 Shape letters: B rows, S positions, T = S + 1, N ends or starts of documents, M documents or pieces of one.
 """
@@ -11,15 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.data.cache.loss_mask import END, LEARN
+from lm_trainer.data.cache.loss_mask import DOCUMENT_END, IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 
 PADDING_SEGMENT = -1
 
 
 @dataclass(frozen=True)
-class Windows:
-    """The whole windows of a stream, as rows to train on."""
+class Chunks:
+    """The whole chunks of a stream, as rows to train on."""
 
     stream: TokenStream
     seq_len: int
@@ -30,29 +35,29 @@ class Windows:
         return len(self.stream) // self.seq_len
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        return read_windows(self.stream, rows_B, self.seq_len, self.eos_id)
+        return read_chunks(self.stream, rows_B, self.seq_len, self.eos_id)
 
     def spans(self, row: int) -> list[tuple[int, int]]:
         return [(row * self.seq_len, self.seq_len)]
 
 
-def read_windows(stream: TokenStream, windows_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:
-    """The rows of some windows; a window beyond the end of the stream is all padding.
+def read_chunks(stream: TokenStream, chunks_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:
+    """Reads some chunks as rows; a chunk beyond the end of the stream is all padding.
 
     Args:
         stream: the tokens.
-        windows_B: int [B], numbers of windows.
+        chunks_B: int [B], numbers of chunks.
         seq_len: S.
         eos_id: ends every document of the stream.
     """
-    return read_together([(np.arange(len(windows_B)), Windows(stream, seq_len, eos_id), windows_B)])
+    return read_mixed([(np.arange(len(chunks_B)), Chunks(stream, seq_len, eos_id), chunks_B)])
 
 
-def read_together(parts: Sequence[tuple[np.ndarray, Windows, np.ndarray]]) -> Batch:
-    """One batch of windows of several streams that have the same S and the same EOS.
+def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
+    """Reads one batch from the chunks of several streams that have the same S and the same EOS.
 
     Args:
-        parts: (rows of the batch, windows, numbers of the windows that stand in those rows) for each stream.
+        parts: (rows of the batch, chunks, numbers of the chunks that stand in those rows) for each stream.
     """
     seq_len, eos_id = parts[0][1].seq_len, parts[0][1].eos_id
     rows = sum(len(here) for here, _, _ in parts)
@@ -60,21 +65,23 @@ def read_together(parts: Sequence[tuple[np.ndarray, Windows, np.ndarray]]) -> Ba
     # touched anew each time, which would cost several times what filling it does.
     block = np.empty(rows * (4 * seq_len + 1), np.int32)
     tokens_BT = block[3 * rows * seq_len :].reshape(rows, seq_len + 1)
-    marks_BT = None if all(windows.stream.marks is None for _, windows, _ in parts) else np.empty_like(tokens_BT)
+    masked = any(chunks.stream.loss_mask is not None for _, chunks, _ in parts)
+    mask_BT = np.empty_like(tokens_BT) if masked else None
     available_B = np.empty(rows, np.int64)
-    for here, windows, numbers in parts:
-        stream, starts_N = windows.stream, np.asarray(numbers, np.int64) * seq_len
+    for here, chunks, numbers in parts:
+        stream, starts_N = chunks.stream, np.asarray(numbers, np.int64) * seq_len
         available_B[here] = np.maximum(len(stream) - starts_N, 0)
-        _read(stream, starts_N, tokens_BT, here, fill=eos_id)
-        if marks_BT is not None and stream.marks is not None:
-            _read(stream.marks, starts_N, marks_BT, here, fill=0)
-        elif marks_BT is not None:
-            marks_BT[here] = np.where(tokens_BT[here] == eos_id, LEARN | END, LEARN)
+        _read_runs(stream, starts_N, tokens_BT, here, fill=eos_id)
+        if mask_BT is not None and stream.loss_mask is not None:
+            _read_runs(stream.loss_mask, starts_N, mask_BT, here, fill=0)
+        elif mask_BT is not None:
+            # A stream without a mask beside one that has a mask: every token counts, and EOS alone ends documents.
+            mask_BT[here] = np.where(tokens_BT[here] == eos_id, IN_LOSS | DOCUMENT_END, IN_LOSS)
     rest = block[: 3 * rows * seq_len].reshape(3, rows, seq_len)
-    return make_batch(tokens_BT, available_B, eos_id, marks_BT, out=rest)
+    return make_batch(tokens_BT, available_B, eos_id, mask_BT, out=rest)
 
 
-def _read(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
+def _read_runs(stream: TokenStream, starts_N: np.ndarray, out_BT: np.ndarray, rows_N: np.ndarray, fill: int) -> None:
     """Reads runs of T tokens into rows; they may begin and end beyond the end of the stream."""
     length = out_BT.shape[1]
     counts_N = np.clip(len(stream) - starts_N, 0, length)
@@ -87,18 +94,18 @@ def make_batch(
     tokens_BT: np.ndarray,
     available_B: np.ndarray,
     eos_id: int,
-    marks_BT: np.ndarray | None = None,
+    mask_BT: np.ndarray | None = None,
     out: np.ndarray | None = None,
 ) -> Batch:
-    """Splits rows of S + 1 tokens into inputs and targets, and marks documents.
+    """Splits rows of S + 1 tokens into inputs and targets, and numbers their documents and positions.
 
     An EOS belongs to the document that it ends; predicting the first token of the next document from it has no weight.
 
     Args:
         tokens_BT: int32 [B, T].
-        available_B: int [B], how many tokens of each row are real; the rest is padding.
-        eos_id: ends every document, unless `marks_BT` says where documents end.
-        marks_BT: int [B, T], sums of LEARN and END; a target has weight only where it is to be learnt.
+        available_B: int [B], real tokens of each row; the rest is padding.
+        eos_id: ends every document, unless `mask_BT` says where documents end.
+        mask_BT: int [B, T], sums of IN_LOSS and DOCUMENT_END; a target has weight only where the mask has IN_LOSS.
         out: int32 [3, B, S], becomes weights (as float32), positions and segments.
     """
     rows, seq_len = tokens_BT.shape[0], tokens_BT.shape[1] - 1
@@ -106,13 +113,16 @@ def make_batch(
     weights_BS, positions_BS, segments_BS = block[0].view(np.float32), block[1], block[2]
     weights_BS.fill(1)
     ends_BT = tokens_BT == eos_id
-    if marks_BT is not None:
-        ends_BT = (marks_BT & END) != 0
-        weights_BS *= (marks_BT[:, 1:] & LEARN) != 0
+    if mask_BT is not None:
+        ends_BT = (mask_BT & DOCUMENT_END) != 0
+        # Shifted by one: the mask is of the token that is predicted, not of the one that predicts.
+        weights_BS *= (mask_BT[:, 1:] & IN_LOSS) != 0
     end_rows_N, columns_N = np.divmod(np.flatnonzero(ends_BT), seq_len + 1)
+    # An end in the last column is a target alone; its next token is in the next row.
     ends_N = (end_rows_N * seq_len + columns_N)[columns_N < seq_len]
     weights_BS.reshape(-1)[ends_N] = 0
-    mark_documents(ends_N + 1, positions_BS, segments_BS)
+    # An end in the last input column makes the next row's first position a start, which it is anyway.
+    fill_positions_and_segments(ends_N + 1, positions_BS, segments_BS)
     short = np.flatnonzero(available_B < tokens_BT.shape[1])
     if len(short):
         left_B1 = np.asarray(available_B)[short, None]
@@ -122,7 +132,7 @@ def make_batch(
     return Batch(tokens_BT[:, :-1], tokens_BT[:, 1:], weights_BS, positions_BS, segments_BS)
 
 
-def mark_documents(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: np.ndarray) -> None:
+def fill_positions_and_segments(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: np.ndarray) -> None:
     """Fills in the positions and segments of rows in which documents begin at some places.
 
     Args:
@@ -134,6 +144,7 @@ def mark_documents(starts_N: np.ndarray, positions_BS: np.ndarray, segments_BS: 
     firsts_B = np.arange(0, size, seq_len)
     starts_M = np.union1d(firsts_B, starts_N[starts_N < size])
     lengths_M = np.diff(starts_M, append=size)
+    # Number of the document among all, less that of the first document of its row.
     numbers_M = np.arange(len(starts_M)) - np.searchsorted(starts_M, firsts_B)[starts_M // seq_len]
     # A run at a time: several times as fast as cumulative sums over every token.
     positions_BS[:] = np.arange(seq_len, dtype=np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.token_stream import TokenStream
-from lm_trainer.data.rows.chunks import read_windows
+from lm_trainer.data.rows.chunks import read_chunks
 
 
 @dataclass(frozen=True)
@@ -28,30 +28,48 @@ class EvalSet:
     """Documents that end in the set."""
     text_bytes: int
     """UTF-8 bytes of the text, for bits per byte."""
-    first_window: int = 0
-    """Where the set begins in the stream; what comes before is trained on."""
+    first_chunk: int = 0
+    """The chunk of the stream with which the set begins; those before are trained on."""
 
     @property
     def num_tokens(self) -> int:
-        return max(len(self.stream) - self.first_window * self.seq_len, 0)
+        return max(len(self.stream) - self.first_chunk * self.seq_len, 0)
 
     @property
-    def num_windows(self) -> int:
+    def num_chunks(self) -> int:
+        """Rows of the set; the last one may be short."""
         return -(-self.num_tokens // self.seq_len)
 
     def num_batches(self, batch_size: int) -> int:
-        return -(-self.num_windows // batch_size)
+        """Batches of the whole set; the last one may hold rows of padding."""
+        return -(-self.num_chunks // batch_size)
 
     def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterator[Batch]:
-        """This host's rows of each global batch; where the set ends, rows are padding: weight 0 and segment -1."""
+        """Yields this host's rows of each global batch; past the end of the set, rows are padding.
+
+        Padding has weight 0 and segment -1.
+
+        Args:
+            batch_size: rows of the global batch.
+            rows: this host's rows of it.
+            max_batches: where to stop; None = at the end of the set.
+
+        Raises:
+            UserError: if a batch does not have such rows.
+        """
         check_rows(batch_size, rows)
         count = self.num_batches(batch_size)
         for index in range(count if max_batches is None else min(count, max_batches)):
-            windows_B = index * batch_size + np.arange(rows.start, rows.stop, dtype=np.int64)
-            yield read_windows(self.stream, self.first_window + windows_B, self.seq_len, self.eos_id)
+            chunks_B = index * batch_size + np.arange(rows.start, rows.stop, dtype=np.int64)
+            # Every host yields as many batches, even one whose rows lie past the end: all must run the same steps.
+            yield read_chunks(self.stream, self.first_chunk + chunks_B, self.seq_len, self.eos_id)
 
 
 def check_rows(batch_size: int, rows: range) -> None:
-    """Refuses rows that no batch of that size has."""
+    """Refuses rows that no batch of that size has.
+
+    Raises:
+        UserError: if `rows` is empty, has gaps, or reaches beyond the batch.
+    """
     if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
         raise UserError(f"rows {rows} are no part of a batch of {batch_size}")

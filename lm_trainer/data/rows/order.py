@@ -1,4 +1,4 @@
-"""The order of training: which row of which set stands at each position of the run.
+"""Order of training: the row of a set that stands at each position of the run.
 
 Shape letters: B rows of a batch, N positions.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.mixture import Mixture
-from lm_trainer.data.rows.chunks import Windows, read_together
+from lm_trainer.data.rows.chunks import Chunks, read_mixed
 from lm_trainer.data.shuffle import ShuffleConfig
 
 
@@ -27,17 +27,17 @@ class Rows(Protocol):
     def num_rows(self) -> int: ...
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        """Some of the rows, each number in [0, num_rows)."""
+        """Reads some of the rows, each number in [0, num_rows)."""
         ...
 
     def spans(self, row: int) -> list[tuple[int, int]]:
-        """(start in the stream, number of inputs) of each run of tokens that a row holds."""
+        """Returns (start in the stream, number of inputs) of each run of tokens that a row holds."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainSet:
-    """One set and the order of its rows."""
+    """One set to train on, and the order of its rows."""
 
     name: str
     rows: Rows
@@ -49,12 +49,12 @@ class TrainSet:
     """False while the set grows: then so many rows of the epoch are certain, and more may come."""
 
     def locate(self, draws_N: np.ndarray) -> np.ndarray:
-        """Which row each draw is: int64 [N]."""
+        """Returns the row of each draw: int64 [N]."""
         return self.shuffle.locate(draws_N, self.num_rows, self.seed)
 
 
-class Origin(NamedTuple):
-    """Where the row at one position comes from."""
+class RowOrigin(NamedTuple):
+    """The place in its set of the row at one position."""
 
     set: TrainSet
     row: int
@@ -65,7 +65,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """Row r of the step that begins at position p is what stands at p + r, on whatever host and device it lands."""
+    """The rows of a run by their positions, on whatever host and device they land.
+
+    Row r of the step that begins at position p is the row at position p + r.
+    """
 
     sets: Sequence[TrainSet]
     mixture: Mixture
@@ -73,13 +76,14 @@ class TrainOrder:
     """Positions until the stop rule ends training; None = it never does."""
 
     def read(self, positions_B: np.ndarray) -> Batch:
-        """The rows at some positions."""
+        """Reads the rows at some positions."""
         parts = [(here, train.rows, train.locate(draws)) for here, train, draws in self._by_set(positions_B)]
         if len(parts) == 1:
             return parts[0][1].read(parts[0][2])
-        windows = [(here, rows, numbers) for here, rows, numbers in parts if isinstance(rows, Windows)]
-        if len(windows) == len(parts):
-            return read_together(windows)
+        # Chunks of several streams are read into one block, which saves a copy of every field.
+        chunks = [(here, rows, numbers) for here, rows, numbers in parts if isinstance(rows, Chunks)]
+        if len(chunks) == len(parts):
+            return read_mixed(chunks)
         found = [(here, rows.read(numbers)) for here, rows, numbers in parts]
         batch = Batch(*(np.empty((len(positions_B), *field.shape[1:]), field.dtype) for field in found[0][1]))
         for here, part in found:
@@ -87,36 +91,38 @@ class TrainOrder:
                 np.asarray(whole)[here] = field
         return batch
 
-    def unsettled(self, positions_N: np.ndarray, *, whole: bool = False) -> tuple[TrainSet, int | None] | None:
-        """A set that must grow before the rows at some positions are certain, and to how many rows (None = to all).
+    def first_uncertain(self, positions_N: np.ndarray, *, whole: bool = False) -> tuple[TrainSet, int | None] | None:
+        """Finds a set that must grow before the rows at some positions are certain.
 
         Args:
             positions_N: int64 [N].
-            whole: whether every set has to be complete.
+            whole: True if every set has to be complete.
 
         Returns:
-            None if there is no such set.
+            The set and the number of rows it must have (None = all); None if there is no such set.
         """
         growing = [train for train in self.sets if not train.final]
         if growing and whole:
             return growing[0], None
         for _, train, draws_N in self._by_set(positions_N) if growing else ():
+            # Draws rise with positions and need no fewer rows, so the last draw speaks for all.
             rows = None if train.final else train.shuffle.rows_needed(int(draws_N.max()))
             if not train.final and (rows is None or rows > train.num_rows):
                 return train, rows
         return None
 
-    def origins(self, positions_N: np.ndarray) -> list[Origin]:
-        """Where the rows at some positions come from, in their order."""
-        found: dict[int, Origin] = {}
+    def origins(self, positions_N: np.ndarray) -> list[RowOrigin]:
+        """Returns the origins of the rows at some positions, in their order."""
+        found: dict[int, RowOrigin] = {}
         for here, train, draws in self._by_set(positions_N):
             epochs, rows = draws // train.num_rows, train.locate(draws)
             for place, row, epoch in zip(here.tolist(), rows.tolist(), epochs.tolist(), strict=True):
-                found[place] = Origin(train, row, epoch)
+                found[place] = RowOrigin(train, row, epoch)
         return [found[place] for place in range(len(positions_N))]
 
     def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
-        """(places in `positions_N`, set, draws of the set) for each set among the positions."""
+        """Yields (places in `positions_N`, set, draws of the set) for each set among the positions."""
+        # A single set is drawn from at every position, so the draw is the position.
         if len(self.sets) == 1:
             yield np.arange(len(positions_N)), self.sets[0], positions_N
             return

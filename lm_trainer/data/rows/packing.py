@@ -1,4 +1,9 @@
-"""Whole documents in rows: a plan made from their lengths alone, so that every row can be read alone.
+"""Packing: whole documents in rows, by a plan made from their lengths alone, so that every row can be read alone.
+
+No token is cropped. A document that fits a row is never cut; a longer one fills whole rows, and its rest is packed like
+a document. The price is padding: positions at the ends of rows for which no document was left. Each document also takes
+one position less than it has tokens, since its last token is a target alone. `lmt data stats` prints the share of
+positions that are used, for packing and for chunks; on documents much shorter than a row it is nearly all.
 
 Shape letters: D documents, P pieces (documents, or parts of long ones), R rows of the plan, B rows of a batch, S
 positions, N runs of a batch: its pieces and its padding.
@@ -16,9 +21,10 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.documents import document_lengths
-from lm_trainer.data.cache.format import Ledger, fingerprint
-from lm_trainer.data.cache.kvstore import Store
-from lm_trainer.data.cache.loss_mask import LEARN
+from lm_trainer.data.cache.format import fingerprint
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
 
@@ -28,8 +34,8 @@ GROUP = 4096
 _FORMAT = 1
 
 
-class Plan(NamedTuple):
-    """Which runs of the stream stand in which row."""
+class PackingPlan(NamedTuple):
+    """The runs of the stream that stand in each row."""
 
     starts_P: np.ndarray
     """int64: the first input of each piece, in the stream."""
@@ -43,22 +49,23 @@ class Plan(NamedTuple):
         return len(self.firsts_R) - 1
 
     def to_bytes(self) -> bytes:
+        """Encodes the plan. The arrays of 8-byte integers come first, so that views of a file are aligned."""
         return b"".join(array.tobytes() for array in (self.starts_P, self.firsts_R, self.lengths_P))
 
     @classmethod
     def from_bytes(cls, content: bytes | np.ndarray, pieces: int, rows: int) -> Self:
-        """Views of what `to_bytes` wrote."""
+        """Decodes the bytes of `to_bytes` into views of them."""
         content = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
         starts, firsts, lengths = np.split(content, np.cumsum([pieces * 8, (rows + 1) * 8]))
         return cls(starts.view("<i8"), lengths.view("<i4"), firsts.view("<i8"))
 
 
-def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP) -> Plan:
-    """Packs documents without cutting those that fit: best fit, longest first, within groups of documents.
+def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP) -> PackingPlan:
+    """Packs documents without row_builder those that fit: best fit, longest first, within groups of documents.
 
-    A document of n tokens takes n - 1 positions: its last token is only a target. A longer one than a row is cut into
-    full rows, and its rest is packed like a document (Ding et al., "Fewer truncations improve language modeling",
-    2024).
+    A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is cut
+    into full rows, and its rest is packed like a document (Ding et al., "Fewer truncations improve language modeling",
+    2024). Documents of one token take no position and appear in no row.
 
     Args:
         lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
@@ -76,18 +83,23 @@ def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group
         for first in range(0, len(lengths_D), group)
     ]
     starts, lengths, counts = (np.concatenate([np.zeros(0, np.int64), *arrays]) for arrays in zip(*groups, strict=True))
-    return Plan(starts, lengths.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
+    return PackingPlan(starts, lengths.astype(np.int32), np.concatenate([[0], np.cumsum(counts)]))
 
 
 def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The starts and lengths of the pieces in the order of their rows, and how many each row has."""
+    """Returns the starts and lengths of the pieces in the order of their rows, and the number of pieces of each row.
+
+    Rows of one full piece come first, then those that are packed, in the order in which they were opened.
+    """
     full_D, rests_D = np.divmod(inputs_D, seq_len)
     pieces = np.arange(full_D.sum()) - np.repeat(np.cumsum(full_D) - full_D, full_D)
     full_starts = np.repeat(starts_D, full_D) + pieces * seq_len
     rows: list[list[int]] = []
-    # The room left in each open row and its number, in one integer, sorted.
+    # The room left in each open row and its number, in one integer, sorted: bisection finds the tightest fit, and among
+    # equals the row that was opened first, so the plan depends on the lengths alone.
     most = len(rests_D)
     room: list[int] = []
+    # Stable, so that documents of one length keep their order on every machine.
     order = np.argsort(-rests_D, kind="stable")
     for index, length in zip(order.tolist(), rests_D[order].tolist(), strict=True):
         if length == 0:
@@ -109,8 +121,9 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
     )
 
 
-def open_plan(store: Store, ledger: Ledger, seq_len: int, stop: int | None = None) -> Plan:
-    """The plan of a cache for one length of rows: made once, and kept beside the tokens."""
+def open_packing_plan(store: KvStore, ledger: Ledger, seq_len: int, stop: int | None = None) -> PackingPlan:
+    """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens."""
+    # Named by all that decides it, so a plan never has to be checked against the tokens.
     key = f"packing/{fingerprint([_FORMAT, ledger.sha256, seq_len, stop, GROUP])}"
     found = store.read_json(f"{key}.json")
     if found is not None:
@@ -119,10 +132,11 @@ def open_plan(store: Store, ledger: Ledger, seq_len: int, stop: int | None = Non
         else:
             content = store.read(f"{key}.bin")
         if content is not None and len(content) == found["bytes"]:
-            return Plan.from_bytes(content, found["pieces"], found["rows"])
+            return PackingPlan.from_bytes(content, found["pieces"], found["rows"])
     plan = best_fit(document_lengths(store, ledger), seq_len, stop)
     content = plan.to_bytes()
     try:
+        # The JSON file comes last: it says that the other one is whole.
         store.write(f"{key}.bin", content)
         store.write_json(f"{key}.json", {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows})
     except UserError:
@@ -132,10 +146,10 @@ def open_plan(store: Store, ledger: Ledger, seq_len: int, stop: int | None = Non
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows of a plan, to train on. What a row has no document for is padding: weight 0 and segment -1."""
+    """The rows of a plan, to train on. Positions for which a row has no document are padding: weight 0, segment -1."""
 
     stream: TokenStream
-    plan: Plan
+    plan: PackingPlan
     seq_len: int
     eos_id: int
 
@@ -145,6 +159,7 @@ class PackedRows:
 
     def read(self, rows_B: np.ndarray) -> Batch:
         plan, seq_len, size = self.plan, self.seq_len, len(rows_B) * self.seq_len
+        # The pieces of all rows of the batch, row by row: their numbers in the plan, and in their row from 0.
         firsts_B = plan.firsts_R[rows_B]
         counts_B = plan.firsts_R[rows_B + 1] - firsts_B
         begins_B = np.cumsum(counts_B) - counts_B
@@ -152,8 +167,10 @@ class PackedRows:
         pieces_P = np.repeat(firsts_B, counts_B) + numbers_P
         starts_P, lengths_P = plan.starts_P[pieces_P], plan.lengths_P[pieces_P].astype(np.int64)
         ends_P = np.cumsum(lengths_P)
+        # No row of a plan is empty, which `reduceat` would get wrong.
         filled_B = np.add.reduceat(lengths_P, begins_B)
         before_B = np.cumsum(filled_B) - filled_B
+        # Where each piece begins in the batch, as if all rows were one.
         places_P = ends_P - lengths_P + np.repeat(np.arange(0, size, seq_len) - before_B, counts_B)
 
         tokens, targets, positions, segments = block = np.empty((4, size), np.int32)
@@ -167,10 +184,11 @@ class PackedRows:
         np.subtract(positions, np.repeat(begins_N.astype(np.int32), runs_N), out=positions)
         segments[:] = np.repeat(np.insert(numbers_P, where, PADDING_SEGMENT).astype(np.int32), runs_N)
         weights = (segments >= 0).astype(np.float32)
-        if self.stream.marks is not None:
-            marks = np.zeros(size, np.int32)
-            self.stream.marks.copy(starts_P + 1, lengths_P, marks, places_P)
-            weights *= (marks & LEARN) != 0
+        if self.stream.loss_mask is not None:
+            # From one token further on: the mask is of the targets.
+            mask = np.zeros(size, np.int32)
+            self.stream.loss_mask.copy(starts_P + 1, lengths_P, mask, places_P)
+            weights *= (mask & IN_LOSS) != 0
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
 
@@ -182,6 +200,7 @@ class PackedRows:
         self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
     ) -> None:
         """Reads each piece with the token that follows it, and lays it out as inputs and as targets."""
+        # Read once, with the overlap, and copied twice in memory: reads are the slower part.
         runs_P = lengths_P + 1
         begins_P = np.cumsum(runs_P) - runs_P
         buffer = np.empty(int(runs_P.sum()), np.int32)
@@ -192,7 +211,7 @@ class PackedRows:
 
 
 class PackingStats(NamedTuple):
-    """How well rows of one length are used."""
+    """Use that rows of one length make of their positions."""
 
     rows: int
     used: float
@@ -204,25 +223,25 @@ class PackingStats(NamedTuple):
 def packing_stats(
     lengths_D: np.ndarray, seq_len: int, targets: Callable[[int], int] | None = None
 ) -> dict[str, PackingStats]:
-    """How `data.packing: concat` and `best_fit` would use rows, by their names.
+    """Computes the use of rows under `data.packing: concat` and `best_fit`, by these names.
 
     Args:
         lengths_D: int64, tokens of the documents of a stream, end-of-document tokens included.
         seq_len: of the rows.
-        targets: how many of the first N tokens some position is to predict; if None, all but each document's first.
+        targets: counts those of the first N tokens that the loss counts; if None, all but each document's first.
     """
     ends_D = np.cumsum(lengths_D)
     starts_D, tokens = ends_D - lengths_D, int(ends_D[-1])
     if targets is None:
         targets = lambda count: count - int((starts_D < count).sum())  # noqa: E731
-    windows = tokens // seq_len
+    chunks = tokens // seq_len
     # The last token of a document is the target of the position before it, so it may lie in the next row.
     crossing = int((starts_D // seq_len != np.maximum(ends_D - 2, starts_D) // seq_len).sum())
-    whole = windows * seq_len
+    whole = chunks * seq_len
     plan = best_fit(lengths_D, seq_len)
     return {
         "concat": PackingStats(
-            windows, targets(min(whole + 1, tokens)) / whole if whole else 0.0, crossing / len(lengths_D)
+            chunks, targets(min(whole + 1, tokens)) / whole if whole else 0.0, crossing / len(lengths_D)
         ),
         "best_fit": PackingStats(
             plan.num_rows,

@@ -1,4 +1,4 @@
-"""Where documents come from. To add a source: one file, one line in the union."""
+"""Sources of documents. To add a source: one file, one line in the union."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.hub import HuggingFace
+from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
-from lm_trainer.data.sources.memory import InMemory
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
@@ -30,7 +30,7 @@ _FILE_SOURCES = [source for source in SOURCES if issubclass(source, FileSource)]
 
 
 def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...] = ()) -> list[Shard]:
-    """Reads each file by the source whose suffixes it has; order is that of the list.
+    """Lists the shards of files, each read by the source whose suffixes it has; the order is that of the list.
 
     Raises:
         UserError: if files are missing, for a suffix that no source reads, naming those that exist, and for a glob
@@ -42,6 +42,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
         for file in files
     ]
     shards: list[Shard] = []
+    # Runs of neighbours, not all files of one kind: grouping must not change the order of documents.
     for source, run in groupby(found, lambda pair: pair[0]):
         files = [file for _, file in run]
         _check_fields(source, files[0].name, fields)
@@ -52,7 +53,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
 def checked_shards(
     source: SourceConfig, split: Split, urls: Sequence[str], text_key: str, fields: tuple[str, ...]
 ) -> list[Shard]:
-    """The shards of a source, which must have the fields that are asked for.
+    """Lists the shards of a source, which must have the fields that are asked for.
 
     Raises:
         UserError: if its rows are bare text.
@@ -70,7 +71,7 @@ def _check_fields(source: type[SourceConfig], what: str, fields: tuple[str, ...]
 
 
 def _source_of(name: str, files: Sequence[File], split: Split) -> type[FileSource]:
-    """What reads the files that one path, URL or glob names."""
+    """Returns the source that reads the files of one path, URL or glob."""
     sources = {_source_of_file(file, split): file for file in files}
     if len(sources) > 1:
         one, other, *_ = sources.values()

@@ -1,7 +1,8 @@
-"""What a source is: numbered shards of numbered rows, the same on every machine and at every start."""
+"""Base of sources: numbered shards of numbered rows, the same on every machine and at every start."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -10,6 +11,8 @@ from lm_trainer.core.config import Config
 from lm_trainer.data.sources.urls import File, list_files
 
 Split = Literal["train", "validation"]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Row(NamedTuple):
@@ -37,7 +40,7 @@ class BadRow(NamedTuple):
 
 
 class Shard(Protocol):
-    """A part of a source that one worker reads from its first to its last row. Picklable."""
+    """Part of a source that one process reads from its first to its last row. Picklable."""
 
     @property
     def size(self) -> int:
@@ -46,15 +49,15 @@ class Shard(Protocol):
 
     @property
     def text_size(self) -> int | None:
-        """Bytes of text, or None where only reading tells (compressed files)."""
+        """Bytes of text; None where only reading tells (compressed files)."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON that changes whenever the rows may have changed."""
+        """Returns JSON that changes whenever the rows may have changed."""
         ...
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
-        """The rows from number `start` on.
+        """Yields the rows from number `start` on.
 
         Raises:
             UserError: if a file vanished, is damaged (a truncated gzip), or cannot be opened.
@@ -63,12 +66,12 @@ class Shard(Protocol):
 
 
 class SourceConfig(Config):
-    """The base of every member of the union of sources."""
+    """Base of every member of the union of sources."""
 
     takes_urls: ClassVar[bool] = True
-    """Whether the source reads `data.train_urls` and `data.validation_urls`."""
+    """True if the source reads `data.train_urls` and `data.validation_urls`."""
     has_fields: ClassVar[bool] = True
-    """Whether its rows are records, of which a format can ask for several fields."""
+    """True if its rows are records, of which a format can ask for several fields."""
 
     @abstractmethod
     def shards(
@@ -77,7 +80,7 @@ class SourceConfig(Config):
         """Lists the shards of one split in their fixed order; [] where the source has no such split.
 
         Args:
-            split: which split.
+            split: the split.
             urls: the files, for sources that take them.
             text_key: the field of a record that is the document.
             fields: if any, rows carry these fields of each record, and no text.
@@ -88,7 +91,7 @@ class SourceConfig(Config):
 
 
 class FileSource(SourceConfig):
-    """The base of the sources that read files named by `data.train_urls` and `data.validation_urls`."""
+    """Base of the sources that read files named by `data.train_urls` and `data.validation_urls`."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Endings of files, without a compression suffix, that are read by this source when none is named."""
@@ -100,11 +103,11 @@ class FileSource(SourceConfig):
 
     @abstractmethod
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        """The shards of files that exist, in their order; see `shards` for the other arguments."""
+        """Lists the shards of files that exist, in their order; see `shards` for the other arguments."""
 
 
 def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
-    """The row, without its place, that a record makes; see `SourceConfig.shards` for the arguments."""
+    """Makes a row, still without its place, of a record; see `SourceConfig.shards` for the arguments."""
     if not isinstance(value, Mapping):
         names = " and ".join(repr(name) for name in fields or (text_key,))
         return bad(f"expected an object with the field {names}, found {kind_of(value)}")
@@ -122,12 +125,13 @@ def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | Bad
 
 
 def all_text(row: Row) -> str:
-    """The text of a row, or all text in the fields of its record, one after another."""
+    """Returns the text of a row, or all text in the fields of its record, one after another."""
     return row.text or "\n".join(_strings(row.record))
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string in a record, in order. JSON may be nested more deeply than functions may call themselves."""
+    """Yields every string in a record, in order."""
+    # No recursion: JSON may be nested more deeply than functions may call themselves.
     left = [value]
     while left:
         value = left.pop()
@@ -137,13 +141,26 @@ def _strings(value: Any) -> Iterator[str]:
             left += reversed(list(value.values()) if isinstance(value, Mapping) else value)
 
 
+def replace_surrogates(text: str) -> str:
+    """Replaces lone surrogates, which JSON can carry but UTF-8 cannot, by U+FFFD.
+
+    Returns `text` itself if it has none.
+    """
+    # Encoding is the quickest test: nearly all text passes it.
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return _SURROGATE.sub("\ufffd", text)
+    return text
+
+
 def bad(reason: str) -> BadRow:
-    """A bad row whose place is still to be filled in."""
+    """Makes a bad row whose place is still to be filled in."""
     return BadRow(0, "", reason)
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, in the words of JSON."""
+    """Names the kind of a value in the words of JSON."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     names |= {bytes: "bytes", int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")

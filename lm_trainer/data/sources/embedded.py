@@ -1,4 +1,4 @@
-"""The corpus that every Python carries: the standard library's own sources and its language reference."""
+"""Embedded corpus, which every Python carries: the standard library's own sources and its language reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOPICS = "pydoc_data/topics.py"
 _SMALLEST_CORPUS = 1 << 20
 
 
-class Document(NamedTuple):
+class LibraryDocument(NamedTuple):
     """One module of the library, or one topic of the language reference (`pydoc_data/topics/NAME`)."""
 
     name: str
@@ -52,6 +52,7 @@ class Embedded(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
+        # By a hash of the name, so that a document keeps its split when others come or go.
         held_out = self.validation_fraction * 2**32
         documents, total = [], 0
         for document in sorted(library(), key=lambda document: _hash(f"sample/{document.name}")):
@@ -70,7 +71,7 @@ class Embedded(SourceConfig):
 class EmbeddedShard:
     """Some documents, in the order of their names; a row is a document."""
 
-    documents: tuple[Document, ...]
+    documents: tuple[LibraryDocument, ...]
 
     @property
     def size(self) -> int:
@@ -90,8 +91,8 @@ class EmbeddedShard:
 
 
 @lru_cache(maxsize=1)
-def library() -> tuple[Document, ...]:
-    """Every document of the corpus, sorted by name.
+def library() -> tuple[LibraryDocument, ...]:
+    """Lists every document of the corpus, sorted by name.
 
     Raises:
         UserError: if this Python carries no readable sources (a zipped or stripped installation).
@@ -100,6 +101,7 @@ def library() -> tuple[Document, ...]:
     documents = []
     for directory, subdirectories, files in os.walk(root):
         relative = Path(directory).relative_to(root)
+        # `os.walk` descends only into the names that are left in its own list.
         subdirectories[:] = [name for name in subdirectories if _wanted(relative / name)]
         names = [relative / name for name in files if name.endswith(".py") and _wanted(relative / name)]
         documents += [document for name in names if (document := _document(name.as_posix()))]
@@ -117,20 +119,20 @@ def _root() -> Path:
 
 
 def _wanted(path: Path) -> bool:
-    """Only what belongs to the library: never its tests, installed packages or files generated for this machine."""
+    """Tells if a path belongs to the library: no tests, installed packages or files generated for this machine."""
     if path.as_posix() == _TOPICS or path.name in _TEST_DIRECTORIES:
         return False
     return path.parts[0].removesuffix(".py") in sys.stdlib_module_names
 
 
-def _document(name: str) -> Document | None:
-    """None for an empty file and for the few that are not UTF-8."""
+def _document(name: str) -> LibraryDocument | None:
+    """Returns a document; None for an empty file and for the few that are not UTF-8."""
     try:
         content = _read(name)
         content.decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    return Document(name, len(content), hashlib.sha256(content).hexdigest()) if content else None
+    return LibraryDocument(name, len(content), hashlib.sha256(content).hexdigest()) if content else None
 
 
 def _read(name: str) -> bytes:
@@ -141,6 +143,7 @@ def _read(name: str) -> bytes:
 
 
 def _topics() -> dict[str, str]:
+    """Returns the topics of the language reference by name; some distributions leave them out."""
     try:
         return importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -151,10 +154,10 @@ def _hash(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
 
 
-def _balance(documents: Sequence[Document], parts: int) -> list[tuple[Document, ...]]:
+def _balance(documents: Sequence[LibraryDocument], parts: int) -> list[tuple[LibraryDocument, ...]]:
     """Cuts the list into at most `parts` runs of about equal size."""
     total, seen = sum(document.size for document in documents), 0
-    runs: list[list[Document]] = [[] for _ in range(parts)]
+    runs: list[list[LibraryDocument]] = [[] for _ in range(parts)]
     for document in documents:
         runs[min(parts - 1, seen * parts // total)].append(document)
         seen += document.size

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub: their files, found by split and read where they are. No code of theirs is run."""
+"""Data sets of the Hugging Face hub: their files, found by split and read in place. No code of theirs is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HuggingFace(SourceConfig):
     id: str
     """The name on the hub, such as `org/dataset`."""
     name: str | None = None
-    """Which configuration (subset) of the data set; its default one, if absent."""
+    """The configuration (subset) of the data set; its default one, if absent."""
     revision: str | None = None
     """Branch, tag or commit; `main`, if absent. A branch is resolved to its commit, which the cache then holds to."""
     stream: bool = True
@@ -56,6 +56,7 @@ class HuggingFace(SourceConfig):
         repository = _look_up(self)
         paths = repository.data_files(self.name, wanted)
         if not paths:
+            # A validation split that nobody asked for by name may be absent.
             if split == "validation" and "splits" not in self.changed_fields:
                 return []
             of_name = f" of {self.name!r}" if self.name else ""
@@ -81,20 +82,21 @@ class _Repository(NamedTuple):
     sizes: dict[str, int]
     """Bytes of every file."""
     configs: list[dict[str, Any]]
-    """What the card says of configurations: `config_name`, `data_files`, `default`."""
+    """The card's list of configurations: `config_name`, `data_files`, `default`."""
 
     def file(self, path: str, *, download: bool) -> File:
         url = f"hf://datasets/{self.id}@{self.commit}/{path}"
         return File(url, self.sizes[path], self.commit, download)
 
     def data_files(self, name: str | None, split: str) -> list[str]:
-        """The files of a split, sorted; [] where there are none."""
+        """Returns the files of a split, sorted; [] where there are none."""
         if self.configs:
             return self._listed(self._config(name), split)
         readable = sorted(path for path in self.sizes if _is_readable(path))
         if name is not None:
             readable = [path for path in readable if name in re.split(r"[/.]", path)]
         by_split = {known: [path for path in readable if _names_split(path, known)] for known in {*_ALIASES, split}}
+        # Files that name no split at all are the train split.
         if not any(by_split.values()):
             return readable if split == "train" else []
         return by_split[split]
@@ -131,6 +133,7 @@ def _names_split(path: str, split: str) -> bool:
 
 def _matches(path: str, pattern: str) -> bool:
     pattern = pattern.removeprefix("./")
+    # `*` of fnmatch crosses directories, so `**/` needs no more than it; it may also stand for no directory at all.
     return path == pattern or fnmatch.fnmatchcase(path, pattern.replace("**/", "*"))
 
 

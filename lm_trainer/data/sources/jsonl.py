@@ -1,4 +1,4 @@
-"""JSON: one object per line, or files that are one array of objects."""
+"""JSON files: one object per line, or one array of objects."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ class JsonShard:
                 yield self._row(item)._replace(number=number, where=where)
 
     def _quick_text(self, line: bytes) -> str | None:
-        """The text of a line in which the faster decoder finds one; None where `_row` has to look."""
-        # Of a record with other fields every value counts, and the decoders differ in integers beyond 64 bits.
+        """Returns the text of a line in which the faster decoder finds one; None where `_row` has to look."""
+        # Which rows are bad must not depend on the packages that are installed. Of a record with other fields every
+        # value counts, and the decoders differ in integers beyond 64 bits.
         if self.fields or (decode := _fast_decoder()) is None:
             return None
         try:
@@ -71,6 +72,7 @@ class JsonShard:
             return None
         if not isinstance(value, dict) or not isinstance(text := value.get(self.text_key), str):
             return None
+        # The decoders differ in how deeply they read. Brackets are counted, since they are at least as many as levels.
         for item in value.values():
             if isinstance(item, list | dict) and line.count(b"[") + line.count(b"{") > _CERTAIN_DEPTH:
                 return None
@@ -79,6 +81,7 @@ class JsonShard:
     def _row(self, item: Any) -> Row | BadRow:
         if not isinstance(item, bytes):
             return read_record(item, self.text_key, self.fields)
+        # An empty line is an empty row, which keeps its number.
         if not item.strip():
             return Row(0, "", "")
         try:
@@ -94,7 +97,7 @@ class JsonShard:
                     "an array of them; write one object per line"
                 )
             return bad(f"not JSON ({error.msg} at column {error.colno}): {item[:60].decode('utf-8', 'replace')!r}")
-        except ValueError:
+        except ValueError:  # Python's limit for integers as text
             return bad("JSON with a number of several thousand digits")
         except RecursionError:
             return bad("JSON nested too deeply")
@@ -103,7 +106,7 @@ class JsonShard:
 
 @lru_cache(maxsize=1)
 def _fast_decoder() -> Callable[[bytes], Any] | None:
-    """Reads lines more than twice as fast where it is installed, and refuses more of them than `json` does."""
+    """Returns orjson's decoder, where it is installed: twice as fast as `json`, and refuses more lines than it does."""
     try:
         import orjson
     except ImportError:
@@ -112,7 +115,7 @@ def _fast_decoder() -> Callable[[bytes], Any] | None:
 
 
 def _items(file: File) -> Iterator[tuple[str, Any]]:
-    """Lines as bytes, or what a file's array holds."""
+    """Yields (place, line as bytes), or (place, item) for a file that is an array."""
     name = file.name
     with open_binary(file) as stream:
         first = stream.readline()
@@ -125,7 +128,8 @@ def _items(file: File) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """What iterating gives, from blocks; all that comes before the place where a file turns out to be damaged."""
+    """Yields the lines of a file, also all those before the place where it turns out to be damaged."""
+    # Iterating over the stream itself reads ahead, and an error would lose the lines that it has read by then.
     read: Callable[[int], bytes] = getattr(stream, "read1", stream.read)
     begun: list[bytes] = []
     while block := read(_BLOCK_BYTES):

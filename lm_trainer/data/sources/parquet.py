@@ -48,6 +48,7 @@ class ParquetShard:
         before = 0
         for file in self.files:
             with open_binary(file) as stream:
+                # This reads the footer alone, so a file that lies before `start` is counted at little cost.
                 table = _open(file, stream, self.fields or (self.text_key,))
                 count = table.metadata.num_rows
                 if before + count > start:
@@ -55,7 +56,7 @@ class ParquetShard:
                 before += count
 
     def _rows_of(self, file: File, table: Any, before: int, start: int) -> Iterator[Row | BadRow]:
-        """The rows of one file from number `start` on; `before` is the number of its first."""
+        """Yields the rows of one file from number `start` on; `before` is the number of its first."""
         number, groups = before, []
         for index in range(table.num_row_groups):
             rows = table.metadata.row_group(index).num_rows
@@ -77,7 +78,8 @@ class ParquetShard:
 
 
 def _texts(batch: Any) -> list[Any]:
-    """Of each row of a single column its text, or what `_records` makes of the row where it is none."""
+    """Returns the text of each row of a single column; of a row without text, its record, as `_records` does."""
+    # A list of values costs much less than a list of mappings of one value each.
     try:
         values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
     except UnicodeDecodeError:
@@ -92,6 +94,7 @@ def _records(batch: Any) -> list[Any]:
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
+        # Arrow does not say which row is not UTF-8, so each is tried by itself.
         return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
 
 

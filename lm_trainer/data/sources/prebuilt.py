@@ -1,19 +1,19 @@
-"""A cache that exists, in place of the text it was made of."""
+"""Finished cache as a source, in place of the text it was made of."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.kvstore import Store, canonical_json
+from lm_trainer.data.cache.format import MANIFEST, fingerprint
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 
 
 class PrebuiltCache(SourceConfig):
-    """A finished cache, copied here or shared; the text that it was made of need not be there.
+    """Finished cache, copied here or shared; the text that it was made of need not be there.
 
     `data.tokenizer` must be the one that it was built with; if absent, it is the one that lies beside the cache.
     """
@@ -30,10 +30,10 @@ class PrebuiltCache(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        store = Store(f"{self.path}/{split}")
-        manifest = store.read_json("manifest.json")
+        store = KvStore(f"{self.path}/{split}")
+        manifest = store.read_json(MANIFEST)
         if manifest is not None:
-            return [CacheShard(store.url, hashlib.sha256(canonical_json(manifest)).hexdigest()[:16])]
+            return [CacheShard(store.url, fingerprint(manifest))]
         if split == "train":
             raise UserError(f"data.source.path: {store.url} holds no cache; build one with: lmt data build")
         return []
@@ -58,4 +58,5 @@ class CacheShard:
         return {"type": "cache", "fingerprint": self.fingerprint}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        # Without text: the row is only asked for to name the origin of a document.
         yield Row(start, f"row {start} of what {self.url} was built from", "")

@@ -12,8 +12,12 @@ from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.urls import File, group, numbered, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
-"""A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document."""
+"""A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document.
 
+Part of the identity of a shard, since tokens may differ where a file is cut.
+"""
+
+# Several pieces, so that the rest of a buffer is moved to its front only once in a while.
 _BUFFER_BYTES = 8 * PIECE_BYTES
 
 _BOM = b"\xef\xbb\xbf"
@@ -51,6 +55,7 @@ class TextShard:
         return {"type": "text", "piece_bytes": PIECE_BYTES, "files": [file.identity() for file in self.files]}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        # One buffer for all files of the shard: in new ones, every page would be touched for the first time again.
         buffer = bytearray(_BUFFER_BYTES)
         for number, (file, place, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
             try:
@@ -73,6 +78,8 @@ def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryvi
         start = place = len(_BOM) if buffer.startswith(_BOM, 0, end) else 0
         if buffer.find(b"\0", start, min(end, start + 1024)) >= 0:
             raise UserError(f"{file.url} is not text: it holds zero bytes (is it binary, compressed or UTF-16?)")
+        # A piece is cut only while more than two pieces lie ready: the search for its end must not run past the bytes
+        # that were read.
         while True:
             if end - start <= 2 * PIECE_BYTES:
                 view[: end - start] = view[start:end]
@@ -87,7 +94,8 @@ def _pieces(file: File, buffer: bytearray) -> Iterator[tuple[File, int, memoryvi
 
 
 def _fill(stream: Any, view: memoryview) -> int:
-    """Reads until the view is full or the file has ended, and returns how much; remote files may give short reads."""
+    """Reads until the view is full or the file has ended, and returns the number of bytes."""
+    # Remote files may give fewer bytes than they are asked for, without having ended.
     filled = 0
     while filled < len(view) and (count := stream.readinto(view[filled:])):
         filled += count
@@ -95,10 +103,11 @@ def _fill(stream: Any, view: memoryview) -> int:
 
 
 def _cut(buffer: bytearray, start: int) -> int:
-    """Where a piece ends: before a line that starts with text, so that few tokens could have crossed the cut."""
+    """Finds the end of a piece: before a line that starts with text, so that few tokens could have crossed the cut."""
     least, most = start + PIECE_BYTES, start + 2 * PIECE_BYTES
     if match := _LINE_START.search(buffer, least, most):
         return match.end()
+    # No such line: cut at the limit, but not inside a character. Its later bytes in UTF-8 begin with the bits 10.
     cut = most
     while cut > least and buffer[cut] & 0xC0 == 0x80:
         cut -= 1
@@ -106,7 +115,7 @@ def _cut(buffer: bytearray, start: int) -> int:
 
 
 def _line(file: File, place: int) -> int:
-    """The line, counted from 1, of the byte at `place` of a file."""
+    """Returns the line, counted from 1, of the byte at `place` of a file."""
     line = 1
     with open_binary(file) as stream:
         while place > 0 and (block := stream.read(min(place, PIECE_BYTES))):

@@ -1,4 +1,4 @@
-"""Turns the URLs of a configuration into a list of existing files, and opens them."""
+"""URLs of a configuration: the existing files that they name, and how these are opened."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+# By these, file systems tell versions of a file; the first that one has counts. Hashes come before times.
 _VERSION_KEYS = (
     "blob_id",
     "etag",
@@ -42,15 +43,15 @@ _VERSION_KEYS = (
 
 
 class File(NamedTuple):
-    """One existing file, with what tells whether it has changed."""
+    """Existing file, with the size and version that tell if it has changed."""
 
     url: str
     size: int
     version: str
     download: bool = False
-    """Whether a file of the Hugging Face hub is copied into the hub's cache before it is read."""
+    """True if a file of the Hugging Face hub is copied into the hub's cache before it is read."""
     local: bool = False
-    """Whether `url` is a path of this machine as it stands, whatever signs of globs, braces or chains are in it."""
+    """True if `url` is a path of this machine as it stands, whatever signs of globs, braces or chains are in it."""
 
     @property
     def compressed(self) -> bool:
@@ -65,7 +66,7 @@ class File(NamedTuple):
         return {"url": self.name, "size": self.size, "version": self.version}
 
     def now(self) -> File:
-        """The file as it is now; not asked for where the URL names its version.
+        """Returns the file as it is now; not asked for where the URL names its version.
 
         Raises:
             UserError: if it cannot be found any more.
@@ -75,6 +76,7 @@ class File(NamedTuple):
         try:
             here = (LocalFileSystem(), os.path.abspath(self.url))
             filesystem, path = here if self.local else fsspec.core.url_to_fs(self.url)
+            # fsspec keeps listings, which would show the file as it was.
             filesystem.invalidate_cache()
             return _file(filesystem, path, self.url)._replace(download=self.download)
         except OSError as error:
@@ -111,10 +113,10 @@ def _numbers(first: str, last: str) -> list[str]:
 
 
 def list_files(urls: Sequence[str], key: str) -> list[File]:
-    """The files that `urls` name, in the order of the list; what one glob matches is sorted by name.
+    """Lists the files that `urls` name, in the order of the list; the matches of one glob are sorted by name.
 
     Args:
-        urls: paths, fsspec URLs, globs and braces. What is the path of a file here is that file and nothing else.
+        urls: paths, fsspec URLs, globs and braces. The path of a file that exists here is that file and nothing else.
         key: the configuration key that holds them, for messages.
 
     Raises:
@@ -124,7 +126,7 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
 
 
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
-    """As `list_files`, the files of every path, URL or glob apart: (what it is, its files)."""
+    """Lists files as `list_files` does, as (path, URL or glob; its files)."""
     names = [name for url in urls for name in ([url] if _is_file(url) else expand_braces(url))]
     matches = [(name, _find(name, key)) for name in names]
     seen: dict[str, str] = {}
@@ -137,7 +139,7 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
 
 
 def _place(file: File) -> str:
-    """The same for every way to write the path of one file.
+    """Returns the place of a file, the same for every way to write its path.
 
     A link to a file is a file of its own: caches of the hub keep equal files as links to one.
     """
@@ -152,7 +154,7 @@ def _is_file(url: str) -> bool:
 
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:
-    """The file system of fsspec that `url` names, and the path in it."""
+    """Returns the file system of fsspec that `url` names, and the path in it."""
     if _is_file(url):
         return LocalFileSystem(), os.path.abspath(url)
     try:
@@ -218,7 +220,10 @@ def _did_you_mean(filesystem: Any, path: str) -> str:
 
 
 def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
-    """Cuts the list into runs of about `shard_bytes`; depends on the files alone."""
+    """Cuts the list into runs of about `shard_bytes`.
+
+    Depends on the files alone, never on the number of processes: shards are part of a cache's identity.
+    """
     groups: list[tuple[File, ...]] = []
     current: list[File] = []
     for file in files:
@@ -230,7 +235,7 @@ def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[F
 
 
 def suffix(url: str) -> str:
-    """The lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
+    """Returns the lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
     path = url.split("?")[0] if "://" in url else url
     name = path.lower().rpartition("/")[2]
     for compression in COMPRESSIONS:
@@ -240,11 +245,12 @@ def suffix(url: str) -> str:
 
 @contextmanager
 def open_binary(file: File) -> Iterator[IO[bytes]]:
-    """The uncompressed bytes of a file.
+    """Opens the uncompressed bytes of a file.
 
     Raises:
         UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
     """
+    # Not fsspec's reader of zstd, which takes a file that was cut short for one that has ended.
     packed = file.url.lower().endswith(".zst")
     try:
         with _stored(file, None if packed else "infer") as stream:
@@ -277,7 +283,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
 
 
 def _wants_ranges(error: ValueError) -> bool:
-    """Whether fsspec says that a server gives whole files alone; it has no type of error for that."""
+    """Tells if fsspec says that a server gives whole files alone; it has no type of error for that."""
     return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
 
 
@@ -288,7 +294,7 @@ def _stored(file: File, compression: str | None) -> Any:
 
 
 def damaged(file: File, error: Exception) -> UserError:
-    """What to raise where a file turns out truncated or damaged while it is read."""
+    """Returns the error for a file that turns out truncated or damaged while it is read."""
     # Where too little follows the end of a packed file to be a packed file, its unpacker misses another end.
     reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
     return UserError(
@@ -297,7 +303,7 @@ def damaged(file: File, error: Exception) -> UserError:
 
 
 def _local_copy(url: str) -> str:
-    """Where the hub's cache holds the file `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it does not."""
+    """Returns the path in the hub's cache of `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it is not there."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -310,7 +316,7 @@ def _local_copy(url: str) -> str:
 
 
 def total_text_size(files: Sequence[File]) -> int | None:
-    """Bytes of text in plain files; None if any is compressed."""
+    """Returns the bytes of text in plain files; None if any is compressed."""
     return None if any(file.compressed for file in files) else sum(file.size for file in files)
 
 

@@ -11,7 +11,7 @@ _CHUNK = 1 << 20
 
 
 def open_zstd(stored: IO[bytes], name: str) -> IO[bytes]:
-    """The unpacked bytes of all frames of `stored`.
+    """Opens the unpacked bytes of all frames of `stored`.
 
     Raises:
         UserError: if the package for it is missing.
@@ -58,6 +58,7 @@ class _Unpacked(io.RawIOBase):
         except self._zstandard.ZstdError as error:
             raise EOFError(str(error)) from None
         self._inside, self._packed = not self._frame.eof, self._frame.unused_data if self._frame.eof else b""
+        # A file may be several frames one after another, as parallel compressors write them.
         if self._frame.eof:
             self._frame = self._start()
         return True

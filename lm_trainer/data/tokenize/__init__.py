@@ -1,1 +1,1 @@
-"""From text to a cache: planning, reading, encoding and writing, in one process or many."""
+"""Building caches: reading shards, encoding them, and writing the parts, in this process, in others or on Ray."""

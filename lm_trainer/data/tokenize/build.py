@@ -1,72 +1,43 @@
-"""Builds a cache: claims it, shares its shards among workers, keeps the ledger. Any number of kills changes nothing."""
+"""Build of a cache: claims it, shares its shards among processes and keeps the ledger.
+
+A build may be killed any number of times: the next one goes on where it was, and the bytes are the same.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import available_cores
-from lm_trainer.data.cache.format import BUILDER, PART_BYTES, Ledger, check_manifest, claim, make_manifest, shard_key
-from lm_trainer.data.cache.kvstore import Store
+from lm_trainer.data.cache.format import PART_BYTES, shard_key
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig, TextFormat
 from lm_trainer.data.sources import Shard
+from lm_trainer.data.tokenize.lock import BuilderLock
+from lm_trainer.data.tokenize.manifest import check_manifest, claim, make_manifest
 from lm_trainer.data.tokenize.process_pool import run_in_processes
+from lm_trainer.data.tokenize.progress import BuildCallbacks, ProgressMeter, Stopped
 from lm_trainer.data.tokenize.ray_backend import RayConfig, run_on_ray
-from lm_trainer.data.tokenize.shard_writer import Job, Stopped, build_shard
+from lm_trainer.data.tokenize.shard_reader import ShardJob
+from lm_trainer.data.tokenize.shard_writer import write_shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 PARALLEL_BYTES = 64 << 20
 """Below so many stored bytes, starting processes costs more than it gains: the tokenizer has threads of its own."""
 
-BESIDE_BYTES = 16 << 20
-"""The same where this process has other things to do, from which the work in Python would keep it."""
+BACKGROUND_PARALLEL_BYTES = 16 << 20
+"""The same for a build in the background: work in Python would keep this process from its other things."""
 
-BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
-
-
-class BuildProgress(NamedTuple):
-    """How far a build is."""
-
-    name: str
-    """What is built: `tokenizer`, `train` or `validation`."""
-    done_bytes: int
-    """Text tokenised so far, that of earlier runs included."""
-    total_bytes: int | None
-    """None where only reading tells how much text there is (compressed files)."""
-    tokens: int
-    share: float = 0.0
-    """Of the whole that is done; of compressed files only those count that are done."""
-    rate: float = 0.0
-    """Text bytes per second since this attempt began."""
-    seconds_left: float | None = None
-
-    def __str__(self) -> str:
-        if self.name == "tokenizer":
-            return "training the tokenizer"
-        return f"tokenising the {self.name} text: {self.figures}"
-
-    @property
-    def figures(self) -> str:
-        """How much of how much, how fast, and for how long still."""
-        of_total = "" if self.total_bytes is None else f" of {self.total_bytes / 1e6:.1f}"
-        pace = f", {self.rate / 1e6:.1f} MB/s" if self.rate else ""
-        left = f", {self.seconds_left:.0f} s left" if self.seconds_left else ""
-        return f"{self.done_bytes / 1e6:.1f}{of_total} MB, {self.tokens:,} tokens{pace}{left}"
-
-
-OnProgress = Callable[[BuildProgress], None]
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How a build goes about; none of it changes a byte of the result but `part_bytes`, which the manifest holds."""
+    """Options of a build; none of them changes a byte of the result but `part_bytes`, which the manifest holds."""
 
     num_workers: int | None = None
     """Processes; 0 = this process, None = by the size of the source and the number of cores."""
@@ -75,56 +46,44 @@ class BuildOptions:
     part_bytes: tuple[int, int] = PART_BYTES
     ray: RayConfig | None = None
     """A cluster to build on, in place of processes of this machine."""
-    beside: int = 0
-    """How many builds share this machine beside other work of this process; 0: this one has both to itself."""
-
-    def workers(self, shards: Sequence[Shard]) -> int:
-        wanted, at_once = self.num_workers, max(self.beside, 1)
-        if wanted is None:
-            least = BESIDE_BYTES if self.beside else PARALLEL_BYTES
-            if (len(shards) < 2 and not self.beside) or sum(shard.size for shard in shards) < least:
-                return 0
-            wanted = available_cores()
-        return min(max(1, wanted // at_once) if wanted else 0, len(shards))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Build:
-    """One cache to be built or found finished."""
+    """A cache to be built or found finished."""
 
     name: str
-    store: Store
-    shards: list[Shard]
+    store: KvStore
+    shards: Sequence[Shard]
     tokenizer: Tokenizer
     options: BuildOptions = field(default_factory=BuildOptions)
-    on_progress: OnProgress | None = None
     format: FormatConfig = field(default_factory=TextFormat)
-    on_ledger: Callable[[Ledger], None] | None = None
-    """Told again and again how far the ledger is, whoever builds; it goes on changing."""
     on_begin: Callable[[], None] = field(default=lambda: None)
     """Called once the cache is known to be this one's to build."""
-    stopped: Callable[[], bool] = field(default=lambda: False)
-    """Asked again and again; ends the build by `Stopped`."""
-    _begun: tuple[float, int, float] | None = field(default=None, init=False)
-    """When this attempt first reported, and the bytes and the share that were done by then."""
 
-    def run(self) -> Ledger:
-        """Builds what is missing and returns the finished ledger.
+    def run(self, callbacks: BuildCallbacks | None = None, *, background_builds: int = 0) -> Ledger:
+        """Builds all that is missing and returns the finished ledger.
+
+        Args:
+            callbacks: told how far the build is.
+            background_builds: number of builds that share this machine beside other work of this process; 0: this
+                one has both to itself.
 
         Raises:
             UserError: if the directory holds another cache, rows are bad, a file is damaged, or there is no text.
             MachineError: if the disk is full or a worker was killed.
-            Stopped: if `stopped` said so.
+            Stopped: if `callbacks.stopped` said so.
         """
         ledger = self.look()
         if not ledger.finished:
-            with _Lock(self.store, on_wait=self.report) as lock:
-                ledger = self._build(self.manifest(), lock)
+            reporter = _Reporter(self, callbacks or BuildCallbacks())
+            with BuilderLock(self.store, on_wait=reporter.report) as lock:
+                ledger = self._build(lock, reporter, background_builds)
             self.check_bad_rows(ledger)
         return ledger
 
     def look(self) -> Ledger:
-        """The ledger as it is; builds nothing.
+        """Returns the ledger as it is; builds nothing.
 
         Raises:
             UserError: if the directory holds another cache, or a finished one with more bad rows than are accepted.
@@ -139,60 +98,30 @@ class Build:
         """Everything that decides the bytes of the cache."""
         return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
-    def _build(self, manifest: dict[str, Any], lock: _Lock) -> Ledger:
+    def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:
+        # Read again: another builder may have finished while this one waited for the lock.
         ledger = Ledger.read(self.store)
-        claim(self.store, manifest, ledger)
+        claim(self.store, self.manifest(), ledger)
         if ledger.finished:
             return ledger
         self.on_begin()
-        keeper = _Keeper(self, ledger, lock)
+        keeper = _LedgerKeeper(self, ledger, lock, reporter)
         keeper.tick(force=True)
         todo = [index for index in range(len(self.shards)) if self.store.read(shard_key(index)) is None]
         jobs = [self._job(index) for index in todo]
-        workers = self.options.workers([self.shards[index] for index in todo])
+        workers = count_workers(self.options.num_workers, [self.shards[index] for index in todo], background_builds)
         if self.options.ray is not None and jobs:
             run_on_ray(jobs, self.options.ray, keeper.tick)
         elif workers:
             run_in_processes(jobs, workers, keeper.tick)
         else:
             for job in jobs:
-                build_shard(job, on_rows=keeper.add, stopped=self.stopped)
+                write_shard(job, on_rows=keeper.add, stopped=reporter.stopped)
         return keeper.finish()
 
-    def report(self, ledger: Ledger | None = None, uncommitted: int = 0) -> None:
-        """Tells `on_ledger` and `on_progress` how far the ledger is.
-
-        Raises:
-            Stopped: if the build is to end.
-        """
-        if self.stopped():
-            raise Stopped
-        if self.on_progress is None and self.on_ledger is None:
-            return
-        ledger = ledger or Ledger.read(self.store)
-        if self.on_ledger is not None:
-            self.on_ledger(ledger)
-        if self.on_progress is None:
-            return
-        sizes = [shard.text_size for shard in self.shards]
-        total = None if None in sizes else sum(size for size in sizes if size is not None)
-        done = sum(ledger.text_bytes) + uncommitted
-        done = done if total is None else min(done, total)
-        stored = sum(shard.size for shard in self.shards)
-        read = sum(shard.size for shard in self.shards[: ledger.next[0]])
-        share = done / total if total else read / stored if stored else 0.0
-        now = time.monotonic()
-        if self._begun is None:
-            self._begun = (now, done, share)
-        began, done_before, share_before = self._begun
-        seconds, gained = now - began, share - share_before
-        left = seconds / gained * (1 - share) if gained > 0 else None
-        rate = (done - done_before) / seconds if seconds > 0 else 0.0
-        self.on_progress(BuildProgress(self.name, done, total, ledger.num_tokens, share, rate, left))
-
-    def _job(self, index: int) -> Job:
+    def _job(self, index: int) -> ShardJob:
         options = self.options
-        return Job(
+        return ShardJob(
             self.store,
             index,
             self.shards[index],
@@ -203,7 +132,11 @@ class Build:
         )
 
     def check_bad_rows(self, ledger: Ledger) -> None:
-        """Refuses a cache with more bad rows than the options accept."""
+        """Refuses a cache with more bad rows than the options accept.
+
+        Raises:
+            UserError: naming the first bad rows.
+        """
         if not ledger.bad:
             return
         examples = "\n".join(f"  {example}" for example in ledger.bad_examples[:3])
@@ -219,99 +152,94 @@ class Build:
             )
 
 
-class _Keeper:
-    """Keeps ledger, heartbeat and progress up to date while others work."""
+def count_workers(wanted: int | None, shards: Sequence[Shard], background_builds: int) -> int:
+    """Returns the number of processes for some shards; 0 = this process.
 
-    def __init__(self, build: Build, ledger: Ledger, lock: _Lock):
-        self.build, self.ledger, self.lock = build, ledger, lock
-        self.uncommitted, self.last = 0, 0.0
+    Args:
+        wanted: the number that the configuration names, if it does.
+        shards: the shards that are still to be built.
+        background_builds: as `Build.run` takes it.
+    """
+    if wanted is None:
+        least = BACKGROUND_PARALLEL_BYTES if background_builds else PARALLEL_BYTES
+        # In the background even one shard is worth a process, which leaves this one's interpreter lock alone.
+        if (len(shards) < 2 and not background_builds) or sum(shard.size for shard in shards) < least:
+            return 0
+        wanted = available_cores()
+    return min(max(1, wanted // max(background_builds, 1)) if wanted else 0, len(shards))
+
+
+class _Reporter:
+    """Tells the callbacks of a build how far it is, whether this process builds or waits for another."""
+
+    def __init__(self, build: Build, callbacks: BuildCallbacks):
+        self._store, self._callbacks = build.store, callbacks
+        self._meter = ProgressMeter(build.name, build.shards)
+        self.stopped = callbacks.stopped
+
+    def report(self, ledger: Ledger | None = None, uncommitted: int = 0) -> None:
+        """Calls the callbacks.
+
+        Args:
+            ledger: if None, read from the store, where another process keeps it.
+            uncommitted: text bytes that are encoded, but not yet in a part.
+
+        Raises:
+            Stopped: if the build is to end.
+        """
+        on_progress, on_ledger = self._callbacks.on_progress, self._callbacks.on_ledger
+        if self.stopped():
+            raise Stopped
+        if on_progress is None and on_ledger is None:
+            return
+        ledger = ledger or Ledger.read(self._store)
+        if on_ledger is not None:
+            on_ledger(ledger)
+        if on_progress is not None:
+            on_progress(self._meter.measure(ledger, uncommitted))
+
+
+class _LedgerKeeper:
+    """Keeps ledger, heartbeat and progress up to date while shards are written."""
+
+    def __init__(self, build: Build, ledger: Ledger, lock: BuilderLock, reporter: _Reporter):
+        self._build, self._ledger, self._lock, self._reporter = build, ledger, lock, reporter
+        self._uncommitted, self._last_tick = 0, 0.0
 
     def add(self, text_bytes: int) -> None:
-        self.uncommitted += text_bytes
+        """Counts text that was encoded in this process."""
+        self._uncommitted += text_bytes
         self.tick()
 
     def tick(self, *, force: bool = False) -> None:
+        """Takes in all that was committed since, if the last time is long enough ago.
+
+        Raises:
+            Stopped: if the build is to end.
+        """
         now = time.monotonic()
-        if not force and now - self.last < POLL_SECONDS:
+        if not force and now - self._last_tick < POLL_SECONDS:
             return
-        self.last = now
-        self.lock.beat()
-        before = sum(self.ledger.text_bytes)
-        if self.ledger.advance(self.build.store, len(self.build.shards)):
-            self.ledger.write(self.build.store)
-            self.uncommitted = max(0, self.uncommitted - (sum(self.ledger.text_bytes) - before))
-        self.build.report(self.ledger, self.uncommitted)
+        self._last_tick = now
+        self._lock.beat()
+        before = sum(self._ledger.text_bytes)
+        if self._ledger.advance(self._build.store, len(self._build.shards)):
+            self._ledger.write(self._build.store)
+            self._uncommitted = max(0, self._uncommitted - (sum(self._ledger.text_bytes) - before))
+        self._reporter.report(self._ledger, self._uncommitted)
 
     def finish(self) -> Ledger:
+        """Writes the ledger as finished, once every shard is.
+
+        Raises:
+            UserError: if there is no text, or there are too many bad rows.
+        """
         self.tick(force=True)
-        if self.ledger.num_documents == 0:
+        if self._ledger.num_documents == 0:
             raise UserError(
-                f"the {self.build.name} data holds no text: {self.ledger.rows} rows, all of them empty or bad"
+                f"the {self._build.name} data holds no text: {self._ledger.rows} rows, all of them empty or bad"
             )
-        self.build.check_bad_rows(self.ledger)
-        self.ledger.finished = True
-        self.ledger.write(self.build.store)
-        return self.ledger
-
-
-_held: set[str] = set()
-"""The claims of this process that hold. Its number alone does not tell: a dead process may have had the same."""
-
-
-class _Lock:
-    """Lets one builder work at a time. Only a courtesy: two at once would write the same bytes."""
-
-    def __init__(self, store: Store, on_wait: Callable[[], None]):
-        self.store, self.on_wait, self.last = store, on_wait, 0.0
-        self.me = {"host": socket.gethostname(), "pid": os.getpid(), "claim": uuid.uuid4().hex}
-
-    def __enter__(self) -> _Lock:
-        # Held before it can be read: who reads a claim that is not held takes it for a dead process's.
-        _held.add(self.me["claim"])
-        try:
-            self._wait()
-        except BaseException:
-            _held.discard(self.me["claim"])
-            raise
-        return self
-
-    def _wait(self) -> None:
-        while True:
-            found, generation = self.store.read_versioned(BUILDER)
-            free = found is None or not self._alive(json.loads(found))
-            if free and self.store.write_json(BUILDER, self._record(), if_generation=generation):
-                return
-            self.on_wait()
-            time.sleep(POLL_SECONDS)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self.store.delete(BUILDER)
-        except UserError:
-            if kind is None:
-                raise
-        finally:
-            _held.discard(self.me["claim"])
-
-    def beat(self) -> None:
-        if time.monotonic() - self.last >= BEAT_SECONDS:
-            self.last = time.monotonic()
-            self.store.write_json(BUILDER, self._record())
-
-    def _record(self) -> dict[str, Any]:
-        return {**self.me, "beat": time.time()}
-
-    def _alive(self, record: dict[str, Any] | None) -> bool:
-        if record is None or time.time() - record["beat"] > DEAD_SECONDS:
-            return False
-        if record["host"] != self.me["host"]:
-            return True
-        if record["pid"] == self.me["pid"]:
-            return record.get("claim") in _held
-        try:
-            os.kill(record["pid"], 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        self._build.check_bad_rows(self._ledger)
+        self._ledger.finished = True
+        self._ledger.write(self._build.store)
+        return self._ledger

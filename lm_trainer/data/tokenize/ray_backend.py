@@ -1,4 +1,4 @@
-"""Building on a Ray cluster, one shard at a time in each task. The bytes are those of any other way to build."""
+"""Ray backend for building, one shard in each task. The bytes are those of any other way to build."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import QUIET, join_cluster
 from lm_trainer.core.runtime import keep_freed_memory
 from lm_trainer.data.tokenize.process_pool import THREAD_VARIABLES
-from lm_trainer.data.tokenize.shard_writer import Job, build_shard
+from lm_trainer.data.tokenize.shard_reader import ShardJob
+from lm_trainer.data.tokenize.shard_writer import write_shard
 
 _TICK_SECONDS = 0.2
 
@@ -26,10 +27,10 @@ class RayConfig(Config):
     """Whether to start a cluster on this machine when Ray is asked for without an address."""
 
 
-def run_on_ray(jobs: Sequence[Job], config: RayConfig, tick: Callable[[], None]) -> None:
+def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:
     """Runs every job as a task; `tick` is called meanwhile.
 
-    The first failure cancels the others; what they have committed stays. A cluster that this call started is shut
+    The first failure cancels the others; all that they have committed stays. A cluster that this call started is shut
     down again.
 
     Raises:
@@ -37,6 +38,7 @@ def run_on_ray(jobs: Sequence[Job], config: RayConfig, tick: Callable[[], None])
         MachineError: if a task died.
     """
     ray = _import_ray()
+    # A cluster that the caller has joined is the caller's to leave.
     started = not ray.is_initialized()
     if started:
         _connect(ray, config)
@@ -47,7 +49,7 @@ def run_on_ray(jobs: Sequence[Job], config: RayConfig, tick: Callable[[], None])
             ray.shutdown()
 
 
-def _run_all(ray: Any, jobs: Sequence[Job], tick: Callable[[], None]) -> None:
+def _run_all(ray: Any, jobs: Sequence[ShardJob], tick: Callable[[], None]) -> None:
     # One thread in each task, since there is a task for each core.
     threads = dict.fromkeys(THREAD_VARIABLES, "1")
     task = ray.remote(num_cpus=1, runtime_env={"env_vars": threads})(_build)
@@ -58,19 +60,21 @@ def _run_all(ray: Any, jobs: Sequence[Job], tick: Callable[[], None]) -> None:
             ray.get(done)
             tick()
     except ray.exceptions.RayTaskError as error:
+        # The error of the task itself, as it would come from a process of this machine.
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except ray.exceptions.RayError as error:
         raise MachineError(
             f"a task that tokenises data was lost: {error}. What was built is kept; start again to go on"
         ) from None
     finally:
+        # By force: a task that waits for a server would not look up from it.
         for left in waiting:
             ray.cancel(left, force=True)
 
 
-def _build(job: Job) -> None:
+def _build(job: ShardJob) -> None:
     keep_freed_memory()
-    build_shard(job)
+    write_shard(job)
 
 
 def _import_ray() -> Any:

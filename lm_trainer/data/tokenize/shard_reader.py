@@ -1,6 +1,8 @@
-"""What a worker is given, and how it reads: rows in batches that are ready to be encoded, one batch ahead.
+"""Reading of a shard: its rows in batches that are ready to be encoded, and the threads that do this beside encoding.
 
-What comes after is done one batch behind.
+A shard passes through four stages, each in a thread of its own: rows are read one batch ahead (`prefetch`), encoded in
+the thread of the caller, and then assembled and written one batch behind (`BackgroundStage`). Reading, encoding and
+writing release the interpreter lock for most of their time, so the stages do run at once.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.kvstore import Store
-from lm_trainer.data.formats import FormatConfig, TextFormat, Unusable
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.formats import FormatConfig, TextFormat, UnusableRow
 from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
@@ -23,10 +25,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Job:
-    """One shard's work. Picklable."""
+class ShardJob:
+    """The work of one shard. Picklable."""
 
-    store: Store
+    store: KvStore
     index: int
     shard: Shard
     tokenizer: Tokenizer
@@ -35,7 +37,7 @@ class Job:
     format: FormatConfig = field(default_factory=TextFormat)
 
     def refuse(self, row: BadRow) -> str:
-        """What is noted of a bad row.
+        """Returns the line that the record keeps of a bad row.
 
         Raises:
             UserError: where the job does not skip them.
@@ -51,39 +53,41 @@ class RowBatch:
     """Some rows of one part."""
 
     row_end: int
-    """One more than the number of the last row that was read, whether or not it is in the batch."""
+    """One more than the number of the last row that was read, even if that one is not in the batch."""
     ends_part: bool = False
     rows: list[Row] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
-    """What the format takes of each row."""
+    """The input of the format's `encode`, one value for each row."""
     text_bytes: int = 0
     empty: int = 0
     replaced: int = 0
     bad: list[str] = field(default_factory=list)
 
 
-def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
-    """The rows from number `row` on, which begin the part of number `part`; the last batch ends the last part.
+def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Generator[RowBatch, None, None]:
+    """Yields the rows from number `row` on, which begin the part of number `part`; the last batch ends the last part.
 
     Args:
-        job: what to read.
+        job: the shard to read.
         part: counted in the shard.
         row: counted in the shard.
-        is_open: whether the row continues a document.
+        is_open: True if the row continues a document.
 
     Raises:
         UserError: for a bad row where the job does not skip them, an unreadable file, or one that changes meanwhile.
     """
-    files = _Files(job)
+    files = _FileCheck(job)
     first, largest = job.part_bytes
+    # Parts double in size; the shift is bounded, since it would else make an integer of a bit for each part.
     limit, text_bytes = min(first << min(part, 40), largest), 0
     batch, part_start = RowBatch(row), row
     for found in job.shard.rows(row):
         batch.row_end = found.number + 1
         before = batch.text_bytes
-        if _take(job, batch, found, is_open):
+        if _add_row(job, batch, found, is_open):
             is_open = not found.ends_document
         text_bytes += batch.text_bytes - before
+        # A part ends by the text alone, never by the size of a batch, which another tokenizer backend may change.
         batch.ends_part = text_bytes >= limit
         if batch.ends_part or batch.text_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
             if batch.ends_part:
@@ -99,17 +103,20 @@ def read_batches(job: Job, *, part: int, row: int, is_open: bool) -> Generator[R
         yield batch
 
 
-class _Files:
-    """The files of a shard, looked at again before what was read of them is kept: a change has a new identity."""
+class _FileCheck:
+    """The files of a shard, looked at again before the rows read from them are kept.
 
-    def __init__(self, job: Job):
+    A file that changes while it is read would otherwise end up in a cache whose manifest names the old file.
+    """
+
+    def __init__(self, job: ShardJob):
         self._job, self._left = job, list(getattr(job.shard, "files", ()))
 
     def check(self, part: int, where: str | None) -> None:
         """Looks at the files up to that of the row at `where`; at all, if None.
 
         Raises:
-            UserError: if one is not what the manifest says.
+            UserError: if one is not as the manifest says.
         """
         last = len(self._left) if where is None else self._find(where)
         for file in self._left[: last + 1]:
@@ -118,10 +125,11 @@ class _Files:
                     f"{file.name} changed while it was tokenised: it had {file.size} bytes (version {file.version}), "
                     f"now {now.size} (version {now.version}). {self._way_out(part)}"
                 )
+        # The last file stays: the next part may hold more of it.
         self._left = self._left[last:]
 
     def _find(self, where: str) -> int:
-        """Which of the files that are left the row is in."""
+        """Returns the index of the row's file among those that are left."""
         for index, file in enumerate(self._left):
             if where == file.name or where.startswith((f"{file.name}:", f"{file.name}[")):
                 return index
@@ -137,13 +145,13 @@ class _Files:
         )
 
 
-def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
-    """Adds a row to the batch; False if it holds nothing and ends nothing."""
+def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
+    """Adds a row to the batch; returns False if it holds nothing and ends nothing."""
     value, size = "", 0
     if isinstance(row, Row):
         try:
             value, size, replaced = job.format.prepare(row)
-        except Unusable as error:
+        except UnusableRow as error:
             row = BadRow(row.number, row.where, str(error), row.ends_document)
         else:
             batch.replaced += replaced
@@ -151,6 +159,7 @@ def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
     if isinstance(row, BadRow):
         batch.bad.append(job.refuse(row))
         row = Row(row.number, row.where, "", row.ends_document)
+    # An empty or bad piece is kept inside an open document, since its end may be the document's.
     if not size and not is_open:
         return False
     batch.rows.append(row)
@@ -159,29 +168,37 @@ def _take(job: Job, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
     return True
 
 
-def ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The same items, each made in a thread while the one before is used; an error comes where its item would."""
+def prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """Yields the same items, each made in a thread while the one before is used; an error comes in its item's place."""
     end: Any = object()
-    pool = ThreadPoolExecutor(1, "ahead")
+    pool = ThreadPoolExecutor(1, "prefetch")
     try:
         following = pool.submit(next, items, end)
         while (item := following.result()) is not end:
             following = pool.submit(next, items, end)
             yield item
     finally:
+        # A generator cannot be closed while a thread is inside it.
         pool.shutdown(wait=True)
         items.close()
 
 
-class Behind:
-    """A thread that does what it is given while the next is made ready. Its end waits for the last."""
+class BackgroundStage:
+    """Pipeline stage in a thread: does one call while its caller makes the next one ready. Its end waits for the last.
+
+    At most one call waits, so that memory stays bounded where a later stage is the slower one.
+    """
 
     def __init__(self, name: str):
         self._pool, self._doing = ThreadPoolExecutor(1, name), Future[Any]()
         self._doing.set_result(None)
 
-    def do(self, function: Callable[..., Any], *args: Any) -> None:
-        """Waits until the one before is done; raises what ended it."""
+    def submit(self, function: Callable[..., Any], *args: Any) -> None:
+        """Waits until the call before is done, and starts this one.
+
+        Raises:
+            Exception: the one that ended the call before.
+        """
         self._doing.result()
         self._doing = self._pool.submit(function, *args)
 

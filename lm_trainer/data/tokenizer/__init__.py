@@ -19,7 +19,7 @@ AnyTokenizer = Annotated[
 
 
 def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
-    """Reads the short forms: nothing is a tokenizer trained here, `bytes` the bytes, other text a path or hub name."""
+    """Expands the short forms: None is a tokenizer trained here, `bytes` the bytes, other text a path or hub name."""
     if value is None:
         return TrainedBpe()
     if isinstance(value, str):
@@ -28,11 +28,12 @@ def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Reads what `Tokenizer.save` wrote.
+    """Reads the files that `Tokenizer.save` wrote.
 
     Raises:
         UserError: if there is none, or it is damaged.
     """
+    # The slash at the end says that it is a path: a directory that is missing must not be looked up on the hub.
     tokenizer = load_pretrained(Pretrained(name=f"{Path(directory).absolute()}/"))
     if tokenizer.files()["tokenizer.json"] == CONTENT.encode():
         return ByteTokenizer()

@@ -1,4 +1,7 @@
-"""The tokenizer that every part of the program sees: a Hugging Face `tokenizer.json` and what belongs to it."""
+"""Base of tokenizers: a Hugging Face `tokenizer.json` and the files that belong to it.
+
+Shape letters: T tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -48,25 +51,27 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Starts every document, for tokenizers that put such a token in front by themselves."""
+        """Starts every document, for tokenizers that put such a token in front of a text by themselves."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, without start or end; the names of special tokens in the text are plain text too."""
+        """Returns the ids of plain text, without start or end; the names of special tokens in it are plain text too."""
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes several texts, each as `encode` does."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out."""
+        """Returns the text of the ids, special tokens left out."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """JSON that differs between tokenizers: what a model was made for, whatever package runs it."""
+        """Returns JSON that differs between tokenizers, whatever package runs them: a model is made for one."""
         ...
 
     def fingerprint(self) -> dict[str, Any]:
-        """JSON that differs whenever the ids of some text may differ: identity, backend and version."""
+        """Returns JSON that differs whenever the ids of some text may differ: identity, backend and version."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -75,11 +80,11 @@ class Tokenizer(Protocol):
 
 
 class TokenizerConfig(Config):
-    """The base of every member of the union of tokenizers."""
+    """Base of every member of the union of tokenizers."""
 
 
 class HfTokenizer:
-    """A `tokenizer.json` run by the `tokenizers` package.
+    """Runs a `tokenizer.json` by the `tokenizers` package. Picklable.
 
     Args:
         content: the text of `tokenizer.json`; kept to the byte.
@@ -94,7 +99,7 @@ class HfTokenizer:
 
     backend: ClassVar[str] = "tokenizers"
     package: ClassVar[str | None] = "tokenizers"
-    """Whose version decides what the ids are."""
+    """The package whose version decides the ids."""
     batch_bytes: int = 1 << 20
     """Each byte takes a hundred of memory while it is encoded."""
 
@@ -122,6 +127,7 @@ class HfTokenizer:
         self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
+        # Text that looks like a special token is encoded like any other text: a document must not end itself.
         self._rust.encode_special_tokens = True
         if self._eos_id in self.encode(self._eos_token):
             raise UserError(
@@ -143,7 +149,8 @@ class HfTokenizer:
         return named
 
     def _find_bos(self) -> int | None:
-        """The first special token that the tokenizer's own post-processing puts in front of a text."""
+        """Finds the first special token that the tokenizer's own post-processing puts in front of a text."""
+        # Tried out, since the settings do not tell: post-processing may be any of several kinds, and nested.
         if not self._rust.num_special_tokens_to_add(is_pair=False):
             return None
         with_special, plain = self._rust.encode("a"), self._rust.encode("a", add_special_tokens=False)
@@ -151,7 +158,7 @@ class HfTokenizer:
         return first if plain.ids and first != plain.ids[0] and first != self._eos_id else None
 
     def with_backend(self, kind: type[HfTokenizer]) -> HfTokenizer:
-        """The same tokenizer run by another package."""
+        """Returns the same tokenizer run by another package."""
         return _rebuild(kind, self._content, self._settings, self._extras, self._origin)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -176,11 +183,12 @@ class HfTokenizer:
         return [encoding.ids for encoding in self._rust.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids as `encode` gives them, and int [T, 2]: the characters [start, end) that each stands for."""
+        """Returns ids as `encode` does, and int [T, 2]: the characters [start, end) that each stands for."""
         return _with_offsets(self._rust, text)
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
-        """As `encode_plain`, but special tokens in the text are special; for text that a chat template wrote."""
+        """Encodes as `encode_plain`, but special tokens in the text are special: it was written by a chat template."""
+        # A second copy, since switching `encode_special_tokens` would reach other threads amid their encoding.
         if self._with_specials is None:
             self._with_specials = RustTokenizer.from_str(self._content)
             self._with_specials.no_truncation()
@@ -188,12 +196,12 @@ class HfTokenizer:
         return _with_offsets(self._with_specials, text)
 
     def special_tokens(self) -> dict[str, int]:
-        """Text and id of every special token."""
+        """Returns the text and id of every special token."""
         added = self._rust.get_added_tokens_decoder()
         return {token.content: index for index, token in added.items() if token.special}
 
     def named_tokens(self) -> dict[str, str]:
-        """The tokens that the settings name, such as `eos_token`."""
+        """Returns the tokens that the settings name, such as `eos_token`."""
         texts = {key: _token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
@@ -223,7 +231,7 @@ class HfTokenizer:
         return {**self.identity(), "backend": self.backend, "version": version}
 
     def files(self) -> dict[str, bytes]:
-        """The content of every file that `save` writes."""
+        """Returns the content of every file that `save` writes, by name."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings |= self._settings
         return {
@@ -233,7 +241,11 @@ class HfTokenizer:
         }
 
     def save(self, directory: str | Path) -> None:
-        """Writes all files or, on a full disk, none."""
+        """Writes all files or, on a full disk, none.
+
+        Raises:
+            MachineError: if they cannot be written.
+        """
         drafts = {name: Path(directory) / f".{name}.tmp" for name in self.files()}
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
@@ -261,5 +273,5 @@ def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict
 
 
 def _token_text(value: Any) -> str | None:
-    """Tokens stand in the settings as text or as an object with the text in `content`."""
+    """Returns the text of a token, which settings give as text or as an object with the text in `content`."""
     return value.get("content") if isinstance(value, dict) else value

@@ -42,13 +42,15 @@ class ByteTokenizer(HfTokenizer):
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
+    """Returns the character that stands for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""
+    # Printable bytes stand for themselves, the others for characters from 0x100 on: no token holds a blank or control.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _content() -> str:
+    """Writes the tokenizer as a `tokenizer.json`, so that an exported model has one that other programs read."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"id": EOS_ID, "content": EOS_TOKEN, "special": True, "normalized": False}
     special |= {"single_word": False, "lstrip": False, "rstrip": False}

@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by their ids."""
+"""Comparison of two tokenizers by the meaning of their ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"
-"""Letters of several scripts, digits, code and white space: what normalization and splitting treat differently."""
+"""Letters of several scripts, digits, code and white space, which normalization and splitting treat differently."""
 
 
 def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
-    """How a tokenizer differs from that of a model in its vocabulary or in how it cuts text; None where it does not.
+    """Says how a tokenizer differs from that of a model, in its vocabulary or in how it cuts text; None if it does not.
 
     Which token ends a document may differ: that is for the user to say.
 
@@ -34,6 +34,7 @@ def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
     ids, expected = (each.get_vocab(with_added_tokens=True) for each in (ours, theirs))
     if ids != expected:
         return _vocabularies(ids, expected)
+    # A file may say that text is to be cut short or filled up, which says nothing of the ids.
     for each in (ours, theirs):
         each.no_truncation()
         each.no_padding()

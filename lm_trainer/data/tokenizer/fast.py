@@ -1,4 +1,4 @@
-"""A faster backend for tokenizers, used where it is installed and gives the same ids."""
+"""Faster backend for tokenizers, used where it is installed and gives the same ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import Row, Shard
-from lm_trainer.data.sources.base import all_text
-from lm_trainer.data.text import clean
+from lm_trainer.data.sources.base import all_text, replace_surrogates
 from lm_trainer.data.tokenizer.base import HfTokenizer
 
 logger = logging.getLogger(__name__)
@@ -21,11 +20,11 @@ logger = logging.getLogger(__name__)
 Backend = Literal["auto", "tokenizers", "fastokens"]
 
 SAMPLE_SHARDS, SAMPLE_ROWS, SAMPLE_CHARS = 16, 64, 200_000
-"""How many shards of each source are compared, and how much of each."""
+"""Shards of each source that are compared, and the rows and characters of each."""
 
 
 class FastTokenizer(HfTokenizer):
-    """A `tokenizer.json` run by the package `fastokens`, several times as fast on long texts."""
+    """Runs a `tokenizer.json` by the package `fastokens`, several times as fast on long texts."""
 
     backend = "fastokens"
     package = "fastokens"
@@ -41,6 +40,7 @@ class FastTokenizer(HfTokenizer):
         self._fast.no_padding()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Any]:
+        # All ids in one buffer: a Python list of each document's would cost as much as the encoding.
         ids, offsets = self._fast.encode_batch_flat(list(texts), split_special_tokens=True)
         together, cuts = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64).tolist()
         return [together[start:end] for start, end in itertools.pairwise(cuts)]
@@ -49,7 +49,7 @@ class FastTokenizer(HfTokenizer):
 def choose_backend(
     tokenizer: HfTokenizer, wanted: Backend, sources: Sequence[Sequence[Shard]], built_with: str | None
 ) -> HfTokenizer:
-    """The tokenizer, run by the backend that is wanted.
+    """Returns the tokenizer, run by the backend that is wanted.
 
     Args:
         tokenizer: run by `tokenizers`.
@@ -62,6 +62,7 @@ def choose_backend(
     """
     if type(tokenizer) is not HfTokenizer:
         return tokenizer
+    # A cache keeps its backend, whose name is part of its identity: a package installed later must not make it unfit.
     name = (built_with or "fastokens") if wanted == "auto" else wanted
     if name != "fastokens":
         return tokenizer
@@ -73,7 +74,7 @@ def choose_backend(
     problem = None
     try:
         fast = tokenizer.with_backend(FastTokenizer)
-        problem = find_difference(tokenizer, fast, sources)
+        problem = find_different_ids(tokenizer, fast, sources)
     except UserError:  # of a source
         raise
     except Exception as error:  # what the package cannot run, it says in errors of its own
@@ -86,9 +87,10 @@ def choose_backend(
     raise UserError(f"fastokens cannot be used: {problem}; set data.tokenizer_backend: tokenizers")
 
 
-def find_difference(one: HfTokenizer, other: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
-    """Where two tokenizers give other ids for a sample of every source; None where they do not."""
+def find_different_ids(one: HfTokenizer, other: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
+    """Finds a row of a sample of every source for which two tokenizers give other ids; None if there is none."""
     for shards in sources:
+        # Spread over the shards, which may be of different languages.
         every = max(1, len(shards) // SAMPLE_SHARDS)
         for shard in shards[::every][:SAMPLE_SHARDS]:
             rows = list(_sample(shard))
@@ -103,6 +105,6 @@ def _sample(shard: Shard) -> Iterator[tuple[str, str]]:
     left = SAMPLE_CHARS
     for row in itertools.islice(shard.rows(), SAMPLE_ROWS):
         if isinstance(row, Row) and left > 0:
-            text = clean(all_text(row))[:left]
+            text = replace_surrogates(all_text(row))[:left]
             left -= len(text)
             yield row.where, text

@@ -12,7 +12,7 @@ from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_F
 
 
 class Pretrained(TokenizerConfig):
-    """A tokenizer that exists: `tokenizer.json`, the directory it is in, or a name on the Hugging Face hub."""
+    """Existing tokenizer: `tokenizer.json`, the directory it is in, or a name on the Hugging Face hub."""
 
     type: Literal["hf"] = "hf"
     name: str

@@ -15,11 +15,11 @@ from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
-from lm_trainer.data.dataset import OpenSet
+from lm_trainer.data.dataset import OpenCache
 from lm_trainer.data.pipeline import open_data
+from lm_trainer.data.provenance import documents_of_step, passages
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.data.trace import passages, trace
 from tests.conftest import RunLmt
 from tests.data.conftest import MakeBuild
 
@@ -27,13 +27,13 @@ SCHEDULE = BatchSchedule(Piecewise.make([(0, 3), (4, 6)]))
 
 
 @pytest.fixture
-def open_set(make_build: MakeBuild) -> OpenSet:
+def open_set(make_build: MakeBuild) -> OpenCache:
     build: Build = make_build()
     ledger = build.run()
-    return OpenSet(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
+    return OpenCache(build.store, TokenStream(build.store, ledger, token_dtype(257)), ledger, tuple(build.shards))
 
 
-def test_passages_name_document_and_offset(open_set: OpenSet, corpus: Path, documents: list[str]) -> None:
+def test_passages_name_document_and_offset(open_set: OpenCache, corpus: Path, documents: list[str]) -> None:
     names = ("a.jsonl", "b.jsonl.gz", "c.jsonl")
     expected = [
         (f"{corpus}/{name}:{line}", text)
@@ -73,30 +73,30 @@ def make_config(tmp_path: Path, documents: list[str]) -> Callable[..., DataConfi
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_trace_is_what_the_batch_holds(make_config: Callable[..., DataConfig], packing: str) -> None:
+def test_the_documents_of_a_step_are_those_in_its_batch(make_config: Callable[..., DataConfig], packing: str) -> None:
     data = open_data(make_config(packing=packing), seq_len=256, seed=0)
     (batch,) = data.train(SCHEDULE, rows=range, first_step=5, num_steps=1)
-    traced = list(trace(data, SCHEDULE, 6))
-    assert [row.row for row in traced] == list(range(6))
-    assert {row.origin.set.name for row in traced} == {"a", "b"}
-    for row in traced:
+    found = list(documents_of_step(data, SCHEDULE, 6))
+    assert [row.row for row in found] == list(range(6))
+    assert {row.origin.set.name for row in found} == {"a", "b"}
+    for row in found:
         real = batch.tokens[row.row][batch.segments[row.row] >= 0]
         assert sum(passage.tokens for passage in row.passages) == len(real)
         text = "".join(passage.text for passage in row.passages)
         assert text == data.tokenizer.decode(real.tolist())
         assert all(f"/{row.origin.set.name}.jsonl:" in passage.where for passage in row.passages)
-    (alone,) = trace(data, SCHEDULE, 6, row=4)
-    assert alone.passages == traced[4].passages
+    (alone,) = documents_of_step(data, SCHEDULE, 6, row=4)
+    assert alone.passages == found[4].passages
     with pytest.raises(UserError, match="has 6 rows, counted from 0; there is no row 6"):
-        list(trace(data, SCHEDULE, 6, row=6))
+        list(documents_of_step(data, SCHEDULE, 6, row=6))
     with pytest.raises(UserError, match="there is no step 0: steps are counted from 1"):
-        list(trace(data, SCHEDULE, 0))
+        list(documents_of_step(data, SCHEDULE, 0))
     ending = open_data(make_config(stop_strategy="first_exhausted"), seq_len=256, seed=0)
     most = ending.max_steps(SCHEDULE)
     assert most is not None
-    assert list(trace(ending, SCHEDULE, most))
+    assert list(documents_of_step(ending, SCHEDULE, most))
     with pytest.raises(UserError, match=f"the data end after {most} steps, .*; there is no step {most + 1}"):
-        list(trace(ending, SCHEDULE, most + 1))
+        list(documents_of_step(ending, SCHEDULE, most + 1))
 
 
 def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: RunLmt) -> None:

@@ -1,4 +1,4 @@
-"""Documents that are already in memory, given from Python."""
+"""Documents given from Python, as a list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pydantic import Field
 
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, read_record
 
-Document = str | dict[str, Any]
+MemoryDocument = str | dict[str, Any]
 
 
 class InMemory(SourceConfig):
-    """A list of documents: texts, or objects with the fields that `data.text_key` or `data.format` names."""
+    """List of documents: texts, or objects with the fields that `data.text_key` or `data.format` names."""
 
     type: Literal["memory"] = "memory"
-    train: list[Document] = Field(min_length=1)
+    train: list[MemoryDocument] = Field(min_length=1)
     """The documents to train on."""
-    validation: list[Document] = []
+    validation: list[MemoryDocument] = []
     """The documents to evaluate on."""
 
     takes_urls: ClassVar[bool] = False
@@ -38,7 +38,7 @@ class InMemory(SourceConfig):
 class MemoryShard:
     """All documents of a split; a row is a document."""
 
-    documents: tuple[Document, ...]
+    documents: tuple[MemoryDocument, ...]
     text_key: str
     fields: tuple[str, ...]
     split: Split

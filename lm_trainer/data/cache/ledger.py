@@ -1,0 +1,126 @@
+"""Ledger of a cache: the parts that readers may use, in their order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.format import FORMAT, LEDGER, damaged, fingerprint, part_name, read_record, shard_key
+from lm_trainer.data.cache.kvstore import KvStore
+
+
+@dataclass
+class Ledger:
+    """The contiguous prefix of committed parts, in the order of the stream.
+
+    The names of the fields are the keys of `ledger.json`. The lists have one item for each part.
+    """
+
+    format: int = FORMAT
+    parts: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
+    """Documents that end in the part."""
+    text_bytes: list[int] = field(default_factory=list)
+    sha256: list[str] = field(default_factory=list)
+    """Of the token file of each part, together with its mask file where there is one."""
+    rows: int = 0
+    empty: int = 0
+    bad: int = 0
+    bad_examples: list[str] = field(default_factory=list)
+    marks: bool = False
+    """True if the parts have loss masks."""
+    next: list[int] = field(default_factory=lambda: [0, 0])
+    """Shard and part that come next."""
+    finished: bool = False
+
+    @classmethod
+    def read(cls, store: KvStore) -> Self:
+        """Reads the ledger of a cache; an empty one, if there is none.
+
+        Raises:
+            UserError: if it is damaged, or was written by another version.
+        """
+        found = store.read_json(LEDGER)
+        if found is None:
+            return cls()
+        if not isinstance(found, dict) or "format" not in found:
+            raise damaged(store, LEDGER)
+        if found["format"] != FORMAT:
+            raise UserError(
+                f"{store.url} has the format {found['format']}, this version reads {FORMAT}; "
+                "set data.cache_dir to another directory"
+            )
+        try:
+            ledger = cls(**found)
+        except TypeError:
+            raise damaged(store, LEDGER) from None
+        if len({len(each) for each in (ledger.parts, ledger.tokens, ledger.documents, ledger.sha256)}) != 1:
+            raise damaged(store, LEDGER)
+        return ledger
+
+    def advance(self, store: KvStore, num_shards: int) -> bool:
+        """Takes in the parts that were committed since; returns True if there were any."""
+        before = list(self.next)
+        while self.next[0] < num_shards:
+            name = part_name(*self.next)
+            record = read_record(store, name)
+            if record is not None:
+                self._append(name, record)
+                self.next[1] += 1
+                continue
+            # Shards are built at the same time, but only a shard that is known to be complete lets the next one begin:
+            # the order of the stream must not depend on which worker was quicker.
+            done = store.read_json(shard_key(self.next[0]))
+            if done is None or done["parts"] != self.next[1]:
+                break
+            self.next = [self.next[0] + 1, 0]
+        return self.next != before
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        self.parts.append(name)
+        self.tokens.append(record["tokens"])
+        self.documents.append(record["documents"])
+        self.text_bytes.append(record["text_bytes"])
+        tokens, mask = record["blobs"]["bin"]["sha256"], record["blobs"].get("msk")
+        self.sha256.append(fingerprint([tokens, mask["sha256"]]) if mask else tokens)
+        self.marks = "msk" in record["blobs"]
+        self.rows += record["rows"][1] - record["rows"][0]
+        self.empty += record["empty"]
+        self.bad += record["bad"]
+        self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
+
+    def write(self, store: KvStore) -> None:
+        """Writes the ledger, unless the one in the store is as far: of two builders at once, one may be behind."""
+        while True:
+            found, generation = store.read_versioned(LEDGER)
+            if found is not None and self._progress <= Ledger(**json.loads(found))._progress:
+                return
+            # Refused if another builder wrote meanwhile; then its ledger is compared anew.
+            if store.write_json(LEDGER, asdict(self), if_generation=generation):
+                return
+
+    @property
+    def begun(self) -> bool:
+        """True once anything was taken in."""
+        return self.finished or self.next != [0, 0]
+
+    @property
+    def _progress(self) -> tuple[bool, list[int]]:
+        return self.finished, self.next
+
+    def copy(self) -> Self:
+        """Returns a ledger that stays as it is while this one advances."""
+        return type(self)(**asdict(self))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents that end in some part."""
+        return sum(self.documents)
