@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.engine import Prepared
+from lm_trainer.generate.engine import Generation
+from lm_trainer.generate.settings import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.run.config import RunConfig
@@ -33,12 +34,13 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
     model = program.model.merge(params)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
 
-    call = Prepared.make(model, prompts, max_new_tokens=new, temperature=0, dtype=dtype)
-    after = jax.block_until_ready(call.read())
+    settings = GenerateSettings(max_new_tokens=new, temperature=0, dtype=dtype)
+    generation = Generation.prepare(model, prompts, settings)
+    after = jax.block_until_ready(generation.prefill())
     probe = CopyProbe(jax.local_devices()[0])
     runs = {
-        "read": lambda: timed(lambda: jax.block_until_ready(call.read())),
-        "write": lambda: timed(lambda: jax.block_until_ready(call.write(*after))),
+        "read": lambda: timed(lambda: jax.block_until_ready(generation.prefill())),
+        "write": lambda: timed(lambda: jax.block_until_ready(generation.decode(*after))),
         "copy": lambda: probe.num_bytes / probe.run(),
     }
     for once in runs.values():

@@ -1,4 +1,4 @@
-"""Generation with a key-value cache: one compiled program reads the prompts, another writes the rest.
+"""Generation with a key-value cache: one compiled program reads the prompts, another decodes the rest.
 
 Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens.
 """
@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.sampling import draw, filter_logits
+from lm_trainer.generate.settings import GenerateSettings
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
@@ -24,18 +24,7 @@ _ROUND = 32
 """Lengths are rounded up to multiples of this, so that similar calls share one compiled program."""
 
 
-def generate(  # noqa: PLR0913 - the settings of sampling are what callers spell out
-    model: Decoder,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_id: int | None = None,
-    seed: int = 0,
-    dtype: DTypeLike = jnp.float32,
-) -> list[list[int]]:
+def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
     """Continues every prompt and returns the new tokens alone.
 
     A continuation ends with `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and continuation
@@ -45,106 +34,85 @@ def generate(  # noqa: PLR0913 - the settings of sampling are what callers spell
     Args:
         model: with its parameters.
         prompts: token ids, at least one each.
-        max_new_tokens: the longest continuation.
-        temperature: 0 takes the likeliest token.
-        top_k: how many of the likeliest tokens to draw from; 0: all.
-        top_p: draw from the likeliest tokens whose probabilities reach this; order as in `filter_logits`.
-        eos_id: ends a continuation; None: nothing does.
-        seed: of the draws.
-        dtype: compute dtype, also of the cache.
+        settings: the end of a continuation, and the choice of its tokens.
 
     Raises:
         UserError: for an empty prompt, one that is longer than the context, or a token that the model lacks.
     """
-    if not prompts or max_new_tokens < 1:
+    if not prompts or settings.max_new_tokens < 1:
         return [[] for _ in prompts]
-    prepared = Prepared.make(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_id=eos_id,
-        seed=seed,
-        dtype=dtype,
-    )
-    tokens_BG, counts_B = jax.device_get(prepared.write(*prepared.read()))
+    generation = Generation.prepare(model, prompts, settings)
+    tokens_BG, counts_B = jax.device_get(generation.decode(*generation.prefill()))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
-class Prepared(NamedTuple):
-    """A call of `generate` in its two parts."""
+class Generation(NamedTuple):
+    """A call of `generate`, ready to be run in its two parts."""
 
-    static: _Static
+    program: _Program
     params: Any
     tokens_BT: np.ndarray
     lengths_B: np.ndarray
-    settings: _Settings
+    inputs: _Inputs
 
     @classmethod
-    def make(  # noqa: PLR0913 - as `generate`
-        cls,
-        model: Decoder,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        eos_id: int | None = None,
-        seed: int = 0,
-        dtype: DTypeLike = jnp.float32,
-    ) -> Prepared:
-        """Checks and pads the prompts, of which there is one at least; arguments and errors as for `generate`."""
+    def prepare(cls, model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> Generation:
+        """Checks and pads the prompts, of which there is at least one; arguments and errors as for `generate`."""
         context = model.spec.num_positions
         _check_prompts(prompts, context=context, vocab_size=model.spec.vocab_size)
         lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
         width = _rounded(int(lengths_B.max()), context)
+        # Padded on the right: positions of prompt and continuation then follow one another without a gap, and the
+        # padding is overwritten in the cache before any query can see it.
         tokens_BT = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(tokens_BT, prompts, strict=True):
             row[: len(prompt)] = prompt
         graphdef, state = nnx.split(model, nnx.Param)
-        room = min(max_new_tokens, context - int(lengths_B.min()))
-        static = _Static(
+        # The shortest prompt leaves the most room.
+        room = min(settings.max_new_tokens, context - int(lengths_B.min()))
+        program = _Program(
             graphdef=graphdef,
             capacity=_rounded(min(int(lengths_B.max()) + room, context), context),
             buffer=_rounded(room, context),
-            greedy=temperature == 0,
-            top_k=top_k,
-            dtype=jnp.dtype(dtype),
+            greedy=settings.temperature == 0,
+            top_k=settings.top_k,
+            dtype=jnp.dtype(settings.dtype),
         )
-        settings = _Settings(
-            key=jax.random.key(seed),
-            temperature=jnp.float32(temperature or 1.0),
-            top_p=jnp.float32(top_p),
-            eos_id=jnp.int32(-1 if eos_id is None else eos_id),
+        inputs = _Inputs(
+            key=jax.random.key(settings.seed),
+            # A greedy program does not read it.
+            temperature=jnp.float32(settings.temperature or 1.0),
+            top_p=jnp.float32(settings.top_p),
+            # No token has the id -1.
+            eos_id=jnp.int32(-1 if settings.eos_id is None else settings.eos_id),
             limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
         )
-        return cls(static, nnx.to_pure_dict(state), tokens_BT, lengths_B, settings)
+        return cls(program, nnx.to_pure_dict(state), tokens_BT, lengths_B, inputs)
 
-    def read(self) -> tuple[KvCache, jax.Array]:
-        """The cache after the prompts, and the logits [B, V] after each prompt's last token."""
-        return _prefill(self.static, self.params, self.tokens_BT, self.lengths_B)
+    def prefill(self) -> tuple[KvCache, jax.Array]:
+        """Computes the cache after the prompts, and the logits [B, V] after each prompt's last token."""
+        return _prefill(self.program, self.params, self.tokens_BT, self.lengths_B)
 
-    def write(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """New tokens [B, G], and how many of them count in each row."""
-        return _write(self.static, self.params, cache, logits_BV, self.lengths_B, self.settings)
+    def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Computes the new tokens, int32 [B, G], and how many of them count in each row, int32 [B]."""
+        return _decode(self.program, self.params, cache, logits_BV, self.lengths_B, self.inputs)
 
 
-class _Static(NamedTuple):
-    """What a compiled program is made for."""
+class _Program(NamedTuple):
+    """Static arguments: another value of any of them compiles another program."""
 
     graphdef: Any
     capacity: int
+    """Tokens that the cache has room for."""
     buffer: int
+    """Tokens that a continuation has room for, the G of the shapes."""
     greedy: bool
     top_k: int
     dtype: np.dtype
 
 
-class _Settings(NamedTuple):
-    """What may change without compiling again."""
+class _Inputs(NamedTuple):
+    """Dynamic arguments: they change without compiling again."""
 
     key: jax.Array
     temperature: jax.Array
@@ -155,6 +123,7 @@ class _Settings(NamedTuple):
 
 
 def _rounded(count: int, most: int) -> int:
+    """Rounds up to a multiple of `_ROUND`, but not above `most`."""
     return min(-(-count // _ROUND) * _ROUND, most)
 
 
@@ -169,32 +138,32 @@ def _check_prompts(prompts: Sequence[Sequence[int]], *, context: int, vocab_size
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill(static: _Static, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
-    """The cache after the prompts, and the logits after each prompt's last token."""
-    model: Decoder = nnx.merge(static.graphdef, params)
+def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[KvCache, jax.Array]:
+    """The cache after the prompts, and the logits [B, V] after each prompt's last token."""
+    model: Decoder = nnx.merge(program.graphdef, params)
     rows, width = tokens_BT.shape
     positions_BT = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
-    cache = model.init_cache(rows, static.capacity, dtype=static.dtype)
+    cache = model.init_cache(rows, program.capacity, dtype=program.dtype)
     h_BTD, cache = model.decode_hidden(tokens_BT, positions_BT, cache)
+    # Logits of these alone: those of all positions would take V / D times the memory.
     last_BD = h_BTD[jnp.arange(rows), lengths_B - 1]
     return cache, model.logits(last_BD)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _write(
-    static: _Static, params: Any, cache: KvCache, logits_BV: jax.Array, lengths_B: jax.Array, settings: _Settings
+def _decode(
+    program: _Program, params: Any, cache: KvCache, logits_BV: jax.Array, lengths_B: jax.Array, inputs: _Inputs
 ) -> tuple[jax.Array, jax.Array]:
-    """New tokens [B, G], and how many of them count in each row."""
-    model: Decoder = nnx.merge(static.graphdef, params)
+    """New tokens [B, G], and the number of them that count in each row [B]."""
+    model: Decoder = nnx.merge(program.graphdef, params)
     rows = logits_BV.shape[0]
-    row_keys = jax.vmap(functools.partial(jax.random.fold_in, settings.key))(jnp.arange(rows))
+    # A key for each row, so that its draws do not depend on how many rows there are.
+    row_keys = jax.vmap(functools.partial(jax.random.fold_in, inputs.key))(jnp.arange(rows))
 
     def choose(step: jax.Array, logits_BV: jax.Array) -> jax.Array:
-        if static.greedy:
+        if program.greedy:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        filtered_BV = filter_logits(
-            logits_BV, temperature=settings.temperature, top_k=static.top_k, top_p=settings.top_p
-        )
+        filtered_BV = filter_logits(logits_BV, temperature=inputs.temperature, top_k=program.top_k, top_p=inputs.top_p)
         return draw(jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys), filtered_BV)
 
     def unfinished(state: Any) -> jax.Array:
@@ -204,18 +173,19 @@ def _write(
         step, tokens_BG, counts_B, cache, logits_BV, done_B = state
         next_B = choose(step, logits_BV)
         tokens_BG = jax.lax.dynamic_update_slice(tokens_BG, next_B[:, None], (0, step))
+        # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = counts_B + ~done_B
-        done_B = done_B | (next_B == settings.eos_id) | (counts_B >= settings.limits_B)
+        done_B = done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + step)[:, None], cache)
         return step + 1, tokens_BG, counts_B, cache, logits_B1V[:, 0], done_B
 
     start = (
         jnp.int32(0),
-        jnp.zeros((rows, static.buffer), jnp.int32),
+        jnp.zeros((rows, program.buffer), jnp.int32),
         jnp.zeros(rows, jnp.int32),
         cache,
         logits_BV,
-        settings.limits_B < 1,
+        inputs.limits_B < 1,
     )
     _, tokens_BG, counts_B, *_ = jax.lax.while_loop(unfinished, body, start)
     return tokens_BG, counts_B

@@ -1,4 +1,4 @@
-"""From logits to the next token.
+"""The choice of the next token from its logits.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -12,14 +12,16 @@ import jax.numpy as jnp
 def filter_logits(
     logits_BV: jax.Array, *, temperature: jax.Array | float, top_k: int, top_p: jax.Array | float
 ) -> jax.Array:
-    """Logits of the distribution to draw from, -inf for what is cut off.
+    """Computes the logits of the distribution to draw from, float32 [B, V], -inf for tokens that are cut off.
 
     In this order: divide by `temperature`; keep the `top_k` likeliest tokens (0: all); of the distribution that
     remains, renormalised, keep the likeliest tokens up to and including the one that brings their sum to `top_p`
     (Holtzman et al. 2020). Tokens that tie with the last one kept are kept too.
     """
+    # float32 whatever the model computes in: sums of many small bfloat16 probabilities would never reach `top_p`.
     logits_BV = logits_BV.astype(jnp.float32) / temperature
     if 0 < top_k < logits_BV.shape[-1]:
+        # By value and not by index: of tokens with equal logits none is preferred for its id.
         smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
     descending_BV = jnp.sort(logits_BV, axis=-1, descending=True)
@@ -32,5 +34,5 @@ def filter_logits(
 
 
 def draw(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """One token per row, int32 [B], each row with its own key."""
+    """Draws one token per row, int32 [B], each row with its own key."""
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)

@@ -1,15 +1,16 @@
-"""Text in, text out: prompts are read and tokenized, continuations are generated and decoded."""
+"""Generation from text to text: reads and tokenises prompts, generates continuations and decodes them."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.generate.settings import GenerateSettings
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
@@ -19,9 +20,9 @@ MAX_PROMPT_BYTES = 16 * 2**20
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
+@dataclass(frozen=True, kw_only=True)
+class Sampling(GenerateSettings):
+    """Settings of `lmt generate`, whose names the messages have.
 
     Raises:
         UserError: when a value is out of its range.
@@ -29,11 +30,6 @@ class Sampling:
 
     max_new_tokens: int = 128
     temperature: float = 0.8
-    """0 takes the likeliest token."""
-    top_k: int = 0
-    """0 keeps all tokens."""
-    top_p: float = 1.0
-    seed: int = 0
 
     def __post_init__(self) -> None:
         rules = [
@@ -54,15 +50,15 @@ class Sample:
 
     prompt: str
     text: str
-    """What the model added."""
+    """The continuation alone."""
     tokens: list[int]
     """The ids behind `text`, without the end of the document."""
     finish: Literal["document_end", "length"]
-    """Whether the model ended the document, or was stopped by a limit."""
+    """The end: of the document by the model, or by a limit of length."""
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
-    """The prompts of the command line: texts first, then the content of each file without its last line break.
+    """Reads the prompts of the command line: texts first, then each file without its last line break.
 
     No prompt at all is one empty prompt, the start of a document.
 
@@ -70,6 +66,7 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
         UserError: for a text or a file that is not UTF-8, and for a file that cannot be read.
     """
     for text in texts:
+        # Bytes of an argument that are no UTF-8 come as surrogates, which no tokenizer takes.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise UserError(f"--prompt {text!r}: not UTF-8 text")
     prompts = [*texts, *(_read(path) for path in files)]
@@ -96,11 +93,12 @@ def _read(path: Path) -> str:
 def continue_texts(
     source: TextModel, prompts: Sequence[str], sampling: Sampling, *, num_samples: int = 1
 ) -> Iterator[Sample]:
-    """`num_samples` continuations of each prompt, in order.
+    """Yields `num_samples` continuations of each prompt, in order.
 
     Raises:
         UserError: when `num_samples` is below 1, or a prompt is longer than the model's context.
     """
+    # Imports JAX, which other commands that print text do not need.
     from lm_trainer.generate.engine import generate
 
     if num_samples < 1:
@@ -115,22 +113,16 @@ def continue_texts(
                 f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
             )
         rows += [(prompt, ids)] * num_samples
-    outputs = generate(
-        source.build(),
-        [ids for _, ids in rows],
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        eos_id=tokenizer.eos_id,
-        seed=sampling.seed,
-    )
+    # All rows together: a batch takes little longer than one row.
+    outputs = generate(source.build(), [ids for _, ids in rows], replace(sampling, eos_id=tokenizer.eos_id))
     for (prompt, ids), new in zip(rows, outputs, strict=True):
         yield _sample(tokenizer, prompt, ids, new)
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A document starts after the start token, or after the end of the document before it."""
+    """The prompt as token ids, as training has seen the start of a document: behind its start token, if there is one,
+    else, for an empty prompt, behind the end of the document before it.
+    """
     ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
@@ -147,5 +139,5 @@ def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Sequence
 
 
 def for_terminal(text: str) -> str:
-    """`text` with a replacement character for each control character: a model may write what terminals obey."""
+    """Replaces each control character of a text, because a model may write commands that terminals obey."""
     return _CONTROL.sub("\ufffd", text)

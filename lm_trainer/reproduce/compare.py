@@ -92,6 +92,7 @@ def _first_difference(a: RunRecord, b: RunRecord, common: list[int]) -> Divergen
 
 
 def _compare_checkpoints(a: RunRecord, b: RunRecord, result: Comparison) -> None:
+    # In order, so that the first checkpoints that differ end the search.
     for step in sorted({*a.saved()} & {*b.saved()}):
         x, y = (run.checkpoint(step).get("hashes", {}) for run in (a, b))
         # Old checkpoints have no hashes; they tell nothing.

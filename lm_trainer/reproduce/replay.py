@@ -160,11 +160,11 @@ def _write(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
     # The step hands out the sum over all tokens, which is divided by their weight only at the update.
-    mean = {
-        name: np.asarray(x, np.float32) / np.float32(observer.weight) for name, x in to_host(observer.grads).items()
-    }
+    sums, weight = to_host(observer.grads), np.float32(observer.weight)
+    mean = {name: np.asarray(x, np.float32) / weight for name, x in sums.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # safetensors writes the memory as it lies, whatever the strides say.
         save_file({name: np.ascontiguousarray(x) for name, x in mean.items()}, file)
     except OSError as error:
         raise MachineError(f"{file}: cannot be written ({error.strerror or error})") from error

@@ -16,6 +16,7 @@ from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.generate.engine import generate
+from lm_trainer.generate.settings import GenerateSettings
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
@@ -212,11 +213,13 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     tokens = generate(
         program.model.merge(to_host(list(program.weights(state).values())[-1])),
         [prompt],
-        max_new_tokens=config.trainer.sample_tokens,
-        temperature=0.6,
-        top_p=0.9,
-        eos_id=data.tokenizer.eos_id,
-        seed=config.trainer.seed,
+        GenerateSettings(
+            max_new_tokens=config.trainer.sample_tokens,
+            temperature=0.6,
+            top_p=0.9,
+            eos_id=data.tokenizer.eos_id,
+            seed=config.trainer.seed,
+        ),
     )[0]
     return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
 

@@ -13,6 +13,7 @@ from flax import nnx
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import draw, filter_logits
+from lm_trainer.generate.settings import GenerateSettings
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.decoder import Decoder
 
@@ -52,7 +53,7 @@ def twin(forward, prompt: Sequence[int], count: int, choose, eos_id: int | None 
 
 
 def test_greedy(model, forward):
-    found = generate(model, PROMPTS, max_new_tokens=8, temperature=0)
+    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
     assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax()) for prompt in PROMPTS]
     assert len({token for row in found for token in row}) > 4
 
@@ -67,33 +68,33 @@ def test_sampling(model, forward):
         return draw_one
 
     settings = {"max_new_tokens": 8, "temperature": 1.3, "top_k": 12, "top_p": 0.9}
-    found = generate(model, PROMPTS, seed=7, **settings)
+    found = generate(model, PROMPTS, GenerateSettings(seed=7, **settings))
     assert found == [twin(forward, prompt, 8, choose(row)) for row, prompt in enumerate(PROMPTS)]
-    assert generate(model, PROMPTS, seed=7, **settings) == found
-    assert generate(model, PROMPTS, seed=8, **settings) != found
+    assert generate(model, PROMPTS, GenerateSettings(seed=7, **settings)) == found
+    assert generate(model, PROMPTS, GenerateSettings(seed=8, **settings)) != found
 
 
 def test_rows_do_not_influence_one_another(model):
-    together = generate(model, PROMPTS, max_new_tokens=6, temperature=1.0, seed=3)
-    assert generate(model, PROMPTS[:1], max_new_tokens=6, temperature=1.0, seed=3) == together[:1]
+    together = generate(model, PROMPTS, GenerateSettings(max_new_tokens=6, temperature=1.0, seed=3))
+    assert generate(model, PROMPTS[:1], GenerateSettings(max_new_tokens=6, temperature=1.0, seed=3)) == together[:1]
 
 
 def test_a_text_ends_with_its_end_token(model, forward):
-    free = generate(model, PROMPTS, max_new_tokens=8, temperature=0)
+    free = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))
     eos = free[0][2]
-    found = generate(model, PROMPTS, max_new_tokens=8, temperature=0, eos_id=eos)
+    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, eos_id=eos))
     assert found == [twin(forward, prompt, 8, lambda logits, _: logits.argmax(), eos) for prompt in PROMPTS]
     assert found[0] == free[0][: free[0].index(eos) + 1]
     assert eos not in [token for row in found for token in row[:-1]]
 
 
 def test_a_text_ends_where_the_context_is_full(model, forward):
-    found = generate(model, PROMPTS, max_new_tokens=1000, temperature=0)
+    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=1000, temperature=0))
     assert [len(row) for row in found] == [SEQ - len(prompt) for prompt in PROMPTS]
     assert found[2] == twin(forward, PROMPTS[2], 1000, lambda logits, _: logits.argmax())
-    assert generate(model, [[1] * SEQ, [2]], max_new_tokens=2, temperature=0)[0] == []
-    assert generate(model, PROMPTS, max_new_tokens=0) == [[], [], []]
-    assert generate(model, [], max_new_tokens=3) == []
+    assert generate(model, [[1] * SEQ, [2]], GenerateSettings(max_new_tokens=2, temperature=0))[0] == []
+    assert generate(model, PROMPTS, GenerateSettings(max_new_tokens=0)) == [[], [], []]
+    assert generate(model, [], GenerateSettings(max_new_tokens=3)) == []
 
 
 @pytest.mark.parametrize(
@@ -102,4 +103,4 @@ def test_a_text_ends_where_the_context_is_full(model, forward):
 )
 def test_prompts_that_cannot_be_continued(model, prompt, message):
     with pytest.raises(UserError, match=f"prompt 1 .*{message}"):
-        generate(model, [[1], prompt], max_new_tokens=1)
+        generate(model, [[1], prompt], GenerateSettings(max_new_tokens=1))
