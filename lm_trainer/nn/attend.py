@@ -17,7 +17,7 @@ from lm_trainer.nn.explicit import explicit_attention
 from lm_trainer.nn.kernel import Operands, Site
 from lm_trainer.nn.spec import AttentionSpec
 from lm_trainer.nn.splash import SPLASH
-from lm_trainer.parallel.collectives import gather
+from lm_trainer.parallel.collectives import all_gather
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     another size than those of keys, and those of the result have it too.
     """
     # Where devices share the positions of a row, each has the keys and values of its own.
-    k_BTKH, v_BTKH = gather(k_BTKH, "context", 1), gather(v_BTKH, "context", 1)
+    k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     operands = Operands(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(spec, Site.of(operands, jax.default_backend()))
     if choice.backend != spec.scores.backend:

@@ -20,7 +20,7 @@ from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, rotate
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
-from lm_trainer.parallel.collectives import axis_index, axis_size, gather
+from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""
@@ -52,7 +52,7 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
 def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
     """For rows that attend to themselves."""
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
-    return Context(positions_BS, gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
+    return Context(positions_BS, all_gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
@@ -67,7 +67,7 @@ def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
 
     T is S, or where the positions of a row are cut over devices, those of all of them.
     """
-    segments_BT = gather(segments_BS, "context", 1)
+    segments_BT = all_gather(segments_BS, "context", 1)
     at_S = at_T = jnp.arange(segments_BT.shape[1])
     if axis_size("context") > 1:
         at_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.parallel.collectives import total
+from lm_trainer.parallel.collectives import group_sum
 
 
 def token_loss(
@@ -61,8 +61,8 @@ def token_loss_and_metrics(
     weight = jnp.sum(weights_N)
     if stats is None:
         return loss, weight, {}
-    tokens = jnp.maximum(total(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
-    means = jax.tree.map(lambda share: share * (total(weight) / (model.spec.num_routers * tokens)), stats)
+    tokens = jnp.maximum(group_sum(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
+    means = jax.tree.map(lambda share: share * (group_sum(weight) / (model.spec.num_routers * tokens)), stats)
     metrics = {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
     return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
 

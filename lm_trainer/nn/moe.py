@@ -18,7 +18,7 @@ from flax import nnx
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.spec import MoeSpec
-from lm_trainer.parallel.collectives import axis_index, axis_size, gather, scatter_sum, total
+from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Moe(nnx.Module):
         """The result and what the router did with the tokens of `counted_BS`, which is boolean."""
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        router_DE = gather(self.router[...], "expert", 1)
+        router_DE = all_gather(self.router[...], "expert", 1)
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
         weights_MK, experts_MK = jax.lax.top_k(probs_ME, spec.top_k)
@@ -74,12 +74,12 @@ class Moe(nnx.Module):
         Where devices share the experts, each computes its own for the tokens of all, and gets back the sums of its own
         tokens: whatever the router chooses, nothing is dropped, and nothing but tokens travels.
         """
-        x_MD, experts_MK, weights_MK = (gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
+        x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
         if _dense(self.spec):
-            return scatter_sum(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
+            return reduce_scatter(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
         y_MKD = self._compute(x_MD, experts_MK)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
-        return scatter_sum(y_MD, "expert", 0)
+        return reduce_scatter(y_MD, "expert", 0)
 
     def _by_all(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
         """The experts of this device side by side as one MLP, with weights of 0 for what was not chosen."""
@@ -162,10 +162,10 @@ def _stats(
     # Devices that share a microbatch report shares that add up: what is not linear is of the whole microbatch.
     counted_M1 = counted_M.astype(jnp.float32)[:, None]
     tokens = jnp.sum(counted_M1)
-    one = 1.0 / jnp.maximum(total(tokens), 1.0)
+    one = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
     chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts), axis=1)
-    load_E = one * total(jnp.sum(chosen_ME * counted_M1, axis=0))
-    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * total(tokens)
+    load_E = one * group_sum(jnp.sum(chosen_ME * counted_M1, axis=0))
+    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * group_sum(tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * counted_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

@@ -14,7 +14,7 @@ from flax import nnx
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import run_blocks
-from lm_trainer.parallel.collectives import axis_index, axis_size, gather, scatter_sum
+from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
 
 
 def run_stages(
@@ -42,7 +42,7 @@ def run_stages(
     stages, stage = axis_size("pipeline"), axis_index("pipeline")
     mine = dataclasses.replace(spec, blocks=spec.blocks[: len(spec.blocks) // stages])
     first = stage * len(mine.blocks)
-    x_RSD, positions_RS, segments_RS = (gather(x, "pipeline", 0) for x in (x_BSD, positions_BS, segments_BS))
+    x_RSD, positions_RS, segments_RS = (all_gather(x, "pipeline", 0) for x in (x_BSD, positions_BS, segments_BS))
     rows = x_RSD.shape[0]
 
     def turn(arrived_1SD: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -57,4 +57,4 @@ def run_stages(
 
     _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
     y_RSD = jnp.where(stage == stages - 1, y_L1SD[stages - 1 :, 0], 0)
-    return scatter_sum(y_RSD, "pipeline", 0)
+    return reduce_scatter(y_RSD, "pipeline", 0)

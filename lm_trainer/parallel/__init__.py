@@ -1,1 +1,1 @@
-"""Devices and what passes between them: mesh, shardings, collectives, sums of a fixed order, processes."""
+"""Devices and communication: mesh, shardings, collectives, sums of a fixed order, processes."""

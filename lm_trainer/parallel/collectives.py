@@ -1,7 +1,7 @@
-"""Collectives between the devices that compute one microbatch together, in `shard_map` over the axes `GROUP_AXES`.
+"""Collectives among the devices of a model-parallel group, called under `shard_map` over `MODEL_PARALLEL_AXES`.
 
-Where an axis is not there, or has one device, each of these is the identity. Sums are `tree_sum`s in float32: their
-order is fixed, and a compiler cannot change it.
+Along an axis that is absent or has one device, each of them is the identity. Every sum is a `tree_sum` in float32, so
+that its order is fixed: `lax.psum` and `lax.psum_scatter` leave the order to the backend.
 """
 
 from __future__ import annotations
@@ -14,54 +14,66 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lm_trainer.parallel.mesh import GROUP_AXES
+from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.ordered_sum import tree_sum
 
 
 def axis_size(axis: str) -> int:
-    """Over how many devices `axis` of the group cuts what is being traced; 1 outside of `shard_map`."""
+    """Number of devices along `axis` that share the computation being traced; 1 outside of `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if axis in mesh.manual_axes else 1
 
 
 def axis_index(axis: str) -> jax.Array:
-    """The place of this device along `axis`, int32; only where `axis_size` is above 1."""
+    """Index of this device along `axis`, an int32 scalar; only where `axis_size` is above 1."""
     return lax.axis_index(axis)
 
 
 def sharded_axes() -> tuple[str, ...]:
-    """The axes that cut what is being traced."""
-    return tuple(axis for axis in GROUP_AXES if axis_size(axis) > 1)
+    """Model-parallel axes that shard the computation being traced."""
+    return tuple(axis for axis in MODEL_PARALLEL_AXES if axis_size(axis) > 1)
 
 
-def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The pieces of all devices along `axis`, put together along the dimension `dim`; the gradient is `scatter_sum`."""
+def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Concatenates the shards of all devices along `axis` in dimension `dim`; its gradient is `reduce_scatter`."""
     if axis_size(axis) == 1:
         return x
+    # Integers (tokens, positions, segments) have no gradient, for which a custom rule would have to account.
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.all_gather(x, axis, axis=dim, tiled=True)
     return _gather(x, axis, dim)
 
 
-def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """This device's piece along `dim` of the sum over `axis`; the gradient is `gather`."""
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Sums over `axis` and returns this device's shard of the sum along `dim`; its gradient is `all_gather`."""
     return x if axis_size(axis) == 1 else _scatter_sum(x, axis, dim)
 
 
-def total(x: jax.Array) -> jax.Array:
-    """The sum of a small array over the whole group, on all its devices. No gradient flows through it."""
+def group_sum(x: jax.Array) -> jax.Array:
+    """Sums a small array over the whole group, on all its devices. No gradient flows through it."""
     axes = sharded_axes()
     return tree_sum(lax.all_gather(lax.stop_gradient(x), axes)) if axes else x
 
 
-def sum_over(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
-    """The sum over `axes` on all their devices, with a ring's volume where `dim` can be cut, else gathered whole."""
+def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
+    """Sums over `axes`, on all their devices.
+
+    Args:
+        x: this device's term.
+        axes: of the mesh.
+        dim: a dimension that the number of devices divides; the sum then costs the traffic of a ring. Without one each
+            device gathers all terms.
+    """
     axes = tuple(axis for axis in axes if axis_size(axis) > 1)
     if not axes:
         return x
     if dim is None:
         return tree_sum(lax.all_gather(x, axes))
-    return lax.all_gather(_summed_piece(x, axes, dim), axes, axis=dim, tiled=True)
+    return lax.all_gather(_reduced_shard(x, axes, dim), axes, axis=dim, tiled=True)
+
+
+# JAX's own gradient of `all_gather` is `psum_scatter`, which adds in an order of the backend's choice. So both
+# collectives carry gradients of their own.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -75,7 +87,7 @@ def _gather_forward(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, None]
 
 def _gather_backward(axis: str, dim: int, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
     del residuals
-    return (_summed_piece(cotangent, (axis,), dim),)
+    return (_reduced_shard(cotangent, (axis,), dim),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -83,7 +95,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    return _summed_piece(x, (axis,), dim)
+    return _reduced_shard(x, (axis,), dim)
 
 
 def _scatter_forward(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, None]:
@@ -98,9 +110,11 @@ def _scatter_backward(axis: str, dim: int, residuals: None, cotangent: jax.Array
 _scatter_sum.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _summed_piece(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Each device sends every other one its piece, and adds what it receives."""
+def _reduced_shard(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """This device's shard of the sum: each device sends every other one its shard, and adds those that it receives."""
     count = math.prod(map(axis_size, axes))
     x = x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+    # The shards come first, so that what arrives is stacked in the order of the devices: the order of the sum.
     received = lax.all_to_all(jnp.moveaxis(x, dim, 0), axes, split_axis=0, concat_axis=0, tiled=True)
+    # bfloat16 terms would lose a bit with each addition.
     return tree_sum(received.astype(jnp.float32)).astype(x.dtype)

@@ -1,4 +1,9 @@
-"""One program for several places of this process: compiled once where that is possible."""
+"""One program for several sets of this process's devices, compiled once where that is possible.
+
+On a CPU, machine code is compiled for one set of devices and loaded again for each of the others. JAX has no public
+way to do so: `_DeviceRemapper` uses its unpickler of executables, which `tests/parallel/test_compile_per_device.py`
+checks to have the shape that is relied on here.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +20,34 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 
-def compile_for_each(
-    compile_for: Callable[[int], jax.stages.Compiled], places: Sequence[Sequence[Any]]
+def compile_on_each(
+    compile_on: Callable[[int], jax.stages.Compiled], device_sets: Sequence[Sequence[Any]]
 ) -> list[jax.stages.Compiled]:
-    """The same program for each of several places.
+    """Returns the same program for each of several sets of devices.
 
     Args:
-        compile_for: compiles for the place of that number.
-        places: the devices of each, in the order of its mesh.
+        compile_on: compiles for the set of that index.
+        device_sets: the devices of each, in the order of its mesh.
     """
-    rest = range(1, len(places))
-    if rest and places[0][0].platform == "cpu":
+    others = range(1, len(device_sets))
+    if others and device_sets[0][0].platform == "cpu":
         with _without_cache():
-            first = compile_for(0)
-        return [first, *_relocated(first, places[0], [places[i] for i in rest])]
-    first = compile_for(0)
-    # Elsewhere the compilation cache serves all devices alike: the others are read from it, and with them the choices
-    # of kernels that were made by timing.
+            first = compile_on(0)
+        return [first, *_load_on(first, device_sets[0], [device_sets[i] for i in others])]
+    # An accelerator's compiler chooses kernels by timing them, and may choose otherwise each time. The first program is
+    # therefore finished before the others begin: they find it in the compilation cache, which serves all devices of a
+    # kind, and so run the kernels that were chosen for it.
+    first = compile_on(0)
     with ThreadPoolExecutor() as pool:
-        return [first, *pool.map(compile_for, rest)]
+        return [first, *pool.map(compile_on, others)]
 
 
 @contextmanager
 def _without_cache() -> Iterator[None]:
-    """Neither reads nor writes the persistent cache: what was read from it lacks functions when it is written again."""
+    """Neither reads nor writes the persistent cache: an executable read from it lacks functions when serialized."""
     kept = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", None)
+    # JAX opens the cache once and then ignores the setting; a reset makes it look again.
     compilation_cache.reset_cache()
     try:
         yield
@@ -49,27 +56,30 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def _relocated(
-    compiled: jax.stages.Compiled, devices: Sequence[Any], places: Sequence[Sequence[Any]]
+def _load_on(
+    compiled: jax.stages.Compiled, devices: Sequence[Any], device_sets: Sequence[Sequence[Any]]
 ) -> Iterator[jax.stages.Compiled]:
-    """The same machine code, loaded for other devices: a small part of the time of compiling it."""
+    """Loads machine code made for `devices` on other sets of devices, in a small part of the time of compiling it."""
     content, inputs, outputs = serialize_executable.serialize(compiled)
-    for to in places:
-        executable, info, no_kwargs = _Loader(content, devices, to).load()
-        yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(info), outputs, no_kwargs=no_kwargs)
+    for to in device_sets:
+        executable, args_info, no_kwargs = _DeviceRemapper(content, devices, to).load()
+        # As `serialize_executable.deserialize_and_load` does, which takes no other devices than those compiled for.
+        yield jax.stages.Compiled(executable.load(), [], inputs.unflatten(args_info), outputs, no_kwargs=no_kwargs)
 
 
-class _Loader(serialize_executable._JaxPjrtUnpickler):
-    """JAX's own loader, which finds devices by their number, with other devices under those numbers."""
+class _DeviceRemapper(serialize_executable._JaxPjrtUnpickler):
+    """JAX's unpickler of executables, which looks devices up by their id, with other devices under those ids."""
 
     def __init__(self, content: bytes, devices: Sequence[Any], to: Sequence[Any]):
         super().__init__(io.BytesIO(content), to[0].client, list(to))
         self.devices_by_id = {before.id: after for before, after in zip(devices, to, strict=True)}
+        # The serialized program names its devices as well; without these options XLA would load it for those.
         self._options = xla_client.CompileOptions()
         self._options.num_replicas, self._options.num_partitions = 1, len(to)
         self._options.device_assignment = xla_client.DeviceAssignment.create(np.array([[d.id for d in to]]))
 
     def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        """Resolves what is not pickled itself: `("exec", program)`, ("device", id) and the like."""
         if pid[0] == "exec":
             return self.backend.deserialize_executable(pid[1], self.execution_devices, self._options)
         return super().persistent_load(pid)

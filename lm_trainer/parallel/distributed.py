@@ -1,4 +1,4 @@
-"""Several processes as one run: `jax.distributed`, started by hand or by what a cluster says of itself."""
+"""Start-up of a run of several processes: `jax.distributed`, set by hand or found in a cluster's environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 
 
 class DistributedConfig(Config):
-    """Which processes make up the run. SLURM, Open MPI and TPU pods are recognised, so nothing need be set there."""
+    """Processes that make up the run. SLURM, Open MPI and TPU pods are recognised, so nothing need be set there."""
 
     coordinator_address: str | None = None
     """`host:port` that process 0 listens on; null: what the cluster says."""
@@ -57,10 +57,12 @@ class DistributedConfig(Config):
                     "run has one process; set CUDA_VISIBLE_DEVICES in the environment instead"
                 )
             return None if cluster is None else cluster.description
+        # Not at the top of the file: whoever only reads a configuration should not wait for JAX.
         import jax
 
         if jax.distributed.is_initialized():
             return None
+        # What is None here, JAX finds in the same environment.
         found = None if cluster is None else cluster.local_device_ids
         given: dict[str, Any] = {
             "coordinator_address": self.coordinator_address,
@@ -71,7 +73,9 @@ class DistributedConfig(Config):
         try:
             jax.distributed.initialize(**given)
         except (RuntimeError, ValueError, OSError) as error:
+            # The first line says what happened; those after it, where in the source.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # A TPU machine that stands alone asks the metadata server as well, and learns that it has no neighbours.
             if cluster is not None and cluster.uncertain:
                 return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
@@ -85,7 +89,7 @@ class DistributedConfig(Config):
 
 
 class Cluster(NamedTuple):
-    """What the environment says of the processes of a run."""
+    """Description of the processes of a run, as found in the environment."""
 
     description: str
     several: bool
@@ -96,15 +100,17 @@ class Cluster(NamedTuple):
     """Whether this may be the only process after all."""
 
 
+# The variables that JAX itself reads: without all of them it would not find the cluster either.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
 
 def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """What JAX itself will find in the environment, and which of a node's GPUs are this process's own.
+    """Finds the cluster that JAX itself will find in the environment, and this process's own GPUs of its node.
 
-    None when there is no sign of other processes.
+    Returns:
+        None when there is no sign of other processes.
 
     Raises:
         UserError: when the processes of a node cannot share its GPUs equally.
@@ -122,7 +128,7 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _asks_metadata(environ: Mapping[str, str]) -> bool:
-    """Whether this is a TPU machine whose neighbours only Google Cloud's metadata server knows."""
+    """Tells whether this is a TPU machine whose neighbours only Google Cloud's metadata server knows."""
     if "TPU_SKIP_MDS_QUERY" in environ or environ.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu":
         return False
     return importlib.util.find_spec("libtpu") is not None and any(Path(file).exists() for file in _TPU_FILES)
@@ -130,6 +136,7 @@ def _asks_metadata(environ: Mapping[str, str]) -> bool:
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
     job = f"SLURM job {environ.get('SLURM_JOB_ID', '?')}"
+    # A batch script sees the number of its tasks as well, but it is not one of them.
     if not all(name in environ for name in _SLURM_STEP):
         count = environ["SLURM_NTASKS"]
         return Cluster(f"{job} has {count} tasks, but this process was not started by srun: a run of its own", False)
@@ -137,13 +144,14 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """The share of the visible GPUs that a task of a node takes; JAX alone would take one for each task."""
+    """The visible GPUs that this task of its node takes, divided equally; JAX alone would take one for each task."""
     visible = [device for device in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if not visible:
         return None
     tasks = _tasks_on_node(environ)
     if any(name in environ for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")) or tasks is None:
-        return tuple(range(len(visible)))  # bound to the task by SLURM
+        # SLURM has bound these GPUs to the task; the other tasks see others.
+        return tuple(range(len(visible)))
     if len(visible) % tasks:
         raise UserError(
             f"{tasks} processes on this node cannot share its {len(visible)} GPUs equally; ask SLURM for another "
@@ -154,7 +162,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int | None:
-    """How many tasks of this step this node runs, from a list such as `4(x2),2`; None where SLURM does not say."""
+    """Number of tasks of this step on this node, from a list such as `4(x2),2`; None where SLURM does not say."""
     counts: list[int] = []
     for part in filter(None, environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
         count, _, times = part.partition("(x")

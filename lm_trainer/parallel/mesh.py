@@ -1,7 +1,7 @@
-"""The device mesh, and the rules that map logical axes of arrays onto it.
+"""Device mesh, and the rules that map logical axes of arrays onto it.
 
 A parameter lists the logical axis of each of its dimensions (`embed`, `mlp`, ...) in its `logical_axes` metadata.
-Two sets of rules say which mesh axes each of them is cut over: one for the state in storage, one for the computation.
+Two sets of rules name the mesh axes over which each of them is sharded: in storage, and during computation.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from lm_trainer.core.errors import UserError
 
 BATCH_AXES = ("replica_dcn", "replica", "data")
-"""The mesh axes that the microbatches of a batch are cut over, outermost first."""
-GROUP_AXES = ("pipeline", "context", "expert")
-"""The mesh axes that cut one microbatch, each in a way of its own: its layers, its positions, its experts."""
-MESH_AXES = (*BATCH_AXES, *GROUP_AXES, "model")
+"""The mesh axes over which the microbatches of a batch are distributed, outermost (slowest network) first."""
+MODEL_PARALLEL_AXES = ("pipeline", "context", "expert")
+"""The mesh axes that share one microbatch: its layers, its positions, its experts. The axis `model` is not among them:
+for tensor parallelism XLA partitions the computation from the shardings of the parameters alone."""
+MESH_AXES = (*BATCH_AXES, *MODEL_PARALLEL_AXES, "model")
+"""All axes. Devices that are neighbours in the list share the last axes, which communicate most."""
 RULE_AXES = (*BATCH_AXES, "model")
-"""The mesh axes that rules may cut logical axes over."""
+"""The mesh axes that rules may shard logical axes over."""
 LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
 
 AxisRules = Mapping[str, tuple[str, ...]]
-"""From a logical axis to the mesh axes it is cut over; an absent axis is not cut."""
+"""Logical axis -> the mesh axes over which it is sharded; an absent axis is replicated."""
 
 
 class MeshShape(NamedTuple):
@@ -41,7 +43,7 @@ class MeshShape(NamedTuple):
 
 
 def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
-    """A mesh with the axes `MESH_AXES` over all `devices`, in their order.
+    """Returns a mesh with the axes `MESH_AXES` over all `devices`, in their order.
 
     Raises:
         UserError: when the devices cannot be divided so.
@@ -57,18 +59,20 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
         )
     free = {"data": len(devices) // fixed, **shape._asdict()}
     grid = np.asarray(devices, dtype=object).reshape([free[axis] for axis in MESH_AXES])
+    # Auto axes: XLA partitions what runs outside of `shard_map`. With explicit axes JAX asks for the shardings of
+    # intermediate arrays that it cannot infer.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """Into how many pieces the rows of a batch are cut."""
+    """Number of shards of the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def parse_rules(
     resources: Mapping[str, str | Sequence[str]], *, key: str, options: Sequence[str] = RULE_AXES
 ) -> dict[str, tuple[str, ...]]:
-    """Checks a mapping from logical axes to mesh axes, of `options`, as a user wrote it under `key`.
+    """Checks a mapping from logical axes to mesh axes, of `options`, as a user wrote it under `key`, and returns it.
 
     Raises:
         ValueError: for a logical or mesh axis that does not exist or cannot be used, with a suggestion.
@@ -98,10 +102,10 @@ def _near(word: str, options: Sequence[str]) -> str:
 
 
 def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> PartitionSpec:
-    """The spec of an array whose dimensions have the logical `axes` (None: never cut).
+    """Returns the spec of an array whose dimensions have the logical `axes` (None: never sharded).
 
     Raises:
-        UserError: when two dimensions would be cut over the same mesh axis; `path` names the array.
+        UserError: when two dimensions would be sharded over the same mesh axis; `path` names the array.
     """
     owner: dict[str, str] = {}
     entries = []
@@ -120,5 +124,5 @@ def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> P
 
 
 def spec_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as a tuple of mesh axes."""
+    """Returns one entry of a PartitionSpec as a tuple of mesh axes."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

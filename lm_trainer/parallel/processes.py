@@ -1,4 +1,4 @@
-"""Several processes as one run: who writes, and how all of them decide alike."""
+"""Agreement among the processes of a run: the one that writes, flags and values of all of them, a barrier."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from jax.experimental import multihost_utils
 
 
 def is_lead() -> bool:
-    """Whether this process is the one that writes what exists once: process 0."""
+    """Tells whether this process is the one that writes files of which a run has one: process 0."""
     return jax.process_index() == 0
 
 
 def any_process(flag: bool) -> bool:
-    """Whether `flag` holds in any process of the run; all of them must ask at the same point."""
+    """Tells whether `flag` holds in any process of the run.
+
+    It waits for all processes, and hangs unless all of them ask at the same point.
+    """
+    # A run of one process asks after every step, and must not wait for its devices there.
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """[processes, ...]: this array of every process, of the same shape in all of them."""
+    """Returns [processes, ...]: this array of every process, of the same shape in all of them. Waits for all."""
     if jax.process_count() == 1:
         return values[None]
     return np.asarray(multihost_utils.process_allgather(values))
 
 
 def wait_for_all(what: str) -> None:
-    """Returns when every process has come here; `what` names the place."""
+    """Returns when every process has come here; processes that wait with another `what` make all of them fail."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)

@@ -1,4 +1,4 @@
-"""Arrays that are built where they lie, a little at a time: the host never holds the whole of one."""
+"""Sharded arrays built block by block on their devices: the host never holds the whole of a large one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ import numpy as np
 from jax.sharding import Sharding
 
 HOST_BYTES = 64 * 2**20
+"""Size up to which a block is put together on the host: a few copies of it are no burden there, and one large transfer
+is quicker than many small ones."""
 
 Slices = tuple[slice, ...]
-Parts = Callable[[Slices], Iterable[tuple[tuple[int, ...], np.ndarray]]]
-"""For a block of the array (a slice with start and stop for each dimension) the parts that it consists of, each with
-its place inside the block."""
+ReadParts = Callable[[Slices], Iterable[tuple[tuple[int, ...], np.ndarray]]]
+"""From a block of the array (a slice with start and stop for each dimension) to the parts that make it up, each with
+its offset inside the block."""
 
 
-def assemble(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding, parts: Parts, *, host_bytes: int = HOST_BYTES
+def make_sharded_array(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding, parts: ReadParts, *, host_bytes: int = HOST_BYTES
 ) -> jax.Array:
-    """An array of which this process reads only what its own devices hold.
+    """Returns an array of which this process reads only the blocks that its own devices hold.
 
     Args:
         shape: of the whole array.
         dtype: of the array; parts in another one are cast, rounding to the nearest.
-        sharding: where it lies.
+        sharding: of the array.
         parts: reads a block; called once for devices that hold the same.
         host_bytes: blocks up to this size are put together on the host, larger ones on the device, part by part.
     """
     blocks: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         blocks.setdefault(bounds, []).append(device)
     arrays = []
     for bounds, devices in blocks.items():
@@ -45,26 +47,29 @@ def assemble(
 
 
 def _on_host(shape: tuple[int, ...], dtype: np.dtype, devices: list[Any], parts: Iterable[Any]) -> list[Any]:
-    whole = np.empty(shape, dtype)
-    for start, part in parts:
-        whole[tuple(slice(at, at + size) for at, size in zip(start, part.shape, strict=True))] = part
-    return [jax.device_put(whole, device) for device in devices]
+    block = np.empty(shape, dtype)
+    for offset, part in parts:
+        block[tuple(slice(at, at + size) for at, size in zip(offset, part.shape, strict=True))] = part
+    return [jax.device_put(block, device) for device in devices]
 
 
 def _on_devices(shape: tuple[int, ...], dtype: np.dtype, devices: list[Any], parts: Iterable[Any]) -> list[Any]:
-    wholes = [jnp.zeros(shape, dtype, device=device) for device in devices]
-    for start, part in parts:
-        at = tuple(np.int32(each) for each in start)
+    blocks = [jnp.zeros(shape, dtype, device=device) for device in devices]
+    for offset, part in parts:
+        # Offsets as arguments, not constants: one compiled program writes all parts of a shape.
+        at = tuple(np.int32(each) for each in offset)
+        # The cast is done on the host, as for small blocks, and halves the transfer where it is to bfloat16.
         cast = part.astype(dtype, copy=False)
-        wholes = [
-            _write(whole, jax.device_put(cast, device), at) for whole, device in zip(wholes, devices, strict=True)
+        blocks = [
+            _write(block, jax.device_put(cast, device), at) for block, device in zip(blocks, devices, strict=True)
         ]
         # Copies are asynchronous: without waiting, the parts would pile up on the host.
-        jax.block_until_ready(wholes)
-    return wholes
+        jax.block_until_ready(blocks)
+    return blocks
 
 
+# The block is donated, so that writing a part does not copy it.
 @partial(jax.jit, donate_argnums=0)
-def _write(whole: jax.Array, part: jax.Array, at: tuple[Any, ...]) -> jax.Array:
-    """`whole` with `part` in it at this place, in the memory of `whole`."""
-    return jax.lax.dynamic_update_slice(whole, part, at)
+def _write(block: jax.Array, part: jax.Array, offset: tuple[Any, ...]) -> jax.Array:
+    """Returns `block` with `part` in it at `offset`, in the memory of `block`."""
+    return jax.lax.dynamic_update_slice(block, part, offset)

@@ -151,7 +151,7 @@ def _abstract(program: Program) -> tuple[dict[str, Any], Any]:
     def place(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    shardings = program.sharding.state
+    shardings = program.sharding.trained
     params = {name: place(program.model.shapes[name], sharding) for name, sharding in shardings.params.items()}
     opt_state = jax.tree.map(place, jax.eval_shape(program.tx.init, params), shardings.opt_state)
     return params, opt_state

@@ -20,7 +20,7 @@ from lm_trainer.nn.lora import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.model_parallel import axes_in_use, check_group_axes, check_length
+from lm_trainer.step.model_parallel import check_length, check_model_parallel, model_parallel_axes
 
 
 class RunConfig(Config):
@@ -91,11 +91,11 @@ class RunConfig(Config):
         plan = self.trainer.resolve()
         sizes = plan.mesh_shape._asdict()
         # Which model it is, is not known yet where config.json tells.
-        if self.use_hf_model_config or not axes_in_use(sizes):
+        if self.use_hf_model_config or not model_parallel_axes(sizes):
             return self
         try:
             check_length(self.model.seq_len, sizes)
-            check_group_axes(self.model.spec(vocab_size=1), plan.microbatch_rows, sizes)
+            check_model_parallel(self.model.spec(vocab_size=1), plan.microbatch_rows, sizes)
         except UserError as error:
             raise ValueError(f"trainer: {error}") from None
         return self

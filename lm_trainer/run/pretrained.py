@@ -24,7 +24,7 @@ from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
 from lm_trainer.models.hf_section import adopted, compared
 from lm_trainer.models.hf_stream import Piece, read_block
-from lm_trainer.parallel.sharded_array import HOST_BYTES, assemble
+from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import checkpoint_directory, run_id
@@ -213,7 +213,7 @@ class HfCheckpoint:
 
     def _assemble(self, pieces: list[Piece], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         most = HOST_BYTES // np.dtype(like.dtype).itemsize
-        return assemble(
+        return make_sharded_array(
             like.shape,
             like.dtype,
             sharding,

@@ -29,7 +29,7 @@ from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.elastic import CurvatureFn, ElasticStep, LossFn, Observer, Step, UpdateRule
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
-from lm_trainer.step.model_parallel import axes_in_use, check_group_axes
+from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
 from lm_trainer.step.state import (
     ModelDef,
     Params,
@@ -123,7 +123,7 @@ class Program:
         """
         params = state.params
         if self.averages_by_itself:
-            param_sharding = self.sharding.state.params
+            param_sharding = self.sharding.trained.params
             params = jax.jit(self.optimizer.eval_params, out_shardings=param_sharding)(state.params, state.opt_state)
         sets = {"": params} if state.averaged is None else {"": params, AVERAGED: state.averaged}
         return {name: {**state.frozen, **weights} for name, weights in sets.items()}
@@ -167,7 +167,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     """
     plan = trainer.resolve()
     mesh = plan.mesh(devices or _devices(trainer))
-    _check_group_axes(plan, optimizer, model, mesh)
+    _check_model_parallel(plan, optimizer, model, mesh)
     param_shardings = plan_shardings(
         {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
         mesh,
@@ -202,13 +202,13 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     )
 
 
-def _check_group_axes(plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:
+def _check_model_parallel(plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:
     """Refuses models, optimizers and microbatches that the model-parallel axes of the mesh cannot share."""
-    axes = axes_in_use(mesh.shape)
+    axes = model_parallel_axes(mesh.shape)
     if not axes:
         return
     built = nnx.eval_shape(model.build)
-    check_group_axes(built.spec if isinstance(built, Decoder) else None, plan.microbatch_rows, mesh.shape)
+    check_model_parallel(built.spec if isinstance(built, Decoder) else None, plan.microbatch_rows, mesh.shape)
     if optimizer.curvature is not None:
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 

@@ -25,7 +25,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
+from lm_trainer.step.microbatch import DeviceGroups, MicrobatchFn, MicrobatchPlan, MicrobatchSum, PlacedBatch, Sums
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
 from lm_trainer.step.update import Metrics, compile_update
@@ -73,7 +73,7 @@ class Step(Protocol):
     """
 
     plans: Piecewise[MicrobatchPlan]
-    devices: Devices
+    devices: DeviceGroups
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
@@ -126,8 +126,8 @@ class ElasticStep:
         plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
     ):
-        mesh, shardings = sharding.mesh, sharding.state
-        self.plans, self.devices, self._shapes = plans, Devices(sharding), model.shapes
+        mesh, shardings = sharding.mesh, sharding.trained
+        self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding), model.shapes
         for plan in plans.values:
             plan.per_shard(mesh)
         trainable = shardings.params

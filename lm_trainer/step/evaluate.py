@@ -12,7 +12,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.elastic import LossFn
 from lm_trainer.step.executable import PerGroupExecutable
-from lm_trainer.step.microbatch import Devices, MicrobatchPlan, Sums
+from lm_trainer.step.microbatch import DeviceGroups, MicrobatchPlan, Sums
 from lm_trainer.step.state import ModelDef, Params
 
 
@@ -26,7 +26,7 @@ class Evaluator:
         plan: the batches of evaluation.
     """
 
-    def __init__(self, model: ModelDef, loss: LossFn, devices: Devices, plan: MicrobatchPlan):
+    def __init__(self, model: ModelDef, loss: LossFn, devices: DeviceGroups, plan: MicrobatchPlan):
         def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
             del key
             total, weight, metrics = loss(model.merge(params), batch, None)

@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.compile_per_device import compile_for_each
+from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
-from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, MESH_AXES, batch_shards
+from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,9 @@ def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
     """
     rows = mesh.devices.reshape(batch_shards(mesh), -1)
     if any(len({device.process_index for device in devices}) > 1 for devices in rows):
-        sizes = " x ".join(f"{a}_axis_size={mesh.shape[a]}" for a in (*GROUP_AXES, "model") if mesh.shape[a] > 1)
+        sizes = " x ".join(
+            f"{a}_axis_size={mesh.shape[a]}" for a in (*MODEL_PARALLEL_AXES, "model") if mesh.shape[a] > 1
+        )
         raise UserError(
             f"{sizes} needs {rows.shape[1]} devices of one process; make it smaller, or start fewer processes"
         )
@@ -135,7 +137,7 @@ class PerGroupExecutable:
             traced.append(executable.traced)
             return executable.compiled
 
-        programs = compile_for_each(one, [list(group.mesh.devices.flat) for group in self.groups])
+        programs = compile_on_each(one, [list(group.mesh.devices.flat) for group in self.groups])
         self._compiled = [Executable(traced[0], program) for program in programs]
         if len({executable.fingerprint() for executable in self._compiled}) > 1:
             logger.warning("the devices run different programs for one computation: bits may depend on their number")

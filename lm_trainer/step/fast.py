@@ -20,7 +20,7 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.step.elastic import LossFn, Observer, UpdateRule, curvature_sums, loss_and_gradient, move
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.microbatch import Devices, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
+from lm_trainer.step.microbatch import DeviceGroups, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
 from lm_trainer.step.model_parallel import shard_over_group
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
@@ -51,18 +51,18 @@ class FastStep:
         key: jax.Array,
         accumulate: bool,
     ):
-        self.plans, self.devices = plans, Devices(sharding)
+        self.plans, self.devices = plans, DeviceGroups(sharding)
         self._model, self._rule, self._sharding = model, rule, sharding
         self._shards, self._accumulate = batch_shards(sharding.mesh), accumulate
         for plan in plans.values:
             plan.per_shard(sharding.mesh)
         self._key_data = jax.random.key_data(key)
-        trainable = sharding.state.params
+        trainable = sharding.trained.params
         self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         function = loss_and_gradient(model, loss, trainable)
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
-        state = (*sharding.state, self._everywhere)
+        state = (*sharding.trained, self._everywhere)
         self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         # To look at a gradient or an estimate is rare, so each is a program of its own.
         self._sums = self._jitted_sums(self._gradient, stream=0)
@@ -76,7 +76,7 @@ class FastStep:
         def sums(params: Params, batch: Batch, step: jax.Array) -> Sums:
             return self._over_batch(function, params, batch, step, stream)
 
-        shardings: Any = (self._everywhere, dict(self._sharding.state.params))
+        shardings: Any = (self._everywhere, dict(self._sharding.trained.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
     def compile(self, batch: Batch, step: int = 0) -> Executable:

@@ -114,7 +114,7 @@ class PlacedBatch:
     """For each local group its microbatches, in order."""
 
 
-class Devices:
+class DeviceGroups:
     """Where microbatches are computed, and how rows and parameters get there."""
 
     def __init__(self, sharding: StateSharding):
@@ -191,7 +191,7 @@ class MicrobatchSum:
         names: the parameters that the summed tree has; it lies as they do in storage.
     """
 
-    def __init__(self, function: MicrobatchFn, devices: Devices, key: jax.Array, names: Mapping[str, Any]):
+    def __init__(self, function: MicrobatchFn, devices: DeviceGroups, key: jax.Array, names: Mapping[str, Any]):
         mesh = devices.sharding.mesh
         self.devices, self._mesh = devices, mesh
         self._function, self._key_data = devices.cut(function, names), jax.random.key_data(key)
@@ -209,9 +209,7 @@ class MicrobatchSum:
     ) -> PerGroupExecutable:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._executables:
-            executable = PerGroupExecutable(
-                _of_microbatch(self._function, self._key_data), self.devices.groups, self._on_group
-            )
+            executable = PerGroupExecutable(_lane(self._function, self._key_data), self.devices.groups, self._on_group)
             rows = Batch(*(np.empty((plan.rows, *x.shape[1:]), x.dtype) for x in batch))
             executable.compile(shapes, self.devices.sharding.params, rows)
             self._executables[plan.rows] = executable
@@ -299,11 +297,14 @@ class MicrobatchSum:
         )
 
 
-def _of_microbatch(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:
-    # The names of these arguments stand in the compiled program, and so in the hash that runs have recorded.
-    def sums(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
+def _lane(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:
+    """Returns `function` with the arguments of a `PerGroupExecutable`; the key follows from step and microbatch."""
+
+    # XLA names instructions after these two functions and the arguments, so the names are part of the program's hash,
+    # which runs have recorded: by other names the program would look like another one to `lmt verify`.
+    def lane(params: Params, batch: Batch, step: jax.Array, lane: jax.Array) -> Sums:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key_data), step), lane)
         # The leading axis is that of the batch shards once the groups' results are put together.
         return jax.tree.map(lambda x: x[None], Sums(*function(params, batch, key)))
 
-    return sums
+    return lane

@@ -15,17 +15,17 @@ from jax.sharding import Mesh, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.parallel.collectives import axis_index, sum_over, total
-from lm_trainer.parallel.mesh import BATCH_AXES, GROUP_AXES, spec_axes
+from lm_trainer.parallel.collectives import all_reduce, axis_index, group_sum
+from lm_trainer.parallel.mesh import BATCH_AXES, MODEL_PARALLEL_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 
 ROW_AXES = ("pipeline", "expert")
 """The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
 
 
-def axes_in_use(sizes: Mapping[str, int]) -> tuple[str, ...]:
+def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes that cut a microbatch on a mesh of these sizes."""
-    return tuple(axis for axis in GROUP_AXES if sizes[axis] > 1)
+    return tuple(axis for axis in MODEL_PARALLEL_AXES if sizes[axis] > 1)
 
 
 def shard_over_group(
@@ -45,7 +45,7 @@ def shard_over_group(
         param_shardings: of the parameters.
         names: the parameters that the tree has.
     """
-    axes, names = axes_in_use(mesh.shape), tuple(names)
+    axes, names = model_parallel_axes(mesh.shape), tuple(names)
     if not axes:
         return function
     # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
@@ -58,10 +58,10 @@ def shard_over_group(
             key = jax.random.fold_in(key, axis_index(axis))
         scalars, tree = function(params, batch, key)
         added = {
-            name: sum_over(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
+            name: all_reduce(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
             for name, x in tree.items()
         }
-        return {name: total(x) for name, x in scalars.items()}, added
+        return {name: group_sum(x) for name, x in scalars.items()}, added
 
     def whole(params: Any, batch: Batch, key: jax.Array) -> Any:
         rows, length = batch.tokens.shape
@@ -119,7 +119,7 @@ def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def check_group_axes(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
+def check_model_parallel(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
     """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
 
     Args:
@@ -142,7 +142,7 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
     Raises:
         UserError: names the axis and what hinders it.
     """
-    axes = axes_in_use(sizes)
+    axes = model_parallel_axes(sizes)
     if not axes:
         return
     if spec is None:

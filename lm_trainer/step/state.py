@@ -100,7 +100,7 @@ class ModelDef:
         return named_leaves(nnx.to_pure_dict(nnx.state(self.build(), nnx.Param)))
 
 
-class StateShardings(NamedTuple):
+class TrainedShardings(NamedTuple):
     """The sharding of every array of a `TrainState` in storage."""
 
     params: dict[str, NamedSharding]
@@ -114,7 +114,7 @@ class StateSharding:
     mesh: Mesh
     params: Mapping[str, ParamSharding]
     """By parameter name."""
-    state: StateShardings
+    trained: TrainedShardings
     """Of what is trained."""
     storage: Mapping[str, NamedSharding]
     """Of every parameter in storage, whether it is trained or not."""
@@ -154,7 +154,7 @@ def plan_state_sharding(
         transform_non_params=lambda _: replicated,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    return StateSharding(mesh, param_shardings, StateShardings(params, opt_state), storage)
+    return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)
 
 
 def abstract_state(
@@ -170,8 +170,8 @@ def abstract_state(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     params: Any = {name: placed(x, sharding.storage[name]) for name, x in shapes.items()}
-    trained = {name: params.pop(name) for name in sharding.state.params}
-    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), sharding.state.opt_state)
+    trained = {name: params.pop(name) for name in sharding.trained.params}
+    opt_state = jax.tree.map(placed, jax.eval_shape(tx.init, trained), sharding.trained.opt_state)
     return TrainState(0, trained, opt_state, dict(trained) if averaged else None, params)
 
 
@@ -198,7 +198,7 @@ def state_from_params(
     averaged: bool = False,
 ) -> TrainState:
     """A state at step 0 with given parameters (all of them) and a fresh optimizer; arguments as for `fresh_state`."""
-    shardings = sharding.state
+    shardings = sharding.trained
     placed = {name: jax.device_put(params[name], lies) for name, lies in sharding.storage.items()}
     trained = {name: placed.pop(name) for name in shardings.params}
     opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(trained)

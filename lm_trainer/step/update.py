@@ -13,12 +13,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lm_trainer.optim import OptimizerConfig
-from lm_trainer.parallel.compile_per_device import compile_for_each
+from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.step.executable import Executable, program_hash
 from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.state import Params, StateShardings
+from lm_trainer.step.state import Params, TrainedShardings
 
 Metrics = dict[str, jax.Array]
 UpdateFn = Callable[..., tuple[Params, Any, Metrics]]
@@ -57,10 +57,10 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
     return update
 
 
-class ElementwiseUpdate:
+class ShardedUpdate:
     """Every device updates the part of the state that it holds."""
 
-    def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
+    def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
         replicated = NamedSharding(mesh, PartitionSpec())
         # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
         rounded = without_fma(update)
@@ -77,14 +77,14 @@ class ElementwiseUpdate:
         yield Phase("update", update, adds={"new state": update.new})
 
 
-class WholeUpdate:
+class ReplicatedUpdate:
     """Every device computes the whole update, in a program of its own that knows nothing of the mesh.
 
     For update rules that compute sums or products over a parameter: cut over devices, their order of additions would
     depend on the mesh. Costs each device the memory and the work of the whole update.
     """
 
-    def __init__(self, update: UpdateFn, shardings: StateShardings, mesh: Mesh):
+    def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
         self._jitted = jax.jit(update, donate_argnums=(0, 1))
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -135,15 +135,15 @@ class WholeUpdate:
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
                 return self._jitted.lower(*jax.tree.unflatten(structure, shapes)).compile()
 
-            programs = compile_for_each(one, [[device] for device in self._devices])
+            programs = compile_on_each(one, [[device] for device in self._devices])
             assert len({program_hash(p) for p in programs}) == 1, "devices of one mesh compile one update differently"
             self._compiled[structure] = programs
         return self._compiled[structure]
 
 
 def compile_update(
-    optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs, shardings: StateShardings, mesh: Mesh
-) -> ElementwiseUpdate | WholeUpdate:
+    optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs, shardings: TrainedShardings, mesh: Mesh
+) -> ShardedUpdate | ReplicatedUpdate:
     """The update of `optimizer` as it must be computed to have the same bits on every mesh."""
-    kind = ElementwiseUpdate if optimizer.elementwise else WholeUpdate
+    kind = ShardedUpdate if optimizer.elementwise else ReplicatedUpdate
     return kind(make_update(optimizer, tx), shardings, mesh)

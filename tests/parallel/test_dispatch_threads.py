@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lm_trainer.parallel import dispatch_threads as streams
+from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 
 
@@ -18,7 +18,7 @@ def test_calls_take_turns_among_threads():
     assert threading.get_ident() not in names
 
 
-def test_one_stream_is_the_thread_that_calls():
+def test_one_thread_is_the_thread_that_calls():
     assert DispatchThreads(1)(threading.get_ident) == threading.get_ident()
 
 
@@ -47,5 +47,5 @@ def test_what_is_enqueued_side_by_side_waits_for_what_it_needs():
     ],
 )
 def test_how_many_run_side_by_side(platform, cores, groups, size, at_once, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "available_cores", lambda: cores)
+    monkeypatch.setattr(dispatch_threads, "available_cores", lambda: cores)
     assert programs_at_once(platform, groups, size) == at_once

@@ -62,7 +62,7 @@ def test_what_fixes_the_order_of_sums_does_not_depend_on_the_mesh() -> None:
     for devices in (1, 2, 4, 8):
         mesh = build_mesh(MeshShape(), jax.devices()[:devices])
         param_shardings = plan_shardings(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
-        plans.add(tuple((name, x.sum_dim, x.chunks) for name, x in param_shardings.items()))
+        plans.add(tuple((name, x.scatter_dim, x.scatter_chunks) for name, x in param_shardings.items()))
     assert plans == {(("w", 0, 4), ("v", 0, 8), ("odd", None, 1))}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.parallel.sharded_array import Slices, assemble
+from lm_trainer.parallel.sharded_array import Slices, make_sharded_array
 
 SHAPE = (3, 8, 4)
 WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -31,7 +31,7 @@ def test_every_device_has_its_block_and_asks_for_no_other(host_bytes: int, dtype
             yield (layer - block[0].start, 0, 0), WHOLE[layer : layer + 1, *block[1:]]
 
     sharding = NamedSharding(mesh(), PartitionSpec(None, "data"))
-    array = assemble(SHAPE, dtype, sharding, parts, host_bytes=host_bytes)
+    array = make_sharded_array(SHAPE, dtype, sharding, parts, host_bytes=host_bytes)
     assert array.dtype == dtype
     assert array.sharding == sharding
     np.testing.assert_array_equal(np.asarray(array), WHOLE.astype(dtype))
@@ -41,7 +41,7 @@ def test_every_device_has_its_block_and_asks_for_no_other(host_bytes: int, dtype
 
 def test_a_scalar_and_a_replicated_array() -> None:
     sharding = NamedSharding(mesh(), PartitionSpec())
-    scalar = assemble((), np.float32, sharding, lambda _: [((), np.full((), 2.5, np.float32))])
+    scalar = make_sharded_array((), np.float32, sharding, lambda _: [((), np.full((), 2.5, np.float32))])
     assert float(scalar) == 2.5
-    array = assemble(SHAPE, np.float32, sharding, lambda _: [((0, 0, 0), WHOLE)], host_bytes=0)
+    array = make_sharded_array(SHAPE, np.float32, sharding, lambda _: [((0, 0, 0), WHOLE)], host_bytes=0)
     np.testing.assert_array_equal(np.asarray(array), WHOLE)

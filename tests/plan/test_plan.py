@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.plan_error import VOCAB, config_of, measure_live
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel import dispatch_threads as streams
+from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.ordered_sum import TreeSum, most_held
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
@@ -69,7 +69,7 @@ def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
 
 
 def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(streams, "available_cores", lambda: 4)
+    monkeypatch.setattr(dispatch_threads, "available_cores", lambda: 4)
     beside, compiled = StepMemory(memory.config, VOCAB, jax.devices()[:2], "cpu"), memory.compile()
     (one,), (two,) = (
         [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)

@@ -19,7 +19,7 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, TextModel, write_hf
 from lm_trainer.models import DecoderConfig, LlamaConfig, Qwen2Config, hf
 from lm_trainer.models.rope import Llama3Rope
-from lm_trainer.parallel import sharded_array as assemble
+from lm_trainer.parallel import sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig, config_hash
 from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
@@ -234,7 +234,7 @@ def test_the_weights_arrive_cut_over_the_devices(
     params: tuple[Path, dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch, host_bytes: int
 ) -> None:
     base, expected = params
-    monkeypatch.setattr(assemble.assemble, "__kwdefaults__", {"host_bytes": host_bytes})
+    monkeypatch.setattr(sharded_array.make_sharded_array, "__kwdefaults__", {"host_bytes": host_bytes})
     monkeypatch.setattr("lm_trainer.run.pretrained.HOST_BYTES", host_bytes)
     found = start(config(base, model=KEYS, trainer={"train_batch_size": 8}))
     program = build_program(found.config, found.vocab_size)

@@ -47,15 +47,15 @@ def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = 
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
     tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
     sharding = plan_state_sharding(abstract, tx, param_shardings, mesh)
-    update = compile_update(config, tx, sharding.state, mesh)
+    update = compile_update(config, tx, sharding.trained, mesh)
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:
         draw = {n: rng.standard_normal(s) * 10.0 ** rng.integers(-6, 3, s) for n, (s, _) in shapes.items()}
-        return {n: jax.device_put(x.astype(np.float32), sharding.state.params[n]) for n, x in draw.items()}
+        return {n: jax.device_put(x.astype(np.float32), sharding.trained.params[n]) for n, x in draw.items()}
 
     params = values()
-    state = jax.jit(tx.init, out_shardings=sharding.state.opt_state)(params)
+    state = jax.jit(tx.init, out_shardings=sharding.trained.opt_state)(params)
     digest = hashlib.sha256()
     for step in range(6):
         scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}
