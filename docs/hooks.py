@@ -21,7 +21,7 @@ Schema = dict[str, Any]
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for every page: replaces the markers."""
     drawn = re.sub(r"(```yaml\n((?:(?!```).)*)```\n\n)<!-- generated: plot -->", _with_plot, markdown, flags=re.DOTALL)
-    generators = {"configuration": configuration, "command line": command_line}
+    generators = {"configuration": configuration, "command line": command_line, "what there is": what_there_is}
     return re.sub(r"<!-- generated: ([\w ]+) -->", lambda match: generators[match[1]](), drawn)
 
 
@@ -37,6 +37,37 @@ def configuration() -> str:
     from lm_trainer.run.config import RunConfig
 
     return render(RunConfig.model_json_schema(mode="validation"))
+
+
+KINDS = {
+    "models": "model",
+    "optimizers": "optimizer",
+    "sources of data": "data.source",
+    "formats of data": "data.format",
+    "tokenizers": "data.tokenizer",
+    "averages of weights": "trainer.model_averaging",
+    "products in 8 bits": "trainer.quantization",
+    "trackers": "trainer.tracker",
+}
+"""Rows of the table of `what_there_is`: title -> key of the configuration that takes one of several kinds."""
+
+
+def what_there_is() -> str:
+    """The `type` of every kind of section, with a link to its keys in the reference."""
+    from lm_trainer.run.config import RunConfig
+
+    members = kinds(RunConfig.model_json_schema(mode="validation"))
+    rows = (f"| {title} | {', '.join(_link(*pair) for pair in members[key])} |" for title, key in KINDS.items())
+    return "\n".join(["| | `type` in the configuration |", "|---|---|", *rows])
+
+
+def _link(tag: str, definition: str) -> str:
+    return f"[`{tag}`](reference/config.md#{definition.lower()})"
+
+
+def kinds(root: Schema) -> dict[str, list[tuple[str, str]]]:
+    """The keys of a JSON schema that take one of several kinds -> (`type`, definition) of each, in their order."""
+    return dict(_Renderer(root).kinds("", root))
 
 
 def _with_plot(match: re.Match[str]) -> str:
@@ -98,6 +129,17 @@ class _Renderer:
                     yield from self.section(full, self._definitions[name])
             if kinds:
                 yield from self._union(full, kinds, field)
+
+    def kinds(self, path: str, schema: Schema) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """Every key with sections of several kinds below this one, and these kinds."""
+        for key, field in schema.get("properties", {}).items():
+            names = list(dict.fromkeys(self._references(field)))
+            tagged = [(tags[0], name) for name in names if (tags := _tags(self._definitions[name]))]
+            if len(tagged) > 1:
+                yield f"{path}{key}", tagged
+            for name in names:
+                if not _tags(self._definitions[name]):
+                    yield from self.kinds(f"{path}{key}.", self._definitions[name])
 
     def _union(self, path: str, names: list[str], field: Schema) -> Iterator[str]:
         """What kinds there are, what most of them have alike, and what each adds or has otherwise."""

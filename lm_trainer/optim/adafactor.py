@@ -1,4 +1,8 @@
-"""Adafactor: second moments of matrices as the product of a row and a column, so that they take hardly any memory."""
+"""Adafactor: second moments of matrices as the product of a row and a column, so that they take hardly any memory.
+
+Shape letters: L stacked matrices of one parameter, I inputs, O outputs. 12 layers of a linear map from 768 to 3072 are
+g_LIO (12, 768, 3072), with rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers in place of 28 million.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ class AdafactorConfig(OptimizerConfig):
     """Matrices with fewer rows or columns keep a second moment for each number."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The gradient over the root of its factored second moment, clipped and scaled to the weight."""
+        """Returns the gradient over the root of its factored second moment, clipped and scaled to the weight."""
         parts: list[optax.GradientTransformation] = [self._normalise(params)]
         if self.clipping_threshold is not None:
             parts.append(clip_update_rms(self.clipping_threshold, params))
@@ -70,17 +74,22 @@ class AdafactorConfig(OptimizerConfig):
 
 
 def _decay(count: jax.Array, rate: float) -> jax.Array:
+    """The decay at step `count`, from 1. It is 0 at first, so that no correction for the start at 0 is needed."""
     return 1 - count.astype(jnp.float32) ** -rate
 
 
 class SquaresState(NamedTuple):
-    """The state of the parameters that are not factored."""
+    """State of the parameters that are not factored."""
 
     count: jax.Array
+    """int32 [], steps so far."""
     nu: Any
+    """The average of squared gradients, like the parameters."""
 
 
 def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    """Algorithm 5 for vectors and small matrices: a second moment for each number."""
+
     def init(weights: Any) -> SquaresState:
         return SquaresState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights))
 
@@ -96,16 +105,22 @@ def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransf
 
 
 class FactorState(NamedTuple):
-    """The state of the factored parameters."""
+    """State of the factored parameters."""
 
     count: jax.Array
+    """int32 [], steps so far."""
     rows: dict[str, jax.Array]
-    """float32 [stacked, inputs]: the mean over the outputs."""
+    """float32 [L, I]: the mean over the outputs."""
     columns: dict[str, jax.Array]
-    """float32 [stacked, outputs]: the mean over the inputs."""
+    """float32 [L, O]: the mean over the inputs."""
 
 
 def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    """Algorithm 4, with means in place of sums.
+
+    Not `optax.scale_by_factored_rms`: that factors the two largest dimensions of an array, which for a stack of layers
+    with heads are not those of one matrix, and in the gradient's dtype.
+    """
     shapes = {name: param.matrix_shape for name, param in params.items()}
 
     def init(_: Any) -> FactorState:
@@ -120,21 +135,24 @@ def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> opta
         decay = _decay(count, decay_rate)
         rows, columns, scaled = {}, {}, dict(updates)
         for name, param in params.items():
-            g = param.to_matrices(updates[name]).astype(jnp.float32)
-            squares = jnp.square(g) + epsilon
-            rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares, axis=2)
-            columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares, axis=1)
+            g_LIO = param.to_matrices(updates[name]).astype(jnp.float32)
+            squares_LIO = jnp.square(g_LIO) + epsilon
+            rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares_LIO, axis=2)
+            columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares_LIO, axis=1)
             # The product is divided by the mean in the rows: as a factor of its own it would leave float32's range.
-            shares = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
-            direction = g * jax.lax.rsqrt(shares)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
-            scaled[name] = param.from_matrices(direction).astype(updates[name].dtype)
+            shares_LI = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
+            scaled_LIO = g_LIO * jax.lax.rsqrt(shares_LI)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
+            scaled[name] = param.from_matrices(scaled_LIO).astype(updates[name].dtype)
         return scaled, FactorState(count, rows, columns)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _scale_to_weights(params: Params) -> optax.GradientTransformation:
-    """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack."""
+    """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack (algorithm 4, alpha).
+
+    The least of 1e-3 lets a weight that starts at 0 leave it.
+    """
 
     def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
         def scaled(name: str, u: jax.Array) -> jax.Array:

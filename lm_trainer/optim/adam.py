@@ -28,7 +28,7 @@ class AdamConfig(OptimizerConfig):
     nesterov: bool = False
     """Looks one step ahead with the first moment (Dozat 2016)."""
     update_rms_clipping: PositiveFloat | None = None
-    """Scales the direction of each weight, before its decay, down to this root mean square, as in StableAdamW
+    """Scales the update of each weight, before its decay, down to this root mean square, as in StableAdamW
     (Wortsman et al. 2023, arXiv 2304.13013), but of m / sqrt(v), not of g / sqrt(v). 1.0 suits most models; null: no
     clipping."""
     adamc_weight_decay: bool = False
@@ -40,7 +40,7 @@ class AdamConfig(OptimizerConfig):
         return super().elementwise and self.update_rms_clipping is None
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The first moment over the root of the second, both corrected for their start at 0."""
+        """Returns the first moment over the root of the second, both corrected for their start at 0."""
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, nesterov=self.nesterov)
         if self.update_rms_clipping is None:
             return adam

@@ -1,4 +1,14 @@
-"""Adam-mini: AdamW with one second moment for each block of a weight, which halves the memory of the optimizer."""
+"""Adam-mini: AdamW with one second moment for each block of a weight, which halves the memory of the optimizer.
+
+Second moments keep the rank of their parameter, with 1 for the dimensions of a block. Of 12 layers with 8 heads of size
+64 and hidden dimension 512:
+
+    parameter                     block                second moments
+    q.weight  (12, 512, 8, 64)    a head               (12, 1, 8, 1)
+    v.weight  (12, 512, 8, 64)    an output            (12, 1, 8, 64)
+    up.weight (12, 512, 2048)     an output            (12, 1, 2048)
+    tokens    (50257, 512)        a token              (50257, 1)
+"""
 
 from __future__ import annotations
 
@@ -33,7 +43,7 @@ class AdamMiniConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The average gradient over the root of its block's second moment, both corrected for their start at 0."""
+        """Returns the average gradient over the root of its block's second moment, both without their bias to 0."""
         blocks = {name: block_axes(param) for name, param in params.items() if param.role != "vector"}
         mini = _scale_by_blocks(blocks, params, self.beta1, self.beta2, self.epsilon)
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
@@ -43,6 +53,8 @@ class AdamMiniConfig(OptimizerConfig):
 
 def block_axes(param: Param) -> tuple[int, ...]:
     """The dimensions of a matrix or table over which one block extends; the others count blocks."""
+    # The Hessian of a transformer is nearly block-diagonal: by heads for queries and keys, by outputs for other maps,
+    # by tokens for tables (section 2 of the paper). One learning rate for each block is then enough.
     axes = param.axes
     inside = range(param.lead, len(axes))
     if param.role in ("embedding", "head"):
@@ -54,10 +66,12 @@ def block_axes(param: Param) -> tuple[int, ...]:
 
 
 class MiniState(NamedTuple):
-    """The state of the parameters that have blocks."""
+    """State of the parameters that have blocks."""
 
     count: jax.Array
+    """int32 [], steps so far."""
     mu: Any
+    """The average of gradients, like the parameters."""
     nu: dict[str, jax.Array]
     """float32, each parameter's shape with 1 in place of the dimensions of a block."""
 
@@ -65,6 +79,7 @@ class MiniState(NamedTuple):
 def _scale_by_blocks(
     blocks: dict[str, tuple[int, ...]], params: Params, beta1: float, beta2: float, epsilon: float
 ) -> optax.GradientTransformation:
+    """Adam with the mean square over each block in place of the square; `blocks`: the axes inside of a block."""
     shapes = {name: [1 if i in axes else n for i, n in enumerate(params[name].shape)] for name, axes in blocks.items()}
 
     def init(weights: Any) -> MiniState:
@@ -75,6 +90,7 @@ def _scale_by_blocks(
         del weights
         count = state.count + 1
         mu = optax.tree_utils.tree_update_moment(updates, state.mu, beta1, 1)
+        # float32 also for bfloat16 gradients: a block has up to a whole row of numbers to add.
         squares = {
             name: jnp.mean(jnp.square(updates[name].astype(jnp.float32)), axis=axes, keepdims=True)
             for name, axes in blocks.items()
@@ -82,8 +98,9 @@ def _scale_by_blocks(
         nu = optax.tree_utils.tree_update_moment(squares, state.nu, beta2, 1)
         mu_hat = optax.tree_utils.tree_bias_correction(mu, beta1, count)
         nu_hat = optax.tree_utils.tree_bias_correction(nu, beta2, count)
+        # One division for each block, not for each number.
         scales = {name: 1 / (jnp.sqrt(v) + epsilon) for name, v in nu_hat.items()}
-        directions = {name: m * scales[name].astype(m.dtype) if name in scales else m for name, m in mu_hat.items()}
-        return directions, MiniState(count, mu, nu)
+        scaled = {name: m * scales[name].astype(m.dtype) if name in scales else m for name, m in mu_hat.items()}
+        return scaled, MiniState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]

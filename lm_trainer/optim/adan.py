@@ -31,6 +31,6 @@ class AdanConfig(OptimizerConfig):
     """Added to the root of the average of squares."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The average gradient plus 1 - beta2 times the average difference, over the root of the average square."""
+        """Returns (m + (1 - beta2) v) / (sqrt(n) + epsilon): averages of gradients, of differences, and of squares."""
         del params
         return optax.scale_by_adan(b1=self.beta1, b2=self.beta2, b3=self.beta3, eps=self.epsilon)

@@ -1,4 +1,4 @@
-"""ADOPT: Adam whose second moment does not see the gradient that it normalises."""
+"""ADOPT: Adam that normalises a gradient by the second moment before it, with which it is not correlated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdoptConfig(OptimizerConfig):
     """Clips each normalised gradient to the fourth root of the number of steps done."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
+        """Returns the average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
         del params
         return optax.contrib.scale_by_adopt(
             b1=self.beta1, b2=self.beta2, eps=self.epsilon, use_clipping=self.use_clipping

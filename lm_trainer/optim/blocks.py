@@ -1,10 +1,14 @@
-"""Parameters cut into blocks that are preconditioned by themselves.
+"""Split of a parameter into blocks, each with a preconditioner of its own.
 
 Shape letters: K blocks of one parameter (and of all its layers), I inputs of a block, O its outputs.
+
+Example: attention queries of 12 layers, 8 heads of size 64 and hidden dimension 512, in blocks of at most 256, are
+(12, 512, 8, 64) as a parameter, (12, 512, 512) as matrices, and K, I, O = 12 * 2 * 2, 256, 256 as blocks.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -14,14 +18,24 @@ from lm_trainer.optim.params import Param
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one parameter is cut. Each layer's matrix is cut by itself; a vector is a matrix with one output."""
+    """The split of one parameter. Each layer's matrix is split by itself; a vector is a matrix with one output."""
 
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """The parameter's shape."""
     stacked: int
+    """The number of its matrices, such as layers."""
     inputs: tuple[int, int]
-    """How many blocks side by side, and their size; the two multiply to the number of inputs."""
+    """(number of blocks side by side, their size); the two multiply to the number of inputs."""
     outputs: tuple[int, int]
+    """The same of the outputs."""
+
+    @classmethod
+    def of(cls, param: Param, most: int | None, *, inputs: bool, outputs: bool) -> Blocks:
+        """The split of a parameter into blocks of at most `most`, along those of its sides that are asked for."""
+        stacked, i, o = matrix_sizes(param)
+        return cls(
+            param.shape, stacked, fit_blocks(i, most) if inputs else (1, i), fit_blocks(o, most) if outputs else (1, o)
+        )
 
     @property
     def count(self) -> int:
@@ -31,6 +45,7 @@ class Blocks:
     def split(self, x: jax.Array) -> jax.Array:
         """[K, I, O] from an array of the parameter's shape."""
         (a, i), (b, o) = self.inputs, self.outputs
+        # A reshape alone would mix rows of neighbouring blocks: the two counts have to stand together first.
         return x.reshape(self.stacked, a, i, b, o).transpose(0, 1, 3, 2, 4).reshape(-1, i, o)
 
     def join(self, x_KIO: jax.Array) -> jax.Array:
@@ -40,20 +55,14 @@ class Blocks:
 
 
 def matrix_sizes(param: Param) -> tuple[int, int, int]:
-    """(number of stacked matrices, inputs, outputs); a vector has one output."""
+    """(number of stacked matrices, inputs, outputs), as `Param.matrix_shape`; a vector has one output."""
     if param.role != "vector":
         return param.matrix_shape
-    stacked = 1
-    for size in param.shape[: param.lead]:
-        stacked *= size
-    rest = 1
-    for size in param.shape[param.lead :]:
-        rest *= size
-    return stacked, rest, 1
+    return math.prod(param.shape[: param.lead]), math.prod(param.shape[param.lead :]), 1
 
 
-def cut(size: int, most: int | None) -> tuple[int, int]:
-    """(how many blocks, their size) for one dimension: blocks as large as its divisors allow, up to `most`.
+def fit_blocks(size: int, most: int | None) -> tuple[int, int]:
+    """(number of blocks, their size) for one dimension: its largest divisor up to `most`; None: one block.
 
     A dimension without a divisor from `most` / 4 to `most` stays whole: tiny blocks would precondition nothing.
     """

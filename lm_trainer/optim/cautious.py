@@ -1,4 +1,4 @@
-"""Cautious AdamW: of Adam's direction only what agrees in sign with the present gradient."""
+"""Cautious AdamW: only those numbers of Adam's update that agree in sign with the present gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
 
 _LEAST_SHARE = 1e-3
+"""Where hardly any number agrees, the others are scaled up by at most the inverse of this."""
 
 
 class CautiousConfig(OptimizerConfig):
@@ -30,23 +31,24 @@ class CautiousConfig(OptimizerConfig):
     """Added to the root of the second moment."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Adam's direction where it agrees with the gradient, scaled up for what is left out."""
+        """Returns Adam's update where it agrees with the gradient, scaled up by all numbers over those that agree."""
         return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 
 
 def _cautious(inner: optax.GradientTransformation, known: Params) -> optax.GradientTransformation:
-    """Each weight, and each layer of a stack, has its own share."""
+    """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own share."""
 
     def masked(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
         axes = tuple(range(known[name].lead, u.ndim))
         agree = u * g > 0
+        # Integers: a float sum over a shard would have other bits on another mesh.
         count = jnp.sum(agree, axis=axes, keepdims=True, dtype=jnp.int32)
         share = count.astype(jnp.float32) / (u.size // count.size)
         return jnp.where(agree, u / jnp.maximum(share, _LEAST_SHARE).astype(u.dtype), jnp.zeros_like(u))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        directions: Any
-        directions, state = inner.update(updates, state, params)
-        return {name: masked(name, u, updates[name]) for name, u in directions.items()}, state
+        inner_updates: Any
+        inner_updates, state = inner.update(updates, state, params)
+        return {name: masked(name, u, updates[name]) for name, u in inner_updates.items()}, state
 
     return optax.GradientTransformation(inner.init, update)

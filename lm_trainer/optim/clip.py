@@ -1,4 +1,4 @@
-"""Clipping: of the gradient to a given norm, and of the update by the norms of the updates before."""
+"""Clipping of the gradient to a given norm, and of the update by the norms of the updates before."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class ClipUpdateNormConfig(Config):
 
 
 class ClipUpdateState(NamedTuple):
-    """What clipping of updates remembers."""
+    """State of the clipping of updates."""
 
     norms: History
+    """Of the last updates, before they were clipped."""
     update_norm: jax.Array
-    """float32, the norm of the last update before it was clipped."""
+    """float32 [], the norm of the last update before it was clipped."""
 
 
 def clip_update_norm(config: ClipUpdateNormConfig) -> optax.GradientTransformationExtraArgs:
@@ -49,6 +50,7 @@ def clip_update_norm(config: ClipUpdateNormConfig) -> optax.GradientTransformati
         del params, extra_args
         norm = global_norm(updates)
         finite = jnp.isfinite(norm)
+        # 1e-12: an update of 0 must not become 0 / 0.
         scale = jnp.minimum(1.0, state.norms.limit(config.sigma_factor) / jnp.maximum(norm, 1e-12))
         clipped = jax.tree.map(lambda u: jnp.where(finite, u * scale.astype(u.dtype), jnp.zeros_like(u)), updates)
         return clipped, ClipUpdateState(state.norms.push(norm, finite), jnp.where(finite, norm, state.update_norm))
@@ -63,6 +65,7 @@ def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransform
         def clipped(name: str, u: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, u.ndim))
             rms = jnp.sqrt(jnp.mean(jnp.square(u.astype(jnp.float32)), axis=axes, keepdims=True))
+            # max(1, ...) scales down only: an update below the threshold stays as it is.
             return u / jnp.maximum(1.0, rms / threshold).astype(u.dtype)
 
         return {name: clipped(name, u) for name, u in updates.items()}, state
@@ -72,6 +75,7 @@ def clip_update_rms(threshold: float, params: Params) -> optax.GradientTransform
 
 def global_norm(tree: Any) -> jax.Array:
     """The float32 norm of all leaves together; only for arrays that are whole on every device."""
+    # The parameters' sums are added in a tree of fixed order: how XLA fuses must not decide it.
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(tree_sum(jnp.stack(squares)))
 

@@ -1,4 +1,4 @@
-"""The time table of a learning-rate schedule: cycles, and in each a warm-up, a stable phase and a decay."""
+"""Time table of a learning-rate schedule: cycles, and in each a warm-up, a stable phase and a decay."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Lengths(NamedTuple):
 def cycle_ends(
     total: int, *, cycles: int | Sequence[int] | None = None, cycle_length: float | Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The steps at which the cycles of a run of `total` steps end; the last is `total`.
+    """Returns the steps at which the cycles of a run of `total` steps end; the last is `total`.
 
     `cycles` is their number, all equally long to a step, or the steps at which they end, the last of which may be left
     out. `cycle_length` is their length, a fraction of the run (a float up to 1.0) or in steps, or a list of lengths in
-    steps; what a length does not divide, or the lengths leave over, is a last cycle.
+    steps. Steps that are left over at the end are a last cycle.
 
     Raises:
         ValueError: when both are given, or cycles do not fit into the run or have less than two steps.
@@ -88,7 +88,7 @@ def _by_length(total: int, length: float) -> list[int]:
 
 
 def _check_lengths(ends: Sequence[int], key: str) -> None:
-    """A cycle of a single step never leaves its peak; a single cycle may have any length."""
+    """Refuses a cycle of a single step, which would never leave its peak; a single cycle may have any length."""
     for number, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
         if len(ends) > 1 and end - start < 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Weight decay: which parameters decay, and the decay itself."""
+"""Weight decay, and the choice of the parameters that decay."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ALIASES: Mapping[str, str] = {
     "embed.positions": "position_embeddings",
     "head": "lm_head",
 }
-"""Parts of parameter names -> how other frameworks' configurations write them; patterns may use either."""
+"""Parts of parameter names -> their spelling in other frameworks' configurations; patterns may use either."""
 
 _KINDS = ("weight", "bias", "scale")
 
 
 def decays_by_default(param: Param) -> bool:
-    """Whether a parameter decays: matrices and heads do; biases, norms, embedding and position tables do not."""
+    """True for matrices and heads; False for biases, norms, embedding and position tables."""
     return param.role in ("matrix", "head")
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The names under which patterns find a parameter: its own, and that with every part replaced by its alias and
-    `.weight` at the end of what does not say its kind, such as a table.
+    """Returns the names under which patterns find a parameter: its own, and the one with every part replaced by its
+    alias, and with `.weight` at the end where it does not say its kind, as that of a table does not.
     """
     alias = name
     for ours, theirs in ALIASES.items():
@@ -43,7 +43,7 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def matched_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
-    """The parameters that a regular expression matches from the start of a name, or that contain one of a list.
+    """Returns the parameters whose name matches a regular expression from its start, or contains a part of a list.
 
     Raises:
         UserError: when a pattern matches no parameter.

@@ -1,4 +1,4 @@
-"""The last values of a quantity, and how large the next may be. It is part of an optimizer's state."""
+"""Ring of the last values of a quantity, and a limit for the next; part of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import jax.numpy as jnp
 from lm_trainer.parallel.ordered_sum import tree_sum
 
 _LEAST_DEVIATION = 1e-6
+"""Of equal values the deviation is 0, and the next would be refused for a change of its last digit."""
 
 
 class History(NamedTuple):
-    """A ring of finite values; every device holds all of it."""
+    """A ring of finite values, whole on every device."""
 
     ring: jax.Array
     """float32 [window]; slots that were never written are 0."""
     count: jax.Array
-    """int32, how many values were ever pushed."""
+    """int32 [], the number of values that were ever pushed."""
 
     @classmethod
     def empty(cls, window: int) -> History:
-        """Room for `window` values."""
+        """Returns a ring without values, with room for `window` of them."""
         return cls(jnp.zeros((window,), jnp.float32), jnp.zeros((), jnp.int32))
 
     def push(self, value: jax.Array, condition: jax.Array) -> History:
@@ -34,14 +35,16 @@ class History(NamedTuple):
         )
 
     def limit(self, sigma_factor: float) -> jax.Array:
-        """The mean plus `sigma_factor` times the standard deviation (of the population, at least 1e-6) of what is held.
+        """Returns, float32 [], the mean plus `sigma_factor` times the standard deviation of the values that are held.
 
-        Infinite while fewer than half of the slots, or fewer than two, are in use.
+        The deviation is that of the population, and at least 1e-6. The limit is infinite while fewer than half of the
+        slots, or fewer than two, are in use.
         """
         window = self.ring.size
         used = jnp.minimum(self.count, window)
         amount = jnp.maximum(used, 1).astype(jnp.float32)
         held = jnp.arange(window) < used
+        # Slots that are not in use are 0 and add nothing to the sum; from the deviations they have to be taken out.
         mean = tree_sum(self.ring) / amount
         deviations = jnp.where(held, self.ring - mean, 0.0)
         deviation = jnp.sqrt(tree_sum(jnp.square(deviations)) / amount)

@@ -1,6 +1,15 @@
 """PSGD with Kronecker factors: the gradient is whitened by a preconditioner that is learnt on the way.
 
-Shape letters: K blocks of one parameter, I inputs of a block, O its outputs.
+The preconditioner of a block G is P = Q^T Q with Q = Q_in (x) Q_out, so that P G = Q_in^T Q_in G Q_out^T Q_out. Both
+factors are upper triangles, or diagonals where a dimension is too large. They descend on E[tr(P G G^T + P^-1 V V^T)]
+with V random normal numbers, which is least where P G has uncorrelated numbers of variance 1 (Li 2024).
+
+Shape letters: K blocks of one parameter, I inputs of a block, O its outputs, N either of them. A factor `q` is q_KNN
+or, as a diagonal, q_KN. With the defaults, 12 layers of a linear map from 768 to 3072 give
+
+    gradient     (12, 768, 3072)
+    g_KIO        (432, 256, 256)   12 layers of 3 x 12 blocks
+    q_in, q_out  (432, 256, 256)   one pair for each block
 """
 
 from __future__ import annotations
@@ -14,33 +23,36 @@ import optax
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.blocks import Blocks, cut, matrix_sizes
+from lm_trainer.optim.blocks import Blocks
 from lm_trainer.optim.clip import clip_update_rms
 from lm_trainer.optim.params import Param, Params
 
 _HIGHEST_RMS = 1.1
-_WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and experts as weights of their own"
+"""A whitened momentum has a root mean square of at most about 1; only a factor that lags behind exceeds this."""
 _SEED = 42
+"""Fixed, not the run's seed: the random numbers probe the factors, and any do as well as others."""
+_WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and experts as weights of their own"
 
 
 class KronState(NamedTuple):
-    """What Kron remembers; factors by parameter name, where there are any."""
+    """State of Kron; factors by parameter name, where there are any."""
 
     count: jax.Array
-    """int32, steps so far; random numbers follow from it."""
+    """int32 [], steps so far; random numbers follow from it."""
     since_update: jax.Array
-    """int32, steps since the factors were last moved."""
+    """int32 [], steps since the factors were last updated."""
     mu: Any
-    """The average of gradients."""
+    """The average of gradients, like the parameters."""
     inputs: dict[str, jax.Array]
-    """Factors of the inputs: upper triangles [K, I, I], or diagonals [K, I]."""
+    """float32 factors of the inputs: upper triangles [K, I, I], or diagonals [K, I]."""
     outputs: dict[str, jax.Array]
+    """The same of the outputs, [K, O, O] or [K, O]; vectors have none."""
 
 
 class KronConfig(OptimizerConfig):
     """PSGD Kron (Li 2015, arXiv 1512.04202; Li 2024, arXiv 2402.11858), with momentum before the preconditioner.
 
-    The factors are moved at every step for `update_prob_flat_start` steps, then ever more rarely.
+    The factors are updated at every step for `update_prob_flat_start` steps, then ever more rarely.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
@@ -63,15 +75,15 @@ class KronConfig(OptimizerConfig):
     normalize_grads: bool = False
     """Divides the gradient of each weight by its norm first."""
     preconditioner_update_probability: float = Field(default=0.05, gt=0, le=1)
-    """The least frequency at which factors are moved: 0.05 is every 20 steps."""
+    """The least frequency at which factors are updated: 0.05 is every 20 steps."""
     update_prob_flat_start: NonNegativeInt = 500
-    """Steps at the start that all move the factors; then the frequency falls by a factor of e in 1000 steps."""
+    """Steps at the start that all update the factors; then the frequency falls by a factor of e in 1000 steps."""
     max_size_triangular: PositiveInt = 25000
     """A larger dimension has a diagonal factor."""
     memory_save_mode: Literal["one_diag", "all_diag"] | None = None
     """`one_diag`: the larger dimension of every matrix has a diagonal factor; `all_diag`: both have; null: none."""
     preconditioner_lr: PositiveFloat = 0.1
-    """How far a step moves the factors."""
+    """The learning rate of the factors."""
     preconditioner_init_scale: PositiveFloat = 1.0
     """The preconditioner starts as the identity times the square of this."""
     partition_grads_into_blocks: bool = True
@@ -82,9 +94,11 @@ class KronConfig(OptimizerConfig):
     """Decoupled weight decay, multiplied by the learning rate."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The preconditioned momentum, no weight's root mean square above 1.1."""
+        """Returns the preconditioned momentum, with no weight's root mean square above 1.1."""
         triangles = {name: self._triangles(param) for name, param in params.items()}
-        blocks = {name: self._blocks(param, *triangles[name]) for name, param in params.items()}
+        most = self.block_size if self.partition_grads_into_blocks else None
+        # A diagonal gains nothing from blocks: it has as many numbers as the dimension anyway.
+        blocks = {n: Blocks.of(p, most, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()}
         normalize = _normalize(params) if self.normalize_grads else optax.identity()
 
         def factors(side: int) -> dict[str, jax.Array]:
@@ -93,6 +107,7 @@ class KronConfig(OptimizerConfig):
                 if params[name].role == "vector" and side == 1:
                     continue
                 size = (block.inputs, block.outputs)[side][1]
+                # Where two factors are multiplied, each brings the root, so that Q is the scale itself.
                 scale = self.preconditioner_init_scale ** (1.0 if params[name].role == "vector" else 0.5)
                 one = jnp.eye(size) if triangles[name][side] else jnp.ones(size)
                 found[name] = jnp.tile(scale * one, (block.count,) + (1,) * one.ndim)
@@ -107,11 +122,13 @@ class KronConfig(OptimizerConfig):
             mu = optax.tree.update_moment(grads, state.mu, self.beta1, 1)
             momentum = optax.tree.bias_correction(mu, self.beta1, count)
             split = {name: blocks[name].split(m) for name, m in momentum.items()}
+            # A count, not a draw at that probability: the work is then as even as it can be.
             due = since >= 1 / self._frequency(count)
+            # A branch, not a select: between two updates the solves and products below cost nothing.
             inputs, outputs = jax.lax.cond(
-                due, self._moved, lambda _, __, *factors: factors, split, count, state.inputs, state.outputs
+                due, self._update_factors, lambda _, __, *factors: factors, split, count, state.inputs, state.outputs
             )
-            whitened = {n: _whitened(inputs.get(n), outputs.get(n), g_KIO) for n, g_KIO in split.items()}
+            whitened = {n: _precondition(inputs.get(n), outputs.get(n), m_KIO) for n, m_KIO in split.items()}
             updates = {n: blocks[n].join(u_KIO.astype(grads[n].dtype)) for n, u_KIO in whitened.items()}
             return updates, KronState(count, jnp.where(due, 0, since), mu, inputs, outputs)
 
@@ -123,7 +140,7 @@ class KronConfig(OptimizerConfig):
         return jnp.clip(falling, self.preconditioner_update_probability, 1.0)
 
     def _triangles(self, param: Param) -> tuple[bool, bool]:
-        """Whether the factors of inputs and outputs are triangular."""
+        """Says of the factors of inputs and outputs whether they are triangular."""
         if param.role == "vector" or self.memory_save_mode == "all_diag":
             return False, False
         _, inputs, outputs = param.matrix_shape
@@ -132,33 +149,33 @@ class KronConfig(OptimizerConfig):
             return fits[0] and inputs < outputs, fits[1] and inputs >= outputs
         return fits
 
-    def _blocks(self, param: Param, inputs: bool, outputs: bool) -> Blocks:
-        most = self.block_size if self.partition_grads_into_blocks else None
-        stacked, i, o = matrix_sizes(param)
-        return Blocks(param.shape, stacked, cut(i, most) if inputs else (1, i), cut(o, most) if outputs else (1, o))
-
-    def _moved(
+    def _update_factors(
         self,
         momentum: dict[str, jax.Array],
         count: jax.Array,
         inputs: dict[str, jax.Array],
         outputs: dict[str, jax.Array],
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """The factors after one step towards a preconditioner that whitens the momentum."""
+        """Computes the factors after one step towards a preconditioner that whitens the momentum."""
         key = jax.random.fold_in(jax.random.key(_SEED), count)
         new_inputs, new_outputs = {}, {}
-        for i, (name, g_KIO) in enumerate(sorted(momentum.items())):
-            g_KIO = g_KIO.astype(inputs[name].dtype)
-            v_KIO = jax.random.normal(jax.random.fold_in(key, i), g_KIO.shape, g_KIO.dtype)
-            damping = jnp.sqrt(jnp.finfo(jnp.float32).eps) * jnp.mean(jnp.abs(g_KIO), axis=(1, 2), keepdims=True)
-            pair = _move(inputs[name], outputs.get(name), g_KIO + damping * v_KIO, v_KIO, self.preconditioner_lr)
-            new_inputs[name] = pair[0]
-            if pair[1] is not None:
-                new_outputs[name] = pair[1]
+        # Sorted, because each parameter's key follows from its place, and a restored state may have another order.
+        for i, (name, m_KIO) in enumerate(sorted(momentum.items())):
+            m_KIO = m_KIO.astype(inputs[name].dtype)
+            v_KIO = jax.random.normal(jax.random.fold_in(key, i), m_KIO.shape, m_KIO.dtype)
+            # Noise of a relative size of 3e-4: where a momentum has low rank, P would grow without bound beside it.
+            damping_K11 = jnp.sqrt(jnp.finfo(jnp.float32).eps) * jnp.mean(jnp.abs(m_KIO), axis=(1, 2), keepdims=True)
+            g_KIO = m_KIO + damping_K11 * v_KIO
+            q_in, q_out = _step_factors(inputs[name], outputs.get(name), g_KIO, v_KIO, self.preconditioner_lr)
+            new_inputs[name] = q_in
+            if q_out is not None:
+                new_outputs[name] = q_out
         return new_inputs, new_outputs
 
 
 def _normalize(params: Params) -> optax.GradientTransformation:
+    """Divides the gradient of each weight, and of each layer of a stack, by its norm."""
+
     def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
         def one(name: str, g: jax.Array) -> jax.Array:
             axes = tuple(range(params[name].lead, g.ndim))
@@ -169,8 +186,12 @@ def _normalize(params: Params) -> optax.GradientTransformation:
     return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
 
 
+# Every product below has precision="highest": an accelerator's default rounds the operands to bfloat16 or TF32, and the
+# inverse of a factor would magnify that error by its condition number.
+
+
 def _product(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q X for a factor of the inputs."""
+    """Q X for a factor of the inputs, [K, I, O]; None is the identity."""
     if q is None:
         return x_KIO
     return q[..., None] * x_KIO if q.ndim == 2 else jnp.matmul(q, x_KIO, precision="highest")
@@ -180,8 +201,9 @@ def _transposed(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _whitened(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array) -> jax.Array:
-    """Q_in^T Q_in G Q_out^T Q_out."""
+def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array) -> jax.Array:
+    """Q_in^T Q_in G Q_out^T Q_out, [K, I, O]."""
+    # Each round multiplies from the left and transposes: after two, outputs are behind inputs again.
     for q in (q_in, q_out):
         half = _product(q, g_KIO)
         back = q if q is None or q.ndim == 2 else _transposed(q)
@@ -190,7 +212,7 @@ def _whitened(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array)
 
 
 def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q^-T X for a factor of the inputs."""
+    """Q^-T X for a factor of the inputs, [K, I, O], by substitution: no inverse is formed."""
     if q is None:
         return x_KIO
     if q.ndim == 2:
@@ -198,39 +220,50 @@ def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
     return jax.lax.linalg.triangular_solve(q, x_KIO, left_side=True, lower=False, transpose_a=True)
 
 
-def _move(
+def _step_factors(
     q_in: jax.Array, q_out: jax.Array | None, g_KIO: jax.Array, v_KIO: jax.Array, rate: float
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One step on E[tr(P G G^T + P^-1 V V^T)] for both factors, in the geometry of their group."""
+    """One step on E[tr(P G G^T + P^-1 V V^T)] for both factors, within their group (Li 2018, arXiv 1809.10232)."""
     a_KIO = _transposed(_product(q_out, _transposed(_product(q_in, g_KIO))))
     b_KIO = _transposed(_inverse_transposed(q_out, _transposed(_inverse_transposed(q_in, v_KIO))))
-    new_in = _stepped(q_in, a_KIO, b_KIO, rate)
+    new_in = _step_factor(q_in, a_KIO, b_KIO, rate)
     if q_out is None:
         return new_in, None
-    new_out = _stepped(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
+    new_out = _step_factor(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
     # Only the product of the two matters: kept at one size, none of them overflows.
     sizes = [jnp.max(jnp.abs(q), axis=tuple(range(1, q.ndim)), keepdims=True) for q in (new_in, new_out)]
-    ratio = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
-    return new_in * ratio.reshape(sizes[0].shape), new_out / ratio.reshape(sizes[1].shape)
+    ratio_K = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
+    return new_in * ratio_K.reshape(sizes[0].shape), new_out / ratio_K.reshape(sizes[1].shape)
 
 
-def _stepped(q: jax.Array, a_KIO: jax.Array, b_KIO: jax.Array, rate: float) -> jax.Array:
-    tiny = jnp.finfo(q.dtype).tiny
+def _step_factor(q: jax.Array, a_KNM: jax.Array, b_KNM: jax.Array, rate: float) -> jax.Array:
+    """Q - rate / |A A^T + B B^T| * triu(A A^T - B B^T) Q, with A = Q_in G Q_out^T and B = Q_in^-T V Q_out^-1 for the
+    factor of the inputs, their transposes for that of the outputs. N is the side of the factor, M the other one.
+
+    The step multiplies Q by an upper triangle whose diagonal the norm keeps above 0, so that Q always has an inverse.
+    """
+    tiny = jnp.finfo(q.dtype).tiny  # a block without gradient has a norm of 0
     if q.ndim == 2:
-        aa, bb = jnp.sum(a_KIO * a_KIO, axis=-1), jnp.sum(b_KIO * b_KIO, axis=-1)
-        size = jnp.max(jnp.abs(aa + bb), axis=-1, keepdims=True) + tiny
-        return q - rate / size * (aa - bb) * q
-    aa = jnp.matmul(a_KIO, _transposed(a_KIO), precision="highest")
-    bb = jnp.matmul(b_KIO, _transposed(b_KIO), precision="highest")
-    size = jax.vmap(_spectral_norm)(aa + bb)[:, None, None] + tiny
-    return q - rate / size * jnp.matmul(jnp.triu(aa - bb), q, precision="highest")
+        aa_KN, bb_KN = jnp.sum(a_KNM * a_KNM, axis=-1), jnp.sum(b_KNM * b_KNM, axis=-1)
+        size_K1 = jnp.max(jnp.abs(aa_KN + bb_KN), axis=-1, keepdims=True) + tiny
+        return q - rate / size_K1 * (aa_KN - bb_KN) * q
+    aa_KNN = jnp.matmul(a_KNM, _transposed(a_KNM), precision="highest")
+    bb_KNN = jnp.matmul(b_KNM, _transposed(b_KNM), precision="highest")
+    size_K11 = jax.vmap(_spectral_norm)(aa_KNN + bb_KNN)[:, None, None] + tiny
+    return q - rate / size_K11 * jnp.matmul(jnp.triu(aa_KNN - bb_KNN), q, precision="highest")
 
 
-def _spectral_norm(x: jax.Array) -> jax.Array:
-    """A lower bound for a symmetric matrix [N, N], at most a factor of sqrt(2) too low in practice."""
-    largest = jnp.max(jnp.abs(x))
-    scaled = x / jnp.where(largest > 0, largest, 1)
-    column = scaled[:, jnp.argmax(jnp.sum(scaled * scaled, axis=0))]
-    image = jnp.matmul(column, scaled, precision="highest")
-    norm = jnp.linalg.norm(image)
-    return largest * jnp.linalg.norm(jnp.matmul(image / jnp.where(norm > 0, norm, 1), scaled, precision="highest"))
+def _spectral_norm(x_NN: jax.Array) -> jax.Array:
+    """A lower bound for the norm of a symmetric matrix, [], at most a factor of sqrt(2) too low in practice.
+
+    One power iteration from the column with the largest norm: an eigenvalue decomposition would cost more than the
+    rest of the update, and the step only needs the size.
+    """
+    # The largest number is taken out first, so that no square overflows or vanishes.
+    largest = jnp.max(jnp.abs(x_NN))
+    scaled_NN = x_NN / jnp.where(largest > 0, largest, 1)
+    column_N = scaled_NN[:, jnp.argmax(jnp.sum(scaled_NN * scaled_NN, axis=0))]
+    image_N = jnp.matmul(column_N, scaled_NN, precision="highest")
+    norm = jnp.linalg.norm(image_N)
+    unit_N = image_N / jnp.where(norm > 0, norm, 1)
+    return largest * jnp.linalg.norm(jnp.matmul(unit_N, scaled_NN, precision="highest"))

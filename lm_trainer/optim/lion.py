@@ -26,6 +26,6 @@ class LionConfig(OptimizerConfig):
     """Decay of the momentum; the paper takes 0.99, and 0.95 to 0.98 where training is unstable."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The sign of beta1 * momentum + (1 - beta1) * gradient."""
+        """Returns the sign of beta1 * momentum + (1 - beta1) * gradient."""
         del params
         return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)

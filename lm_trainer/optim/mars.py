@@ -15,8 +15,8 @@ from lm_trainer.optim.params import Params
 
 
 class MarsConfig(OptimizerConfig):
-    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form that takes the
-    gradient of the step before for that of the same batch at the weights before.
+    """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form: in place of the
+    gradient of this batch at the weights before, which would cost a second gradient, it takes the gradient before.
     """
 
     type: Literal["mars"] = "mars"
@@ -39,24 +39,26 @@ class MarsConfig(OptimizerConfig):
         return self.max_grad_norm is None and self.clip_update_norm is None
 
     def clip_rule(self) -> optax.GradientTransformation:
-        """None: what is clipped is the corrected gradient."""
+        """Returns no clipping: the corrected gradient is clipped, in `transform`."""
         return optax.identity()
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Adam's direction from corrected gradients."""
+        """Returns Adam's update from corrected gradients."""
         del params
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
         return optax.chain(_correct(self.gamma * self.beta1 / (1 - self.beta1), self.max_grad_norm), adam)
 
 
 class CorrectionState(NamedTuple):
-    """What the correction remembers."""
+    """State of the correction."""
 
     previous: Any
-    """The gradient of the step before, as it came; 0 at the first step."""
+    """The gradient of the step before, not corrected and not clipped, like the parameters; 0 at the first step."""
 
 
 def _correct(strength: float, max_norm: float | None) -> optax.GradientTransformation:
+    """Adds `strength` times the change of the gradient, then scales the sum down to the global norm `max_norm`."""
+
     def init(params: Any) -> CorrectionState:
         return CorrectionState(jax.tree.map(jnp.zeros_like, params))
 
@@ -64,6 +66,7 @@ def _correct(strength: float, max_norm: float | None) -> optax.GradientTransform
         del params
         corrected = jax.tree.map(lambda g, before: g + strength * (g - before), updates, state.previous)
         if max_norm is not None:
+            # Of whole arrays, in this program: the norm that the step hands in is that of g, not of c.
             scale = jnp.minimum(1.0, max_norm / jnp.maximum(global_norm(corrected), 1e-12))
             corrected = jax.tree.map(lambda c: c * scale.astype(c.dtype), corrected)
         return corrected, CorrectionState(updates)

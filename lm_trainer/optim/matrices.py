@@ -1,4 +1,7 @@
-"""What optimizers share that treat hidden matrices by one rule and all other parameters by another."""
+"""Parts of optimizers that update the matrices of hidden layers by one rule and all other parameters by another.
+
+Sizes of a matrix are (inputs, outputs), as in x @ W; `Param.matrix_shape` says which axes of an array they are.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from lm_trainer.optim.params import Param, Params
 
 
 def is_matrix(param: Param) -> bool:
-    """Whether a parameter is a linear map of a hidden layer (or a stack of such)."""
+    """True for a linear map of a hidden layer, and for a stack of such."""
     return param.role == "matrix"
 
 
 def split_by_role(
     params: Params, matrices: optax.GradientTransformation, others: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
-    """`matrices` for the linear maps of hidden layers, `others` for embeddings, heads, biases and scales of norms."""
+    """Applies `matrices` to linear maps of hidden layers, `others` to embeddings, heads, biases and scales of norms."""
     labels = {name: "matrices" if is_matrix(param) else "others" for name, param in params.items()}
     return optax.partition({"matrices": matrices, "others": others}, labels)
 
@@ -28,11 +31,21 @@ def split_by_role(
 def orthogonalised_momentum(
     params: Params, *, momentum: float, nesterov: bool, steps: int, epsilon: float
 ) -> optax.GradientTransformation:
-    """U V^T, near enough, of the momentum U S V^T of each matrix, by the Newton-Schulz iteration of Muon."""
+    """Replaces the momentum U S V^T of each matrix by about U V^T, by the Newton-Schulz iteration of Muon
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    `steps` times X <- a X + (b A + c A^2) X, with A = X X^T, (a, b, c) = (3.4445, -4.7750, 2.0315) and X at first the
+    momentum over its Frobenius norm plus `epsilon`. That applies p(s) = a s + b s^3 + c s^5 to each singular value,
+    which the norm has brought to at most 1. The coefficients do not let it converge to 1: they make the slope at 0, a,
+    as large as it can be, so that after five steps every singular value above 0.003 is between 0.68 and 1.21. That
+    trains as well as 1 does, for fewer steps.
+
+    A stack (12, 768, 3072) is 12 matrices; each is iterated as (768, 768) @ (768, 3072), the smaller side first.
+    """
     numbers = {name: _dimension_numbers(param) for name, param in params.items() if is_matrix(param)}
 
     def numbers_of(updates: Any) -> Any:
-        # What is not a matrix stands in the tree as optax.MaskedNode.
+        # A parameter that is no matrix stands in the tree as optax.MaskedNode, and is handed through.
         return {name: numbers.get(name, updates[name]) for name in updates}
 
     return optax.contrib.scale_by_muon(
@@ -41,8 +54,10 @@ def orthogonalised_momentum(
 
 
 def _dimension_numbers(param: Param) -> MuonDimensionNumbers:
-    """Which axes of the array are the inputs of one matrix, and which its outputs; the axes before them count them."""
+    """The axes that are the inputs of one matrix, and those that are its outputs, for optax."""
     inputs, outputs = param.matrix_shape[1:]
+    # The inputs are the first axes after the leading ones: as many as multiply to their number. Both products are
+    # compared, because an axis of size 1 may belong to either.
     axes, size, split = range(param.lead, len(param.shape)), 1, param.lead
     while size != inputs or math.prod(param.shape[split:]) != outputs:
         size, split = size * param.shape[split], split + 1
@@ -60,17 +75,21 @@ def scale_each(factors: Mapping[str, float]) -> optax.GradientTransformation:
 
 
 def width_factors(params: Params) -> dict[str, float]:
-    """sqrt(max(1, outputs / inputs)) for each matrix: the update then changes the outputs alike at every width."""
+    """sqrt(max(1, outputs / inputs)) for each matrix: the update then changes its outputs by as much at every width
+    (Bernstein and Newhouse 2024, arXiv 2410.21265).
+    """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: math.sqrt(max(1.0, outputs / inputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
 def rms_factors(params: Params, rms: float) -> dict[str, float]:
-    """`rms` * sqrt(max(inputs, outputs)) for each matrix: that is the root mean square of an orthogonal update then."""
+    """`rms` * sqrt(max(inputs, outputs)) for each matrix, which gives an orthogonal update the root mean square `rms`:
+    its min(inputs, outputs) singular values of 1 are spread over inputs * outputs numbers.
+    """
     shapes = {name: param.matrix_shape for name, param in params.items() if is_matrix(param)}
     return {name: rms * math.sqrt(max(inputs, outputs)) for name, (_, inputs, outputs) in shapes.items()}
 
 
 def other_rate(params: Params, ratio: float) -> optax.GradientTransformation:
-    """Multiplies the updates of all but the matrices by `ratio`, so that their learning rate is another one."""
+    """Multiplies the updates of all but the matrices by `ratio`, which gives them a learning rate of their own."""
     return scale_each({name: ratio for name, param in params.items() if not is_matrix(param)})

@@ -1,4 +1,13 @@
-"""What an optimizer is told of the parameters that it updates."""
+"""Parameters as an optimizer sees them: name, shape and logical axes.
+
+The numbers of all layers (and experts) are one array. Twelve layers of an attention query with 8 heads of size 64 and
+hidden dimension 512 are
+
+    shape          (12, 512, 8, 64)
+    axes           ("layers", "embed", "heads", "head_size")
+    lead           1                       the axis of layers
+    matrix_shape   (12, 512, 512)          [stacked matrices, inputs, outputs]
+"""
 
 from __future__ import annotations
 
@@ -27,7 +36,7 @@ class Param:
 
     @property
     def lead(self) -> int:
-        """How many leading dimensions count layers and experts, not numbers of one weight."""
+        """The number of leading axes that count layers and experts, not numbers of one weight."""
         return next((i for i, axis in enumerate(self.axes) if axis not in _STACKED), len(self.axes))
 
     @property
@@ -53,6 +62,7 @@ class Param:
         """
         sizes: list[int] = []
         previous = None
+        # A matrix may have its heads among the inputs (the output projection) or among the outputs (q, k and v).
         for size, axis in zip(self.shape[self.lead :], self.axes[self.lead :], strict=True):
             if axis == "head_size" and previous in _HEADS:
                 sizes[-1] *= size

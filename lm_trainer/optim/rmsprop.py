@@ -1,4 +1,4 @@
-"""RMSProp with momentum: the momentum is that of gradients that are normalised already."""
+"""RMSProp with momentum, which averages gradients that are normalised already."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RmsPropConfig(OptimizerConfig):
     """Added to the root of the average of squared gradients."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The average of gradient / (sqrt(v) + epsilon)."""
+        """Returns the average of gradient / (sqrt(v) + epsilon)."""
         del params
         return optax.chain(
             optax.scale_by_rms(decay=self.beta2, eps=self.epsilon, eps_in_sqrt=False, bias_correction=True),

@@ -68,11 +68,12 @@ class Schedule:
         return self.peak * (low + (self._part(number, 0) - low) * since / cycle.warmup)
 
     def _part(self, number: int, since: int) -> float:
-        """Of the peak, `since` steps after the decay of a cycle began."""
+        """The learning rate as a part of `peak`, `since` steps after the decay of a cycle began."""
         return (self.peaks[number] if self.peaks else 1.0) * self._decayed(self.cycles[number], since)
 
     def _decayed(self, cycle: Cycle, since: int) -> float:
         """The decay, as a part of the peak, `since` steps after it began."""
+        # A cycle without decay is only asked for its start, 0 of 0 steps.
         done, slope = since / max(1, cycle.decay), 1 - self.min_ratio
         match self.shape:
             case "constant":

@@ -37,7 +37,10 @@ class ScionConfig(OptimizerConfig):
     """Added to the norm of a matrix before the iterations."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """The orthogonalised average of gradients times sqrt(max(1, outputs / inputs)); the sign of that of others."""
+        """Returns the orthogonalised average of gradients times sqrt(max(1, outputs / inputs)) for matrices, and the
+        sign of the average for all else.
+        """
+        # Both are the point of a norm's unit ball farthest along the gradient, U V^T for the spectral norm.
         spectral = orthogonalised_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
         )
@@ -45,5 +48,5 @@ class ScionConfig(OptimizerConfig):
         return optax.chain(split_by_role(params, spectral, sign), scale_each(width_factors(params)))
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
-        """Adds the weight decay, then takes `scion_to_signum_lr` of the learning rate for what is no matrix."""
+        """Adds the weight decay, then takes `scion_to_signum_lr` of the learning rate for all but the matrices."""
         return optax.chain(super().decay_rule(params), other_rate(params, self.scion_to_signum_lr))

@@ -1,4 +1,4 @@
-"""Skipping of bad steps: those whose loss or gradient norm is far above that of the steps before."""
+"""Skipping of bad steps, those whose loss or gradient norm is far above that of the steps before."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ class SkipStepConfig(Config):
 
 
 class SkipState(NamedTuple):
-    """The state of an optimizer that skips."""
+    """State of an optimizer that skips."""
 
     losses: History
+    """Finite losses of the last steps, skipped ones included."""
     grad_norms: History
+    """The same of the gradient's global norm."""
     skipped_steps: jax.Array
-    """int32."""
+    """int32 [], the number of them so far."""
     inner: Any
+    """State of the rule that is wrapped."""
 
 
 def skip_bad_steps(
@@ -64,6 +67,7 @@ def skip_bad_steps(
         **extra_args: Any,
     ) -> tuple[Any, SkipState]:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        # Compared with the steps before: this one enters the history below, taken or not.
         usual = (loss <= state.losses.limit(config.sigma_factor)) & (
             grad_norm <= state.grad_norms.limit(config.sigma_factor)
         )

@@ -1,4 +1,11 @@
-"""Sophia: momentum divided by an estimate of the curvature, clipped element by element."""
+"""Sophia: momentum divided by an estimate of the curvature, clipped element by element.
+
+The curvature is the diagonal of the Hessian H. `lm_trainer/nn/curvature.py` has two estimates of it, each for the price
+of one or two gradients:
+
+- Hutchinson: u * (H u) for random u whose numbers are uncorrelated and have variance 1;
+- Gauss-Newton-Bartlett: g * g times the number of targets, g the mean gradient for targets that the model draws.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +24,18 @@ Estimator = Literal["hutchinson", "gauss_newton_bartlett"]
 
 
 class SophiaState(NamedTuple):
-    """What Sophia remembers."""
+    """State of Sophia."""
 
     count: jax.Array
-    """int32, updates so far."""
+    """int32 [], updates so far."""
     mu: Any
-    """The average of gradients."""
+    """The average of gradients, like the parameters."""
     curvature: Any
-    """The average of the estimates of the Hessian's diagonal."""
+    """The average of the estimates of the Hessian's diagonal, like the parameters."""
 
 
 class SophiaConfig(OptimizerConfig):
-    """What the two kinds of Sophia share (Liu et al. 2023, arXiv 2305.14342, algorithm 3)."""
+    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3)."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         **OptimizerConfig.refused_keys,
@@ -54,11 +61,10 @@ class SophiaConfig(OptimizerConfig):
         return self.update_interval
 
     def transform(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """clip(m / max(gamma h, epsilon)), with m corrected for its start at 0.
+        """Returns clip(m / max(gamma h, epsilon)), with m corrected for its start at 0.
 
         Its `update` takes `curvature`, None or the sums that the estimator gives for the whole batch, and `weight`, the
-        float32 sum of the batch's weights. h moves before it is used, so that no step lacks an estimate; a number whose
-        estimate is not finite keeps its h.
+        float32 sum of the batch's weights. h is averaged before it is used, so that no step lacks an estimate.
         """
         del params
 
@@ -79,6 +85,7 @@ class SophiaConfig(OptimizerConfig):
             count = state.count + 1
             mu = optax.tree.update_moment(grads, state.mu, self.beta1, 1)
             h = state.curvature
+            # Decided while tracing: a step with an estimate and one without are two programs.
             if curvature is not None:
                 h = jax.tree.map(self._average, h, self._diagonal(curvature, weight))
             return jax.tree.map(self._step, optax.tree.bias_correction(mu, self.beta1, count), h), SophiaState(
@@ -88,15 +95,19 @@ class SophiaConfig(OptimizerConfig):
         return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
     def _diagonal(self, sums: Any, weight: jax.Array) -> Any:
+        """The estimate of the diagonal of the mean loss's Hessian, from sums over the batch."""
         if self.curvature == "hutchinson":
             return jax.tree.map(lambda x: x / weight.astype(x.dtype), sums)
+        # weight * (g / weight)^2, in the order that divides once.
         return jax.tree.map(lambda g: jnp.square(g) / weight.astype(g.dtype), sums)
 
     def _average(self, h: jax.Array, estimate: jax.Array) -> jax.Array:
-        # A step is checked for a finite loss and gradient; this estimate is made apart from them.
+        # The check of loss and gradient does not see this estimate: one that is not finite must not enter the average.
         return jnp.where(jnp.isfinite(estimate), self.beta2 * h + (1 - self.beta2) * estimate, h)
 
     def _step(self, m: jax.Array, h: jax.Array) -> jax.Array:
+        # Where the curvature is small or negative the quotient is huge, and the clip makes a sign of it: such a number
+        # moves by a fixed size, as in sign descent.
         u = m / jnp.maximum(self.gamma * h, self.epsilon)
         return u if self.clip_threshold is None else jnp.clip(u, -self.clip_threshold, self.clip_threshold)
 

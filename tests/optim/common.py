@@ -1,7 +1,7 @@
-"""What tests of optimizers share: a small set of parameters, a run, and a plain NumPy twin in float64.
+"""Parts that tests of optimizers share: a small set of parameters, a run, and a plain NumPy twin in float64.
 
-A twin is a function that gives one parameter's direction from its gradient: what is left is the same everywhere, and
-`run_twin` adds it: clipping to the global norm before, weight decay and minus the learning rate after.
+A twin is a function that computes the update transform of one parameter from its gradient. `run_twin` adds what is the
+same for all: clipping to the global norm before it, weight decay and minus the learning rate after it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEPS = 25
 
 
 class Twin(Protocol):
-    """One parameter's direction in float64; `slot` is its own dict, empty at step 1, for what it remembers."""
+    """One parameter's update in float64; `slot` is its own dict for its state, empty at step 1."""
 
     def __call__(self, param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray: ...
 
@@ -132,9 +132,9 @@ def run_twin(
         clip = min(1.0, config.max_grad_norm / norm(grads)) if config.max_grad_norm else 1.0
         for name, param in params.items():
             p = weights[name]
-            direction = twin(param, p, grads[name].astype(np.float64) * clip, slots[name], step + 1)
+            update = twin(param, p, grads[name].astype(np.float64) * clip, slots[name], step + 1)
             decay = config.weight_decay * p if decays(param) else 0.0
-            weights[name] = p - rate(step) * (direction + decay)
+            weights[name] = p - rate(step) * (update + decay)
     return weights
 
 

@@ -41,7 +41,7 @@ def one_matrix(config: AdafactorConfig, p: np.ndarray, g: np.ndarray, slot: dict
 
 
 def twin(config: AdafactorConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         layers = p.shape[0] if param.axes[0] == "layers" else 1
         shape = (layers, -1) if param.role == "vector" else param.matrix_shape
         parts = [
@@ -50,7 +50,7 @@ def twin(config: AdafactorConfig) -> Any:
         ]
         return np.stack(parts).reshape(p.shape)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize(

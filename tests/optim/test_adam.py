@@ -27,7 +27,7 @@ from tests.optim.common import (
 
 
 def twin(config: AdamConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         b1, b2 = config.beta1, config.beta2
         slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * g
         slot["v"] = v = b2 * slot.get("v", 0.0) + (1 - b2) * g * g
@@ -42,7 +42,7 @@ def twin(config: AdamConfig) -> Any:
             u = layers.reshape(u.shape)
         return u
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_adamc_decays_with_the_square_of_the_learning_rate() -> None:
     config = AdamConfig(learning_rate=0.04, adamc_weight_decay=True, weight_decay=0.5)
     reference = run_twin(AdamConfig(weight_decay=0.0), twin(config))
     plain = {name: x.astype(np.float64) for name, x in initial().items()}
-    # Adam's direction does not depend on the weights: the decayed weights follow from the undecayed steps.
+    # Adam's update does not depend on the weights: the decayed weights follow from the undecayed steps.
     training, decayed = Run(AdamConfig(weight_decay=0.0)), dict(plain)
     for step in range(STEPS):
         before = training.weights()

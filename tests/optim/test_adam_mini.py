@@ -38,13 +38,13 @@ def block_means(param: Param, squares: np.ndarray) -> np.ndarray:
 def twin(config: AdamMiniConfig) -> Any:
     b1, b2 = config.beta1, config.beta2
 
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         squares = block_means(param, g * g) if param.name in BLOCKS else g * g
         slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * g
         slot["v"] = v = b2 * slot.get("v", 0.0) + (1 - b2) * squares
         return (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + config.epsilon)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.optim.common import assert_close, changes_the_result, run, run_twin
 def twin(config: AdanConfig) -> Any:
     b1, b2, b3 = config.beta1, config.beta2, config.beta3
 
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         change = g - slot.get("g", g)
         slot["g"] = g
         slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * g
@@ -23,7 +23,7 @@ def twin(config: AdanConfig) -> Any:
         numerator = m / (1 - b1**step) + (1 - b2) * d / (1 - b2**step)
         return numerator / (np.sqrt(n / (1 - b3**step)) + config.epsilon)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize("config", [AdanConfig(), AdanConfig(beta1=0.9, beta2=0.5, beta3=0.95, epsilon=0.1)])

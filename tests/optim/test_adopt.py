@@ -12,7 +12,7 @@ from tests.optim.common import Run, assert_close, changes_the_result, gradients,
 
 
 def twin(config: AdoptConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         if step == 1:
             slot["v"], slot["m"] = g * g, np.zeros_like(g)
             return slot["m"]
@@ -24,7 +24,7 @@ def twin(config: AdoptConfig) -> Any:
         slot["v"] = config.beta2 * slot["v"] + (1 - config.beta2) * g * g
         return slot["m"]
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize("config", [AdoptConfig(), AdoptConfig(beta1=0.5, beta2=0.9, epsilon=0.05, use_clipping=False)])

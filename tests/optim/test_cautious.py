@@ -14,7 +14,7 @@ from tests.optim.common import assert_close, changes_the_result, run, run_twin
 def twin(config: CautiousConfig) -> Any:
     b1, b2 = config.beta1, config.beta2
 
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * g
         slot["v"] = v = b2 * slot.get("v", 0.0) + (1 - b2) * g * g
         u = (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + config.epsilon)
@@ -22,7 +22,7 @@ def twin(config: CautiousConfig) -> Any:
         masked = [np.where(a * b > 0, a, 0.0) / max(np.mean(a * b > 0), 1e-3) for a, b in layers]
         return np.stack(masked).reshape(u.shape)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize("config", [CautiousConfig(), CautiousConfig(beta1=0.8, beta2=0.9, epsilon=0.1)])

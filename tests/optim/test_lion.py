@@ -12,12 +12,12 @@ from tests.optim.common import FEW, Arrays, Run, assert_close, changes_the_resul
 
 
 def twin(config: LionConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         m = slot.get("m", 0.0)
         slot["m"] = config.beta2 * m + (1 - config.beta2) * g
         return np.sign(config.beta1 * m + (1 - config.beta1) * g)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize("config", [LionConfig(), LionConfig(beta1=0.5, beta2=0.99, max_grad_norm=None)])

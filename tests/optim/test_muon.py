@@ -47,16 +47,16 @@ def muon_twin(config: MuonConfig) -> Any:
             return orthogonalised(param, m, config.backend_steps, config.muon_epsilon, scale)
         m = slot["m"] = config.beta1 * slot.get("m", 0) + (1 - config.beta1) * g
         v = slot["v"] = config.beta2 * slot.get("v", 0) + (1 - config.beta2) * g * g
-        direction = (m / (1 - config.beta1**step)) / (np.sqrt(v / (1 - config.beta2**step)) + config.epsilon)
-        return other_rate(config, param, p, direction, config.adam_lr / config.learning_rate)
+        update = (m / (1 - config.beta1**step)) / (np.sqrt(v / (1 - config.beta2**step)) + config.epsilon)
+        return other_rate(config, param, p, update, config.adam_lr / config.learning_rate)
 
     return twin
 
 
-def other_rate(config: Any, param: Param, p: np.ndarray, direction: np.ndarray, ratio: float) -> np.ndarray:
+def other_rate(config: Any, param: Param, p: np.ndarray, update: np.ndarray, ratio: float) -> np.ndarray:
     """`run_twin` adds the decay afterwards; this makes up for its other learning rate."""
     decay = config.weight_decay * p if param.role == "head" else 0.0
-    return ratio * direction + (ratio - 1) * decay
+    return ratio * update + (ratio - 1) * decay
 
 
 def scion_twin(config: ScionConfig) -> Any:

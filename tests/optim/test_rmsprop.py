@@ -13,14 +13,14 @@ from tests.optim.common import Run, assert_close, changes_the_result, initial, r
 
 
 def twin(config: RmsPropConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         b1, b2 = config.beta1, config.beta2
         slot["v"] = v = b2 * slot.get("v", 0.0) + (1 - b2) * g * g
         normalised = g / (np.sqrt(v / (1 - b2**step)) + config.epsilon)
         slot["m"] = m = b1 * slot.get("m", 0.0) + (1 - b1) * normalised
         return m / (1 - b1**step)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize("config", [RmsPropConfig(), RmsPropConfig(beta1=0.5, beta2=0.9, epsilon=0.1)])

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from lm_trainer.optim import Param
-from lm_trainer.optim.blocks import Blocks, cut, matrix_sizes
+from lm_trainer.optim.blocks import Blocks, fit_blocks, matrix_sizes
 from lm_trainer.optim.soap import SoapConfig
 from tests.optim.common import Arrays, differs, gradients, initial, norm, rate
 
@@ -174,10 +174,15 @@ def test_an_ill_conditioned_quadratic_is_solved() -> None:
 def test_blocks_cut_each_layer_by_itself_and_join_again() -> None:
     param = Param("q", (3, 8, 2, 6), ("layers", "embed", "heads", "head_size"))
     stacked, inputs, outputs = matrix_sizes(param)
-    blocks = Blocks(param.shape, stacked, cut(inputs, 4), cut(outputs, 4))
+    blocks = Blocks(param.shape, stacked, fit_blocks(inputs, 4), fit_blocks(outputs, 4))
     x = np.arange(3 * 8 * 12, dtype=np.float32).reshape(param.shape)
     x_KIO = np.asarray(blocks.split(jnp.asarray(x)))
     assert x_KIO.shape == (blocks.count, 4, 4) == (18, 4, 4)
     np.testing.assert_array_equal(x_KIO[1], x[0].reshape(8, 12)[:4, 4:8])
     np.testing.assert_array_equal(blocks.join(jnp.asarray(x_KIO)), x)
-    assert [cut(768, 256), cut(100, 256), cut(257, 256), cut(11008, 256)] == [(3, 256), (1, 100), (1, 257), (43, 256)]
+    assert [fit_blocks(768, 256), fit_blocks(100, 256), fit_blocks(257, 256), fit_blocks(11008, 256)] == [
+        (3, 256),
+        (1, 100),
+        (1, 257),
+        (43, 256),
+    ]

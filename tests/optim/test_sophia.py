@@ -39,7 +39,7 @@ def run(config: SophiaConfig, *, steps: int = STEPS, curvature: Any = estimate) 
 
 
 def twin(config: SophiaConfig) -> Any:
-    def direction(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
+    def update(param: Param, p: np.ndarray, g: np.ndarray, slot: dict[str, Any], step: int) -> np.ndarray:
         m = slot["m"] = config.beta1 * slot.get("m", 0) + (1 - config.beta1) * g
         if (step - 1) % config.update_interval == 0:
             sums = estimate(step - 1)[param.name].astype(np.float64)
@@ -48,7 +48,7 @@ def twin(config: SophiaConfig) -> Any:
         u = m / (1 - config.beta1**step) / np.maximum(config.gamma * slot["h"], config.epsilon)
         return u if config.clip_threshold is None else np.clip(u, -config.clip_threshold, config.clip_threshold)
 
-    return direction
+    return update
 
 
 @pytest.mark.parametrize(
