@@ -82,10 +82,9 @@ def optimizer_rows() -> dict[str, list[str]]:
 OPTIMIZERS = typing.get_args(typing.get_args(AnyOptimizer)[0])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=types(AnyOptimizer))
-def test_the_table_of_optimizers_is_true(optimizer: type[OptimizerConfig]) -> None:
+@pytest.mark.parametrize(("name", "optimizer"), zip(types(AnyOptimizer), OPTIMIZERS, strict=True))
+def test_the_table_of_optimizers_is_true(name: str, optimizer: type[OptimizerConfig]) -> None:
     config = optimizer()
-    name = config.type
     assert name in optimizer_rows(), f"docs/how-to/choose-an-optimizer.md: the table must have a row for `{name}`"
     _, state, update, _ = optimizer_rows()[name]
     assert update.startswith("sharded" if config.elementwise else "whole"), name
