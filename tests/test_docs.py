@@ -82,7 +82,7 @@ def optimizer_rows() -> dict[str, list[str]]:
 OPTIMIZERS = typing.get_args(typing.get_args(AnyOptimizer)[0])
 
 
-@pytest.mark.parametrize(("name", "optimizer"), zip(types(AnyOptimizer), OPTIMIZERS, strict=True))
+@pytest.mark.parametrize(("name", "optimizer"), list(zip(types(AnyOptimizer), OPTIMIZERS, strict=True)))
 def test_the_table_of_optimizers_is_true(name: str, optimizer: type[OptimizerConfig]) -> None:
     config = optimizer()
     assert name in optimizer_rows(), f"docs/how-to/choose-an-optimizer.md: the table must have a row for `{name}`"
