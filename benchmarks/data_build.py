@@ -1,4 +1,4 @@
-"""How much of the tokenizer's own rate is left when a cache is built: reading, checking and writing included.
+"""The share of the tokenizer's own rate that is left when a cache is built: reading, checking and writing included.
 
     python -m benchmarks.data_build
 

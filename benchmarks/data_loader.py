@@ -1,4 +1,4 @@
-"""How fast training data is loaded, against a plain loop over a memory map, and what a seek costs.
+"""Measures the speed of loading training data, against a plain loop over a memory map, and the cost of a seek.
 
 Every figure is CPU time (user and system, all threads), since wall time depends on what else the machine does. The two
 sides take turns within one process, and medians are reported with the spread of the samples.
@@ -54,7 +54,7 @@ def write_tokens(directory: Path, parts: int) -> tuple[Ledger, np.ndarray]:
 
 
 def plain_loop(directory: Path, parts: int, batch: int, seq_len: int) -> Callable[[int], None]:
-    """What one writes by hand: rows at random places of memory-mapped files, copied one by one. No documents."""
+    """A loader written by hand: rows at random places of memory-mapped files, copied one by one. No documents."""
     maps = [np.memmap(directory / f"parts/00000-{part:05d}.bin", DTYPE, "r") for part in range(parts)]
     order = np.random.default_rng(0).permutation(parts * PART // seq_len - 1)
 

@@ -1,4 +1,4 @@
-"""Which share of its time a run waits for data: `throughput/data_wait` of its metrics, by the end of the run.
+"""The share of its time that a run waits for data: `throughput/data_wait` of its metrics, by the end of the run.
 
     python -m benchmarks.data_wait
 

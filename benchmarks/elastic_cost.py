@@ -1,4 +1,4 @@
-"""What elastic determinism costs: step time, memory and traffic of `determinism: elastic` against `fast`.
+"""The cost of elastic determinism: step time, memory and traffic of `determinism: elastic` against `fast`.
 
 The two train the same model with the same global batch, and take turns step by step, so that a machine whose speed
 drifts slows both. `fast` computes a device's rows at once, or, as the second twin, in the microbatches of `elastic`.

@@ -1,4 +1,4 @@
-"""Whether runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
+"""Checks that runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
 
 The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
 compares the loss of every step and all weights at the end. The random runs are those of tests/step/random_runs.py,

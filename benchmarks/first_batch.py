@@ -1,4 +1,4 @@
-"""How long a run takes from an empty cache to its first batch and its first finished step.
+"""Times a run from an empty cache to its first batch and its first finished step.
 
     python -m benchmarks.first_batch
 

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def run(part: Part, directory: Path, results: Path | None) -> bool:
-    """Whether all commands of a part succeeded; what they print is shown as well."""
+    """True if all commands of a part succeeded; their output is shown as well."""
     print(f"\n# {part.name}: {part.what}\n", flush=True)
     started, text = time.monotonic(), [f"{part.what}: {setting('jax', 'jaxlib', 'torch')}\n"]
     good = True

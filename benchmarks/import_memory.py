@@ -1,4 +1,4 @@
-"""How much host memory it takes to start from a large Hugging Face checkpoint.
+"""The host memory that a start from a large Hugging Face checkpoint takes.
 
     python benchmarks/import_memory.py [--gigabytes 1.5] [--devices 8]
 

@@ -1,4 +1,4 @@
-"""What recording every step costs: a run that logs each of its steps beside one that logs none, in turn.
+"""The cost of recording every step: a run that logs each of its steps beside one that logs none, in turn.
 
     python -m benchmarks.logging_cost
 

@@ -1,4 +1,4 @@
-"""How far `lmt plan` is from the memory that training takes.
+"""The error of `lmt plan` against the memory that training takes.
 
     python benchmarks/plan_error.py [--results FILE] [SHAPE ...]
 

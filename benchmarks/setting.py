@@ -1,4 +1,4 @@
-"""What a table of results says of the machine and the versions that it was measured with; never the machine's name."""
+"""The head of a table of results: kind of machine and versions; never the machine's name."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Soak:
         return Lap(self.out / f"lap-{self.state['lap']}", self.config)
 
     def reference(self) -> dict[str, Any]:
-        """What an undisturbed run comes to, and what it takes."""
+        """The result and the time of an undisturbed run."""
         if "reference" not in self.state:
             lap = Lap(self.out / "reference", self.config)
             shutil.rmtree(lap.directory, ignore_errors=True)

@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def training(self) -> bool:
-        """Whether the record has been cut back to the checkpoint from which the attempt goes on."""
+        """True if the record has been cut back to the checkpoint from which the attempt goes on."""
         if self._began_at is None and b"compiling the training step" in self.output.read_bytes():
             self._began_at, self._first_step = self.lap.lines(), self.lap.last_step()
         return self._began_at is not None
@@ -89,7 +89,7 @@ class Attempt:
         return False
 
     def wait(self) -> int:
-        """How the process ends by itself."""
+        """Waits for the process to end by itself."""
         self.until(lambda: False)
         return self.process.wait()
 
@@ -111,7 +111,7 @@ class Attempt:
                 self._samples.append((self.new_lines(), pages * os.sysconf("SC_PAGE_SIZE"), files))
 
     def measured(self) -> dict[str, Any]:
-        """What the process took: in the second quarter of its steps, when all is compiled, and in the last."""
+        """The memory of the process: in the second quarter of its steps, when all is compiled, and in the last."""
         computed = self.lap.last_step() - self._first_step if self.training else 0
         measured: dict[str, Any] = {"computed": max(0, computed)}
         quarter = (self._samples[-1][0] if self._samples else 0) / 4
@@ -165,7 +165,7 @@ class Lap:
         return total
 
     def result(self) -> dict[str, Any]:
-        """What must be equal: every number of the record as it is written, and the checksums of the last state."""
+        """The parts that must be equal: every number of the record as it is written, and the checksums of the last state."""
         rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
         series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
         last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"
@@ -182,7 +182,7 @@ class Lap:
         return (rows[-1]["time"] - rows[0]["time"]) / (rows[-1]["step"] - rows[0]["step"])
 
     def left_over(self) -> list[str]:
-        """What a run that is complete should not leave behind."""
+        """Files that a complete run should not leave behind."""
         allowed = {"config.yaml", "tokenizer", ".lock"}
         names = [name for name in self.entries() if not name.isdigit() and name not in allowed]
         return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]

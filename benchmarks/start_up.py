@@ -98,7 +98,7 @@ def _until_first_step(command: Sequence[str], directory: Path, environment: dict
 
 
 def plain_script(weights: Path, programs: Path) -> None:
-    """What a plain script does up to its first step."""
+    """A plain script up to its first step."""
     import flax.nnx  # noqa: F401 - such a script builds its model of it
     import grain  # noqa: F401 - and reads its data by it
     import jax
@@ -115,7 +115,7 @@ def plain_script(weights: Path, programs: Path) -> None:
 
 
 def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], float]:
-    """How long the gradient of each number of layers takes to compile, and the ratio of the last to the first."""
+    """Times the compilation of the gradient for each number of layers, and returns the ratio of the last to the first."""
     import jax
 
     from lm_trainer.profile.workload import random_batch

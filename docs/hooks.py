@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def command_line() -> str:
-    """What `lmt --help` and `lmt COMMAND --help` say, as Markdown."""
+    """The output of `lmt --help` and `lmt COMMAND --help` as Markdown."""
     command = [sys.executable, "-m", "typer", "cli.main", "utils", "docs", "--name", "lmt"]
     text = html.unescape(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return re.sub(r"^(#+ `lmt)", r"#\1", text, flags=re.MULTILINE)
@@ -75,7 +75,7 @@ def _with_plot(match: re.Match[str]) -> str:
 
 
 def schedule_plot(text: str) -> str:
-    """What `lmt config plot` draws of a configuration."""
+    """The drawing of `lmt config plot` for a configuration."""
     from lm_trainer.config.loader import load
     from lm_trainer.plot import plot_schedules, to_text
     from lm_trainer.run.config import RunConfig
@@ -142,7 +142,7 @@ class _Renderer:
                     yield from self.kinds(f"{path}{key}.", self._definitions[name])
 
     def _union(self, path: str, names: list[str], field: Schema) -> Iterator[str]:
-        """What kinds there are, what most of them have alike, and what each adds or has otherwise."""
+        """Lists the kinds, the keys that most of them share, and those that each adds or has otherwise."""
         links = [f"[{_tags(self._definitions[name])[0]}](#{name.lower()})" for name in names]
         yield from self._heading(path, f"`{path}`", self._anchors.get(tuple(names), path.replace(".", "-")), field)
         yield f"One of {', '.join(links)}, told apart by `type`; without it, {links[0]}."

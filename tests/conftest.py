@@ -1,4 +1,4 @@
-"""What every test needs: JAX on 8 emulated CPU devices, no network, `lmt` in a subprocess, tiny reference checkpoints.
+"""Fixtures of every test: JAX on 8 emulated CPU devices, no network, `lmt` in a subprocess, tiny reference checkpoints.
 
 The environment is set before anything imports jax, which reads it only once.
 """

@@ -1,4 +1,4 @@
-"""What holds for the project as a whole: its structure, its packaging and its safety rules."""
+"""Rules of the project as a whole: its structure, its packaging and its safety rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attacker would look for in the repository itself."""
+"""Things that an attacker would look for in the repository itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all kinds train the same: equal losses and equal weights after the first steps."""
+"""Checks that all kinds train the same: equal losses and equal weights after the first steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FLOAT32, BFLOAT16 = Tolerance(3.5e-5, 2e-6), Tolerance(2.6e-3, 1e-4)
 
 
 def disagreements(traces: Mapping[str, Trace], reference: str, tolerance: Tolerance) -> list[str]:
-    """What differs from `reference` by more than `tolerance`, in words; nothing where all kinds train the same."""
+    """Describes the differences from `reference` above `tolerance`; nothing where all kinds train the same."""
     expected, found = traces[reference], []
     for name, trace in traces.items():
         if len(trace.losses) != len(expected.losses):

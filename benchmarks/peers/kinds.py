@@ -1,4 +1,4 @@
-"""Who trains: every kind by name, and what each offers to the process that it runs in."""
+"""The trainers that are compared: every kind by name, as the process that it runs in needs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Trainer(Protocol):
     """A model, its optimizer and the batches, all on the device."""
 
     facts: Mapping[str, float]
-    """What the driver wants to know of it, by name."""
+    """Facts for the driver, by name."""
     device: str
     """`cpu` or `gpu`."""
 
@@ -36,13 +36,13 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make a trainer."""
+    """A kind of trainer, and the way to make one."""
 
     module: str
     """Of this package; its `make(shape, weights, **options)` makes one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prepares: bool = False
-    """Whether the allocator gets the settings that `lmt` gives it on a CPU."""
+    """True if the allocator gets the settings that `lmt` gives it on a CPU."""
     torch: bool = False
 
 

@@ -31,7 +31,7 @@ from lm_trainer.step.state import to_host
 
 
 def run_config(shape: Shape, determinism: Literal["elastic", "fast"]) -> RunConfig:
-    """What a user would write, who wants float32 on a CPU and bfloat16 products on a GPU, and nothing recomputed."""
+    """The configuration of a user who wants float32 on a CPU, bfloat16 products on a GPU, and nothing recomputed."""
     cpu = jax.default_backend() == "cpu"
     model = {
         "type": shape.family,

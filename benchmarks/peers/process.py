@@ -20,7 +20,7 @@ class Missing(Exception):
 
 
 class Steps(NamedTuple):
-    """What a worker says of some steps: one number for each of them, and what holds for all."""
+    """The answer of a worker about some steps: one number for each of them, and what holds for all."""
 
     wall: list[float]
     """Seconds by the clock."""

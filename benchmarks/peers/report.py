@@ -19,7 +19,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "torch", "transformers")
 
 @dataclass(frozen=True)
 class Results:
-    """What one run measured."""
+    """The measurements of one run."""
 
     shape: Shape
     device: str
@@ -36,7 +36,7 @@ class Results:
     others: float | None
     """CPU seconds a second that other processes used during the turns; None where the system does not tell."""
     load: str
-    """What the machine did before the run."""
+    """The load of the machine before the run."""
 
     def wall(self, kind: str) -> list[float]:
         """Seconds of a step, in each turn."""

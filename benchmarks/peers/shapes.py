@@ -1,4 +1,4 @@
-"""What is trained: the workloads by name, their batches, and the optimizer that all kinds use.
+"""The workloads by name, their batches, and the optimizer that all kinds use.
 
 Shape letters: B rows, S positions.
 """
@@ -15,7 +15,7 @@ LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, (0.9, 0.95), 
 NORM_EPSILON = 1e-5
 ROPE_THETA = 10_000.0
 BATCHES = 4
-"""How many batches there are; step i takes batch i modulo this."""
+"""The number of batches; step i takes batch i modulo this."""
 
 _EMBEDDINGS = ("wte.weight", "wpe.weight", "embed_tokens.weight")
 _SHARDS = 8
@@ -89,5 +89,5 @@ def batches(shape: Shape) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def decays(name: str, dims: Sequence[int]) -> bool:
-    """Whether a weight decays, by its name in transformers: matrices do, but no tables of embeddings."""
+    """True if a weight decays, by its name in transformers: matrices do, but no tables of embeddings."""
     return len(dims) == 2 and not name.endswith(_EMBEDDINGS)
