@@ -165,7 +165,7 @@ class Lap:
         return total
 
     def result(self) -> dict[str, Any]:
-        """The parts that must be equal: every number of the record as it is written, and the checksums of the last state."""
+        """The parts that must be equal: every number of the record as written, and the checksums of the last state."""
         rows = [json.loads(line, parse_float=str) for line in self.metrics.read_text().splitlines()]
         series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
         last = self.checkpoints / str(self.steps()[-1]) / "_CHECKPOINT_METADATA"

@@ -115,7 +115,7 @@ def plain_script(weights: Path, programs: Path) -> None:
 
 
 def compile_rows(turns: int, layers: Sequence[int]) -> tuple[list[list[str]], float]:
-    """Times the compilation of the gradient for each number of layers, and returns the ratio of the last to the first."""
+    """Times compilation of the gradient for each number of layers; returns the ratio of the last to the first too."""
     import jax
 
     from lm_trainer.profile.workload import random_batch
