@@ -25,14 +25,19 @@ def _xla_flags(devices: int) -> str:
     return " ".join([*kept, f"{_DEVICE_FLAG}={devices}"])
 
 
-# Programs that the command line runs again and again (resume, kill) compile once in a session.
-_CACHE = tempfile.TemporaryDirectory(prefix="lmt-test-")
+# Programs that the command line runs again and again (resume, kill) compile once in a session: the workers of
+# pytest-xdist inherit the directory. Where several sessions follow one another, as in .ci/run, their caller names it.
+if "LMT_TEST_CACHE" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="lmt-test-")
+    os.environ["LMT_TEST_CACHE"] = _CACHE.name
+_SHARED = os.environ["LMT_TEST_CACHE"]
+_OWN = f"{_SHARED}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
 
 os.environ.update(
     {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": _xla_flags(DEVICES),
-        "JAX_COMPILATION_CACHE_DIR": _CACHE.name,
+        "JAX_COMPILATION_CACHE_DIR": f"{_SHARED}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -40,8 +45,8 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
-        "WANDB_DATA_DIR": f"{_CACHE.name}/wandb",
-        "TRACKIO_DIR": f"{_CACHE.name}/trackio",
+        "WANDB_DATA_DIR": f"{_OWN}/wandb",
+        "TRACKIO_DIR": f"{_OWN}/trackio",
     }
 )
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):

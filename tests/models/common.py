@@ -32,6 +32,7 @@ from lm_trainer.models import (
 from lm_trainer.models.rope import Llama3Rope, YarnRope
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
+from tests.compiling import quick_jit
 
 VOCAB, SEQ = 61, 16
 
@@ -94,7 +95,7 @@ def params(config: AnyModel) -> dict[str, Any]:
 
 @functools.cache
 def _params(module: type[Decoder], spec: DecoderSpec) -> dict[str, Any]:
-    return jax.jit(lambda: nnx.to_pure_dict(nnx.state(module(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
+    return quick_jit(lambda: nnx.to_pure_dict(nnx.state(module(spec, rngs=nnx.Rngs(0)), nnx.Param)))()
 
 
 def disturbed(weights: dict[str, Any], seed: int = 0) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lm_trainer.models import BackpackConfig, hf
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.senses import SenseDecoder
 from lm_trainer.profile.flops import parameter_count
+from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, disturbed, params, positions, tokens
 
 CONFIG: Any = TINY["backpack"]
@@ -70,7 +71,7 @@ def test_the_sum_of_weighted_senses():
         where = (jnp.asarray(rows), jnp.asarray(positions()), jnp.asarray(SEGMENTS))
         return nnx.merge(graph, weights)(*where), nnx.merge(trunk, parts).hidden(*where)
 
-    logits, hidden = jax.jit(run)(weights, parts)
+    logits, hidden = quick_jit(run)(weights, parts)
     expected = brute_force(weights, rows, np.asarray(hidden, np.float64))
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(logits, expected, atol=2e-6)

@@ -20,6 +20,7 @@ from lm_trainer.nn.decoder import Decoder, Embedding
 from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.spec import DecoderSpec, MoeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
+from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, graphdef, params, positions, tokens
 
 EVERY = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
@@ -59,7 +60,7 @@ def _program(module: type[Decoder], spec: DecoderSpec, *, block: int | None = No
         (value, found), grads = jax.value_and_grad(loss, has_aux=True)(p, batch)
         return value, found, grads
 
-    return jax.jit(whole)
+    return quick_jit(whole)
 
 
 def training_rows() -> Batch:
@@ -135,7 +136,7 @@ def test_causal_by_gradient(config):
 
     # A loop: not every operation of a mixture of experts has a form for batches of gradients.
     zeros = jnp.zeros((1, SEQ, width))
-    seen_SD = jax.jit(lambda: jax.lax.map(lambda at: jax.grad(chosen)(zeros, at), jnp.arange(SEQ)))()
+    seen_SD = quick_jit(lambda: jax.lax.map(lambda at: jax.grad(chosen)(zeros, at), jnp.arange(SEQ)))()
     assert_seen(config, np.abs(np.asarray(seen_SD)[:, 0]).max(axis=-1), segments)
 
 
@@ -225,7 +226,7 @@ def test_decoding_with_a_cache_equals_the_full_forward_pass(config, scan):
     rows, lengths = tokens(), np.array([5, 2])
     expected = logits(config, rows, positions(), np.zeros((2, SEQ), np.int32))
     graph = graphdef(change(config, scan_layers=scan))
-    decode = jax.jit(lambda p, cache, t, at: nnx.merge(graph, p).decode(t, at, cache))
+    decode = quick_jit(lambda p, cache, t, at: nnx.merge(graph, p).decode(t, at, cache))
     cache = nnx.merge(graph, params(config)).init_cache(2, SEQ + 4)
     # Rows of lengths 5 and 2 are read together, so that the shorter one leaves rubbish behind its end.
     found, cache = decode(params(config), cache, rows[:, :7], positions(2, 7))
@@ -246,7 +247,7 @@ def test_dropout(config):
 
     def losses(rates: dict[str, float], keys: list[jax.Array] | None) -> list[float]:
         graph = graphdef(change(small, **rates))
-        loss = jax.jit(lambda p, key: token_loss(nnx.merge(graph, p), batch, key=key)[0] / batch.weights.size)
+        loss = quick_jit(lambda p, key: token_loss(nnx.merge(graph, p), batch, key=key)[0] / batch.weights.size)
         return [float(loss(params(small), key)) for key in keys or [None]]
 
     keys = [jax.random.key(seed) for seed in (0, 0, *range(1, 40))]
@@ -261,9 +262,14 @@ def test_dropout(config):
         assert abs(np.mean(others) - exact) < 0.1 * exact, name
 
 
+def shapes(config: AnyModel) -> Any:
+    """Of the parameters, none of which is made."""
+    return jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(config.build(VOCAB, rngs=nnx.Rngs(0)), nnx.Param)))
+
+
 @EVERY
 def test_parameter_count(config):
-    counted = sum(leaf.size for leaf in jax.tree.leaves(params(config)))
+    counted = sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
     assert parameter_count(config.spec(VOCAB)) == counted
 
 
@@ -274,9 +280,8 @@ def test_flops_are_those_of_the_program(config):
     known = {name: size for name, size in sizes.items() if name in type(config).model_fields}
     wide = change(config, seq_len=64, scan_layers=False, **known)
     graph, rows = graphdef(wide), tokens(2, 64)
-    shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(wide.build(VOCAB, rngs=nnx.Rngs(0)), nnx.Param)))
     forward = jax.jit(lambda p: run(nnx.merge(graph, p), rows, positions(2, 64), np.zeros_like(rows)))
-    cost = forward.lower(shapes).cost_analysis()
+    cost = forward.lower(shapes(wide)).cost_analysis()
     assert cost is not None
     expected = flops_per_token(wide.spec(VOCAB), 64).forward + unused_experts(wide.spec(VOCAB))
     assert expected * rows.size == pytest.approx(cost["flops"], rel=0.03)

@@ -18,6 +18,7 @@ from lm_trainer.models import DecoderConfig, Gpt2Config, hf
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.profile.flops import parameter_count
+from tests.compiling import quick_jit
 
 TINY = {"vocab_size": 67, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -40,7 +41,7 @@ def read(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 @functools.cache
 def _run(spec: DecoderSpec) -> Any:
     graph = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    return jax.jit(lambda p, *args: nnx.merge(graph, p)(*args))
+    return quick_jit(lambda p, *args: nnx.merge(graph, p)(*args))
 
 
 def our_logits(config: DecoderConfig, vocab_size: int, tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
@@ -174,7 +175,7 @@ def test_what_the_format_has_no_place_for():
     config = Gpt2Config(hidden_dim=32, num_heads=4, num_layers=1, seq_len=8, use_bias=False)
     with pytest.raises(UserError, match="use_bias: false"):
         hf.config_to_hf(config, vocab_size=7, eos_id=0, bos_id=None)
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(config.build(7, rngs=nnx.Rngs(0)), nnx.Param)))()
+    params = quick_jit(lambda: nnx.to_pure_dict(nnx.state(config.build(7, rngs=nnx.Rngs(0)), nnx.Param)))()
     with pytest.raises(UserError, match="use_bias: false"):
         hf.params_to_hf(config, params)
     with pytest.raises(UserError, match=r"not those of this configuration: .*blocks\.0\.mlp\.up\.bias"):
@@ -190,7 +191,7 @@ def test_transformers_loads_what_is_written(tmp_path):
         seq_len=32, hidden_dim=32, num_layers=2, num_heads=2, mlp_scale=3, activation_function="relu",
         scale_attn_by_inverse_layer_idx=True, initializer_range=0.2,
     )  # fmt: skip
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(config.build(31, rngs=nnx.Rngs(0)), nnx.Param)))()
+    params = quick_jit(lambda: nnx.to_pure_dict(nnx.state(config.build(31, rngs=nnx.Rngs(0)), nnx.Param)))()
     written = hf.config_to_hf(config, vocab_size=31, eos_id=3, bos_id=None)
     (tmp_path / "config.json").write_text(json.dumps(written), encoding="utf-8")
     save_file(hf.params_to_hf(config, params), tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -15,6 +15,7 @@ from lm_trainer.nn.attention import Context, make_context
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.init import Init
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
+from tests.compiling import quick_jit
 
 BLOCK = BlockSpec(AttentionSpec(num_heads=2, head_dim=8), MlpSpec(hidden_dim=24), pre_norm=NormSpec())
 
@@ -38,7 +39,7 @@ def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) ->
 def init(spec: DecoderSpec, seed: int = 0) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure, and parameters made under jit with random norms and biases in place of ones and zeros."""
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(seed)), nnx.Param)))()
+    params = quick_jit(lambda: nnx.to_pure_dict(nnx.state(Decoder(spec, rngs=nnx.Rngs(seed)), nnx.Param)))()
     rng = np.random.default_rng(seed)
 
     def disturb(path: Any, leaf: jax.Array) -> Any:

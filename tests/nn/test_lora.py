@@ -16,6 +16,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.lora import Lora, LoraConfig, attach, merge
+from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, positions, tokens
 
 ALL = ("attention.k", "attention.out", "attention.q", "attention.v", "mlp.down", "mlp.gate", "mlp.up")
@@ -91,7 +92,7 @@ def test_an_adapted_model_computes_what_the_merged_one_does(family: str, changes
     def program(build: Any) -> tuple[Any, dict[str, Any]]:
         graphdef, state = nnx.split(nnx.eval_shape(build), nnx.Param)
         like = nnx.to_pure_dict(state)
-        run = jax.jit(lambda params: nnx.merge(graphdef, from_named_leaves(like, params))(*inputs))
+        run = quick_jit(lambda params: nnx.merge(graphdef, from_named_leaves(like, params))(*inputs))
         return run, named_leaves(like)
 
     run, shapes = program(lambda: adapted(family, lora, **changes))

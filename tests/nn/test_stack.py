@@ -11,6 +11,7 @@ from flax import nnx
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import BlockSpec, ScoreSpec
 from lm_trainer.nn.stack import unstack
+from tests.compiling import quick_jit
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
 OTHER = dataclasses.replace(BLOCK, mlp=dataclasses.replace(BLOCK.mlp, hidden_dim=8, activation="relu"))
@@ -55,7 +56,7 @@ def test_loop_equals_unrolled(name):
             logits = nnx.merge(graphdef, params)(batch.tokens, batch.positions, batch.segments, key=jax.random.key(1))
             return jnp.mean(jnp.square(logits)), logits
 
-        results.append((params, jax.jit(jax.grad(loss, has_aux=True))(params)))
+        results.append((params, quick_jit(jax.grad(loss, has_aux=True))(params)))
     (params, (grads, logits)), (params_loop, (grads_loop, logits_loop)) = results
     jax.tree.map(np.testing.assert_array_equal, params, params_loop)
     np.testing.assert_allclose(logits_loop, logits, atol=1e-5)

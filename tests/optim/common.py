@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from lm_trainer.optim import OptimizerConfig, Param, decays_by_default
+from tests.compiling import quick_jit
 
 Arrays = dict[str, np.ndarray]
 
@@ -85,8 +86,8 @@ class Run:
         self.config = config
         self.tx = config.build(params)
         self.params: Any = {name: jnp.asarray(x) for name, x in initial(params).items()}
-        self.state: Any = jax.jit(self.tx.init)(self.params)
-        self._update = jax.jit(self._one_step) if compiled else self._one_step
+        self.state: Any = quick_jit(self.tx.init)(self.params)
+        self._update = quick_jit(self._one_step) if compiled else self._one_step
 
     def _one_step(self, grads: Any, state: Any, params: Any, scalars: dict[str, jax.Array]) -> tuple[Any, Any]:
         updates, state = self.tx.update(grads, state, params, **scalars)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from lm_trainer.optim import AdafactorConfig, Param
+from tests.compiling import quick_jit
 from tests.optim.common import STEPS, Run, assert_close, changes_the_result, gradients, initial, rate, run, run_twin
 
 FACTORED = AdafactorConfig(min_dim_size_to_factor=4)
@@ -79,7 +80,7 @@ def test_equals_optax_on_one_matrix() -> None:
     params = {"mlp.up.weight": Param("mlp.up.weight", (6, 7), ("embed", "mlp"))}
     reference = optax.adafactor(rate, min_dim_size_to_factor=4)  # pyright: ignore[reportArgumentType]
     weights: Any = {name: jnp.asarray(x) for name, x in initial(params).items()}
-    state, update = reference.init(weights), jax.jit(reference.update)
+    state, update = reference.init(weights), quick_jit(reference.update)
     for step in range(STEPS):
         updates, state = update(gradients(step, params), state, weights)
         weights = optax.apply_updates(weights, updates)

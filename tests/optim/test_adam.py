@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from lm_trainer.optim import AdamConfig, Param, decays_by_default
+from tests.compiling import quick_jit
 from tests.optim.common import (
     PARAMS,
     STEPS,
@@ -65,7 +65,7 @@ def test_equals_optax_adamw() -> None:
         optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask),  # pyright: ignore[reportArgumentType]
     )
     params: Any = {name: jnp.asarray(x) for name, x in initial().items()}
-    state, update = reference.init(params), jax.jit(reference.update)
+    state, update = reference.init(params), quick_jit(reference.update)
     for step in range(STEPS):
         updates, state = update(gradients(step), state, params)
         params = optax.apply_updates(params, updates)

@@ -13,6 +13,7 @@ import pytest
 
 from lm_trainer.optim import Param
 from lm_trainer.optim.kron import KronConfig
+from tests.compiling import quick_jit
 from tests.optim.common import Arrays, differs, gradients, initial, norm, rate
 
 PARAMS = {
@@ -28,7 +29,7 @@ def run(config: KronConfig, *, steps: int = STEPS) -> Arrays:
     with jax.enable_x64(True):
         tx = config.build(PARAMS)
         params: Any = {name: jnp.asarray(x, jnp.float64) for name, x in initial(PARAMS).items()}
-        state, update = tx.init(params), jax.jit(tx.update)
+        state, update = tx.init(params), quick_jit(tx.update)
         for step in range(steps):
             grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
             scalars = {"learning_rate": jnp.float64(rate(step)), "grad_norm": jnp.float64(norm(grads))}
@@ -165,7 +166,7 @@ def test_an_ill_conditioned_quadratic_is_solved() -> None:
     scale = np.outer(np.logspace(-1, 0, 6), np.logspace(-1, 0, 6)).astype(np.float32)
     tx = KronConfig(max_grad_norm=None, weight_decay=0.0).build({"w": Param("w", (6, 6), ("embed", "mlp"))})
     params: Any = {"w": jnp.zeros((6, 6))}
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), quick_jit(tx.update)
     for step in range(200):
         grads = {"w": scale * (np.asarray(params["w"]) - 1)}
         lr = jnp.float32(0.05 * (1 - step / 200))

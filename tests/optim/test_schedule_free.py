@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from lm_trainer.optim import AdamConfig, ScheduleFreeConfig, decays_by_default
+from tests.compiling import quick_jit
 from tests.optim.common import (
     PARAMS,
     STEPS,
@@ -76,7 +76,7 @@ def test_equals_optax() -> None:
     config = ScheduleFreeConfig(weight_decay=0.0, max_grad_norm=None)
     reference = optax.contrib.schedule_free_adamw(0.01, None, 0.9, 0.95)
     params: Any = {name: jnp.asarray(value) for name, value in initial().items()}
-    state, update = jax.jit(reference.init)(params), jax.jit(reference.update)
+    state, update = quick_jit(reference.init)(params), quick_jit(reference.update)
     for step in range(STEPS):
         updates, state = update(gradients(step), state, params)
         params = optax.apply_updates(params, updates)

@@ -14,6 +14,7 @@ import pytest
 from lm_trainer.optim import Param
 from lm_trainer.optim.blocks import Blocks, fit_blocks, matrix_sizes
 from lm_trainer.optim.soap import SoapConfig
+from tests.compiling import quick_jit
 from tests.optim.common import Arrays, differs, gradients, initial, norm, rate
 
 # Square, so that no eigenvalue is zero: vectors of the null space are anybody's choice.
@@ -29,7 +30,7 @@ def run(config: SoapConfig, *, steps: int = STEPS) -> Arrays:
     with jax.enable_x64(True):
         tx = config.build(PARAMS)
         params: Any = {name: jnp.asarray(x, jnp.float64) for name, x in initial(PARAMS).items()}
-        state, update = tx.init(params), jax.jit(tx.update)
+        state, update = tx.init(params), quick_jit(tx.update)
         for step in range(steps):
             grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
             scalars = {"learning_rate": jnp.float64(rate(step)), "grad_norm": jnp.float64(norm(grads))}
@@ -161,7 +162,7 @@ def test_an_ill_conditioned_quadratic_is_solved() -> None:
     config = SoapConfig(precondition_frequency=1, max_grad_norm=None, beta1=0.9)
     tx = config.build({"w": Param("w", (6, 6), ("embed", "mlp"))})
     params: Any = {"w": jnp.zeros((6, 6))}
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), quick_jit(tx.update)
     for step in range(150):
         error = u.T @ (np.asarray(params["w"], np.float64) - target) @ v
         grads = {"w": (u @ (scale * error) @ v.T).astype(np.float32)}

@@ -12,6 +12,7 @@ import pytest
 
 from lm_trainer.optim import Param
 from lm_trainer.optim.sophia import SophiaConfig, SophiaGConfig, SophiaHConfig
+from tests.compiling import quick_jit
 from tests.optim.common import PARAMS, Arrays, assert_close, differs, gradients, initial, norm, rate, run_twin
 
 WEIGHT = 50.0
@@ -27,7 +28,7 @@ def run(config: SophiaConfig, *, steps: int = STEPS, curvature: Any = estimate) 
     tx = config.build(PARAMS)
     params: Any = {name: jnp.asarray(x) for name, x in initial().items()}
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    update = quick_jit(tx.update)
     for step in range(steps):
         grads = gradients(step)
         given = {"learning_rate": rate(step), "grad_norm": norm(grads), "weight": WEIGHT}
@@ -76,7 +77,7 @@ def test_equals_optax() -> None:
     state = tx.init(params)
     for step in range(20):
         diagonal = jax.tree.map(lambda x: x / WEIGHT, estimate(step + 1))
-        updates, state = jax.jit(tx.update)(gradients(step), state, params, diagonal=diagonal)
+        updates, state = quick_jit(tx.update)(gradients(step), state, params, diagonal=diagonal)
         params = optax.apply_updates(params, optax.tree.scale(rate(step), updates))
     nothing_first = lambda step: jax.tree.map(np.zeros_like, estimate(0)) if step == 0 else estimate(step)  # noqa: E731
     assert_close(run(config, steps=20, curvature=nothing_first), params, rtol=1e-4, atol=2e-5)
