@@ -7,7 +7,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import Generation
-from lm_trainer.generate.settings import GenerateSettings
+from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.profile.bandwidth import CopyProbe
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.run.config import RunConfig

@@ -1,7 +1,10 @@
-"""Configuration: from YAML files and overrides to one validated value, and back.
+"""The YAML engine: from files and overrides to a validated configuration of any class, and back.
 
-run, trainer   `RunConfig`: the whole run as one value
-loader         `load`: a file and overrides -> a validated configuration, or every problem with its position
-render, diff   a configuration as YAML, and what differs between two
-schema         the JSON schema for editors
+loader                 `load`: a file and overrides -> a configuration, or all its faults, each with its position
+yaml_syntax, _nodes    text -> plain data with positions, `!include` resolved
+document               plain data, the position of each value, the problems so far
+shape, place           the values that annotations allow, and the way down to a key
+overrides              settings of the command line, put into the data
+explain                errors of pydantic as a person would put them
+render, diff, schema   a configuration as YAML, the differences of two, the JSON schema for editors
 """

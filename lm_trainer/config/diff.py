@@ -1,4 +1,4 @@
-"""What differs between two configurations, or between one and the defaults."""
+"""Differences between two configurations, or between one and the defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ABSENT = "(absent)"
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """The keys in which two configurations differ, in the order of `new`, values as YAML."""
+    """Lists the keys in which two configurations differ, in the order of `new`, values as YAML."""
     before, after = dict(_leaves(old.model_dump(mode="json"), ())), dict(_leaves(new.model_dump(mode="json"), ()))
     found = []
     for key in dict.fromkeys([*after, *before]):
@@ -38,7 +38,7 @@ def differences(old: Config, new: Config) -> list[Difference]:
 
 
 def differences_from_defaults(config: Config) -> list[Difference]:
-    """The keys in which a configuration differs from the defaults.
+    """Lists the keys in which a configuration differs from the defaults.
 
     A block whose `type` is not the default one is compared with the defaults of its own type: those of another type
     would differ in every key and say nothing.
@@ -49,13 +49,14 @@ def differences_from_defaults(config: Config) -> list[Difference]:
         same_types = type(config).model_validate(_types(values))
     except ValidationError:  # a type that has keys without default
         return differences(plain, config)
+    # The types that are not the default ones, and the rest against the defaults of those types.
     types = [d for d in differences(plain, same_types) if d.key.rsplit(".", 1)[-1] == "type"]
     order = {dotted(path): number for number, (path, _) in enumerate(_leaves(values, ()))}
     return sorted([*types, *differences(same_types, config)], key=lambda d: order.get(d.key, len(order)))
 
 
 def _types(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left of a configuration without all but the `type` of its blocks."""
+    """A configuration reduced to the `type` of each of its blocks."""
     return {
         key: _types(item) if isinstance(item, Mapping) else item
         for key, item in value.items()

@@ -1,4 +1,4 @@
-"""What was read: plain data, where each value stands, and what is wrong so far."""
+"""Document: plain data with the position of each value, and the problems found so far."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, order=True)
 class Origin:
-    """Where a value or a key comes from. Sorts in the order in which a person reads the sources."""
+    """The origin of a value or a key. Sorts in the order in which a person reads the sources."""
 
     order: tuple[int, int, int]
-    """Which source, line, column."""
+    """Source, line, column."""
     text: str
     """`file:line:column`, or the override as it was typed."""
     is_override: bool = False
@@ -40,12 +40,12 @@ class Document:
     keys: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     unreadable: set[KeyPath] = field(default_factory=set)
-    """Places that a problem names already; whatever else is wrong there is a consequence."""
+    """Places that a problem names already; any other problem there is a consequence."""
     notes: list[str] = field(default_factory=list)
-    """What was done that the user may not expect."""
+    """Effects of the overrides that the user may not expect."""
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Where the value at `path` comes from: itself, else the first of what is in it, else its nearest ancestor."""
+        """The origin of the value at `path`, else of the first value inside it, else of its nearest ancestor."""
         if path not in self.values:
             inside = [origin for known, origin in self.values.items() if known[: len(path)] == path]
             if inside:
@@ -53,11 +53,11 @@ class Document:
         return next((self.values[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.values), None)
 
     def key_origin(self, path: KeyPath) -> Origin | None:
-        """Where the key at the end of `path` stands, else the nearest ancestor's value."""
+        """The origin of the key at the end of `path`, else of the nearest ancestor's value."""
         return self.keys.get(path) or self.origin(path)
 
     def report(self, path: KeyPath, text: str, *, at_key: bool = False) -> None:
-        """Records that something is wrong with the value, or the key, at `path`."""
+        """Records a problem with the value, or the key, at `path`."""
         origin = self.key_origin(path) if at_key else self.origin(path)
         self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
 
@@ -69,11 +69,12 @@ class Document:
         self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
 
     def is_unreadable(self, path: KeyPath) -> bool:
-        """Whether a problem with `path` or something above it is known already."""
+        """Returns True if a problem with `path` or something above it is known already."""
         return any(path[:n] in self.unreadable for n in range(len(path) + 1))
 
     def lines(self) -> list[str]:
         """All problems, each once, in the order of the sources."""
+        # Problems without a position come last.
         last = (1 << 30, 0, 0)
         ordered = sorted(self.problems, key=lambda p: p.origin.order if p.origin else last)
         return list(dict.fromkeys(map(str, ordered)))
@@ -102,6 +103,7 @@ def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[
     """The options that `word` may have been meant to be, best first; see `did_you_mean`."""
     if not word:
         return []
+    # From the surest guess to the boldest: the first that finds anything decides.
     if same := [option for option in options if option.lower().replace("-", "_") == word.lower().replace("-", "_")]:
         return same[:1]
     if misspelt := _misspelt(word, options, 0.75):
@@ -117,7 +119,7 @@ def nearest(word: str, options: Sequence[str], *, strict: bool = False) -> list[
 
 
 def _misspelt(word: str, options: Sequence[str], cutoff: float) -> list[str]:
-    """The closest option, and a second one that is as close."""
+    """The closest option, and a second one if it is about as close."""
     found = difflib.get_close_matches(word, options, n=2, cutoff=cutoff)
     closeness = [difflib.SequenceMatcher(None, option, word).ratio() for option in found]
     return [option for option, ratio in zip(found, closeness, strict=True) if ratio > closeness[0] - 0.05]

@@ -1,4 +1,4 @@
-"""Validation errors as a person would put them, at the place where the mistake stands."""
+"""Errors of pydantic as a person would put them, each at the position of the mistake."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
-from lm_trainer.config.secret import REFUSAL, is_secret_name
-from lm_trainer.config.shape import NoSuchKey, Place, Shape, all_keys, child, tags
+from lm_trainer.config.place import NoSuchKey, Place, all_keys, child
+from lm_trainer.config.shape import Shape, tags
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import is_secret_name
 
+# By the first word of pydantic's name of an error: `int_parsing`, `int_type` and `int_from_float` are alike.
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -28,6 +30,7 @@ _TYPES = {
     "none": "null",
     "finite": "a finite number",
 }
+# By pydantic's name of an error: the key of the limit in its context, and the phrase.
 _LIMITS = {
     "greater_than": ("gt", "a number greater than {}"),
     "greater_than_equal": ("ge", "a number of at least {}"),
@@ -40,19 +43,23 @@ _LIMITS = {
     "string_too_long": ("max_length", "at most {} characters"),
     "string_pattern_mismatch": ("pattern", "text that matches {}"),
 }
+SECRET_REFUSED = (
+    "looks like a secret, and a configuration is saved with the run; remove it and set it in the environment "
+    "(HF_TOKEN, WANDB_API_KEY)"
+)
 _MAX_LISTED = 12
 """Keys that are listed when none is near to what was written."""
 
 
 class Explainer:
-    """Records what is wrong with a document whose root should be a `root`."""
+    """Translator of the errors of a document whose root should be a `root`; records them as its problems."""
 
     def __init__(self, document: Document, root: type[BaseModel]):
         self.document = document
         self.root = root
 
     def find(self, path: KeyPath) -> tuple[Place | None, Any]:
-        """What may stand at `path`, None if nothing may, and what does."""
+        """The place of `path`, None if there is none, and the value there."""
         place, value = Place.root(self.root), self.document.data
         for key in path:
             try:
@@ -64,24 +71,28 @@ class Explainer:
 
     def explain(self, error: ValidationError) -> None:
         """Records every error of a failed validation."""
+        # pydantic reports each member of a union that did not fit; together they are one mistake of the user.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
         for detail in error.errors(include_url=False):
-            path = self._meant(detail["loc"])
+            path = self._path_of(detail["loc"])
             if path is not None and not self.document.is_unreadable(path):
                 groups.setdefault(path, []).append(detail)
         for path, details in groups.items():
             self._report(path, details)
 
-    def _meant(self, location: tuple[int | str, ...]) -> KeyPath | None:
-        """Where an error is, without the names of union members; None if it is about a member that was not meant."""
+    def _path_of(self, location: tuple[int | str, ...]) -> KeyPath | None:
+        """Turns the location of an error into a path, without names of union members; None for a member not meant."""
         place, value, path = Place.root(self.root), self.document.data, ()
         for index, key in enumerate(location):
             if place.shape.alternatives:
+                # A member is named, not a key. Of those that cannot hold such a value (a list, a block) nothing is said
+                # if another can.
                 branch = place.shape.branch(str(key))
                 if not _fits(branch, value) and any(_fits(other, value) for other in place.shape.alternatives):
                     return None
                 place = Place(branch, place.default)
             elif place.shape.tagged and isinstance(value, dict):
+                # The `type` is named, not a key.
                 model = place.model_for(value)
                 place = Place(Shape("model", model, (model,) if model else ()), place.default)
             elif location[index + 1 :] == ("[key]",):
@@ -96,7 +107,7 @@ class Explainer:
         return path
 
     def _report(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
-        """Records the errors at one place: validators' messages each, those of a union's members as one."""
+        """Records the errors at one place: each message of a validator, but those of a union's members as one."""
         kinds = {detail["type"] for detail in details}
         if "extra_forbidden" in kinds:
             self.document.report(path, self.unknown_key(path), at_key=True)
@@ -109,7 +120,7 @@ class Explainer:
             self.document.report((*path, "type"), text)
         elif own := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
             for detail in own:
-                self._report_own_words(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
+                self._report_validator_message(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
         else:
             self._report_expected(path, details)
 
@@ -138,7 +149,7 @@ class Explainer:
         return _TYPES.get(kind.split("_")[0]) or detail["msg"].removeprefix("Input should be ")
 
     def unknown_key(self, path: KeyPath, *, full: bool = False) -> str:
-        """Why there is no key at `path`, and which one was meant; with `full`, suggestions are whole paths."""
+        """Says why there is no key at `path`, and which one was meant; with `full`, suggestions are whole paths."""
         parent, key = path[:-1], str(path[-1])
         place, value = self.find(parent)
         if place is None:
@@ -151,7 +162,7 @@ class Explainer:
             if reason is not None:
                 return f"refused: {reason}"
         if is_secret_name(key):
-            return REFUSAL
+            return SECRET_REFUSED
         others = _types_with(place, models, key)
         if models and others:
             chosen = "" if (*parent, "type") in self.document.values else " by default"
@@ -166,6 +177,7 @@ class Explainer:
         known = [(name, name.rsplit(".", 1)[-1]) for name in all_keys(Place.root(self.root), self.document.data)]
         same = [name for name, last in known if last == key]
         near = nearest(key, [last for _, last in known], strict=True)
+        # From the likeliest: misspelt here, the same key elsewhere, vaguely like one here, misspelt elsewhere.
         return (
             did_you_mean(key, here, prefix=prefix, strict=True)
             or suggest(same[:2])
@@ -174,11 +186,12 @@ class Explainer:
             or (f"; there are {', '.join(here)}" if 0 < len(here) <= _MAX_LISTED else "")
         )
 
-    def _report_own_words(self, path: KeyPath, message: str) -> None:
-        """Records a validator's message at the key that it speaks of."""
+    def _report_validator_message(self, path: KeyPath, message: str) -> None:
+        """Records the message of a validator at the key that it names, or else mentions."""
         if path:
             message = message.removeprefix(f"{path[-1]}: ")
         place, value = self.find(path)
+        # `keep: only the last entry may lack until` is about the key `keep` of this block.
         while (match := re.match(r"(\w+): ", message)) and match[1] in _keys(place, value):
             path, message = (*path, match[1]), message[match.end() :]
             place, value = self.find(path)

@@ -1,4 +1,4 @@
-"""Settings on the command line: `trainer.seed=1`, `--trainer.seed 1` and `--trainer.seed=1`."""
+"""Overrides: settings on the command line, as `trainer.seed=1`, `--trainer.seed 1` or `--trainer.seed=1`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 from pydantic import BaseModel
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
-from lm_trainer.config.explain import Explainer
-from lm_trainer.config.secret import REFUSAL, is_secret_name
-from lm_trainer.config.shape import NoSuchKey, Place, all_keys, child, tags
+from lm_trainer.config.explain import SECRET_REFUSED, Explainer
+from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
+from lm_trainer.config.shape import tags
 from lm_trainer.config.yaml_nodes import read_text
+from lm_trainer.core.credentials import is_secret_name
 
 _SOURCE = 1 << 20
-"""Overrides sort after all files."""
+"""The number of the command line among the sources: overrides sort after all files."""
 _MAX_SHOWN = 100
+"""Characters of an override that a message shows."""
 _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
 _KEY = re.compile(r"[^\w.-]")
 _INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
@@ -37,7 +39,7 @@ class Override:
 
 @dataclass
 class _Typed:
-    """The words of one setting, and what is wrong with them."""
+    """The words of one setting, and their fault, if they have one."""
 
     words: list[str]
     name: str
@@ -48,10 +50,10 @@ class _Typed:
 def parse(
     arguments: Sequence[str], document: Document, root: type[BaseModel], options: Sequence[str] = ()
 ) -> list[Override]:
-    """Reads the arguments; what is no override becomes a problem of the document.
+    """Reads the arguments; an argument that is no override becomes a problem of the document.
 
     Args:
-        arguments: what stands on the command line after the configuration file.
+        arguments: the words of the command line after the configuration file.
         document: takes the problems.
         root: the class whose keys can be set.
         options: the options of the command (`--dry-run`), one of which a misspelt word may have meant.
@@ -69,11 +71,12 @@ def parse(
         first, *rest = typed.name.split(".")
         path = (first, *(int(part) if part.isdecimal() else part for part in rest))
         found.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
-    # A block, or its type, is settled before the keys inside it, in whatever order they were typed.
+    # A block comes before the keys inside it, and its type before its other keys, in whatever order they were typed.
     return sorted(found, key=lambda override: len(override.path) - (override.path[-1] == "type"))
 
 
 def _shown(typed: _Typed) -> str:
+    """The setting for a message, without a value that may be a secret."""
     if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
         return f"{_KEY.split(typed.name)[0]}=..."
     return textwrap.shorten(" ".join(typed.words), _MAX_SHOWN, placeholder=" ...")
@@ -88,6 +91,7 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> 
         typed.name = name.replace("-", "_")
         if "." not in name and typed.name not in root.model_fields:
             typed.problem = _no_such_option(word.partition("=")[0], root, options)
+            # The next word is its value, which would otherwise be a second problem.
             if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
                 waiting.pop(0)
             return typed
@@ -118,14 +122,14 @@ def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> st
         if following == "=" and waiting:
             following = waiting.pop(0)
         if is_secret_name(word):
-            return REFUSAL
+            return SECRET_REFUSED
         meant = textwrap.shorten(f"{word}={following.lstrip('=')}", _MAX_SHOWN, placeholder=" ...")
         return f"expected KEY=VALUE; did you mean {meant}?"
     return "expected KEY=VALUE, such as trainer.num_train_steps=100"
 
 
 def apply(overrides: Sequence[Override], document: Document, root: type[BaseModel]) -> None:
-    """Puts the overrides into the document's data; what does not fit becomes a problem."""
+    """Puts the overrides into the document's data; one that does not fit becomes a problem."""
     for override in overrides:
         try:
             _apply_one(override, document, root)
@@ -137,18 +141,20 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
     place, holders = _descend(override, document, root)
     key, holder = override.path[-1], holders[-1]
     value = _value(override, place)
+    # Only now that nothing can fail any more, new blocks are hung in.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
     if key == "type" and isinstance(holder, dict) and holder.get("type") != value:
         _start_afresh(holder, override, document)
     document.forget(override.path)
-    holder[key] = value
+    holder[key] = complete(place, value)
+    # Of the value as it was typed: a `type` that was added by default has no position.
     for path in (override.path, *_below(value, override.path)):
         document.values[path] = document.keys[path] = override.origin
 
 
 def _descend(override: Override, document: Document, root: type[BaseModel]) -> tuple[Place, list[Any]]:
-    """The place that the override names, and the blocks and lists around it from the root on; missing ones are new.
+    """Finds the place that the override names, and the blocks and lists around it from the root on, new if missing.
 
     Raises:
         ValueError: if there is no such place.
@@ -172,10 +178,10 @@ def _descend(override: Override, document: Document, root: type[BaseModel]) -> t
 
 
 def _entered(value: Any, key: str | int, place: Place, override: Override, depth: int) -> Any:
-    """The block or list in which `key` is looked up: what stands there, or a new block where nothing does.
+    """The block or list in which `key` is looked up: the value that stands there, else a new block.
 
     Raises:
-        ValueError: if a plain value, or the other of block and list, stands there.
+        ValueError: if a plain value stands there, or a list instead of a block or the reverse.
     """
     at, rest = dotted(override.path[:depth]), dotted(override.path[depth + 1 :])
     if isinstance(key, int):
@@ -188,7 +194,7 @@ def _entered(value: Any, key: str | int, place: Place, override: Override, depth
         hint = f"; name an item by its number: {at}.0.{key}" if place.shape.choice("list") else ""
         raise ValueError(f"{at} is a list{hint}")
     if value is None or (key == "type" and not isinstance(value, dict) and place.models(None)):
-        return {}
+        return complete(place, {})
     if not isinstance(value, dict):
         hint = f"; set {at}.type too" if any(map(tags, place.models(None, every=True))) else ""
         raise ValueError(f"{at} is {display(value)}, not a block of keys{hint}")
@@ -208,7 +214,7 @@ def _start_afresh(holder: dict[str, Any], override: Override, document: Document
 
 
 def _value(override: Override, place: Place) -> Any:
-    """What the text of an override means where it stands."""
+    """The value that the text of an override has at its place."""
     text = override.text.strip()
     listed = _BRACKETED.fullmatch(text)
     try:

@@ -14,11 +14,11 @@ _COMMENT_COLUMN = 60
 
 
 def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None) -> str:
-    """All values of a configuration, defaults included.
+    """Writes all values of a configuration, defaults included.
 
     Args:
-        config: what to write.
-        comment: what to write behind the value at a path, for example where it comes from.
+        config: any configuration.
+        comment: gives the comment behind the value at a path, for example its origin.
     """
     lines = [
         (text, comment(path) if comment and path else "") for text, path in _block(config.model_dump(mode="json"), ())
@@ -36,6 +36,7 @@ def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
         if not _is_nested(item):
             yield f"{lead} {flow(item)}", at
             continue
+        # In a list, the first line of a block stands beside the dash.
         inner = [(f"  {text}", leaf) for text, leaf in _block(item, at)]
         if isinstance(value, Mapping):
             yield lead, ()
@@ -46,7 +47,7 @@ def _block(value: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _is_nested(value: Any) -> bool:
-    """Whether a value takes lines of its own: a block, or a list of blocks."""
+    """Returns True if a value takes lines of its own: a block, or a list of blocks."""
     if isinstance(value, Mapping):
         return bool(value)
     return isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value)

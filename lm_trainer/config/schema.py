@@ -11,7 +11,7 @@ from lm_trainer.core.config import Config
 
 
 def json_schema(root: type[Config]) -> dict[str, Any]:
-    """A draft 2020-12 schema in which a block without `type` is as valid as the loader finds it.
+    """Makes a draft 2020-12 schema in which a block without `type` is as valid as the loader finds it.
 
     It knows nothing of `!include`: an editor has to be told of the tag (`yaml.customTags: ["!include mapping"]`).
     """
@@ -26,7 +26,7 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
 
 
 def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """Defaults as they are written in YAML, which pydantic's own differ from where a serializer is involved."""
+    """Replaces pydantic's defaults by their form in YAML, which a serializer may have changed."""
     for name, info in model.model_fields.items():
         default = info.get_default(call_default_factory=False)
         shown = schema.get("properties", {}).get(name)
@@ -48,7 +48,7 @@ def _models(annotation: Any, seen: set[type[BaseModel]]) -> set[type[BaseModel]]
 
 
 def _loosen(node: Any) -> None:
-    """Rewrites what pydantic states too strictly for a file that a person writes, in place."""
+    """Rewrites in place the rules of pydantic that are too strict for a file that a person writes."""
     if isinstance(node, list):
         for item in node:
             _loosen(item)

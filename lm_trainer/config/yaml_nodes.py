@@ -1,4 +1,4 @@
-"""From YAML files to plain data that knows where each value stands, with `!include`."""
+"""Reader of YAML files: plain data with the position of each value, `!include` resolved."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lm_trainer.config.yaml_syntax import (
     scalar,
 )
 
+# Larger than any configuration; a data file that was named by mistake must not be read whole.
 MAX_BYTES = 4 << 20
 MAX_VALUES = 50_000
 """More values than any configuration has: a few nested aliases can stand for billions."""
@@ -91,6 +92,14 @@ class _Source:
 
 
 class _Builder:
+    """Builds the plain data of a document from the nodes of its files.
+
+    Attributes:
+        files: how many have been read.
+        values: how many there are so far, those of aliases counted each time.
+        open: the ids of the nodes around the present one, outermost first.
+    """
+
     def __init__(self, document: Document):
         self.document = document
         self.files = 0
@@ -130,6 +139,7 @@ class _Builder:
         if self.values > MAX_VALUES:
             self.document.problems.append(Problem(origin, f"more than {MAX_VALUES} values, counting those of aliases"))
             raise _TooLarge
+        # Every alias is the same node object, so that one inside itself would never end.
         if id(node) in self.open:
             return self._fail(origin, "this alias contains itself", at)
         if len(self.open) >= MAX_DEPTH:
@@ -161,6 +171,7 @@ class _Builder:
         own: dict[str, tuple[Node, Node]] = {}
         for key_node, value_node in node.value:
             if key_node.tag == MERGE and explicit_tag(key_node) is None:
+                # Nodes, not values: a key that is written here as well must not be built from the merged one.
                 for key, pair in self._merged(value_node, at, source).items():
                     merged.setdefault(key, pair)
                 continue
@@ -220,6 +231,7 @@ class _Builder:
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
         if "://" in name:
             raise ValueError(f"cannot include {name}: only local files can be included")
+        # Normalised as text, so that messages show `b.yaml` and not `conf/../b.yaml`.
         path = Path(os.path.normpath(source.path.parent / name.strip()))
         if _real(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
@@ -231,6 +243,7 @@ class _Builder:
             value = self.file(path, at, source.including)
         except ValueError as error:
             raise ValueError(f"cannot include {path}: {error}") from None
+        # The root of the included file has set it already, unless the file could not be read.
         self.document.values.setdefault(at, origin)
         return value
 
@@ -259,6 +272,7 @@ def _read(path: Path) -> str:
     if len(raw) > MAX_BYTES:
         raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB; is it a configuration?")
     try:
+        # Some editors on Windows write a byte order mark.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -289,6 +303,7 @@ def _syntax_error(error: Exception, text: str) -> tuple[int, int, str]:
         line, column = before.count("\n") + 1, error.position - (before.rfind("\n") + 1) + 1
         return line, column, f"the character #x{ord(text[error.position]):04x} is not allowed in YAML"
     assert isinstance(error, yaml.MarkedYAMLError)
+    # PyYAML's own words for the two commonest mistakes do not name them.
     mark = error.problem_mark or error.context_mark
     message = str(error.problem or error.context)
     if "'\\t'" in message:

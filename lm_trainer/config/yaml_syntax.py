@@ -18,6 +18,7 @@ _NULL, _BOOL, _INT, _FLOAT, _STR = (f"tag:yaml.org,2002:{name}" for name in ("nu
 _LEADING_ZERO = "leading-zero"
 
 _DIGITS = r"\d+(?:_\d+)*"
+# Tag, pattern and possible first characters of each kind, tried in this order; everything else is text.
 _PLAIN_SCALARS = (
     (_NULL, r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     (_BOOL, r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -39,6 +40,7 @@ class NodeLoader(yaml.SafeLoader):
     It constructs no objects: what a tag means is for the caller to decide.
     """
 
+    # PyYAML adds to the table of the class itself: without one of its own, those of YAML 1.1 would stay.
     yaml_implicit_resolvers = {}
 
     def _tagged(self, node: Node, tag: str | None) -> Node:
@@ -68,10 +70,12 @@ class _PlainDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = NodeLoader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
+        # Equal values of two keys are written twice: anchors (`&id001`) would puzzle the reader.
         del data
         return True
 
     def represent_text(self, data: str) -> Node:
+        # Without a style, text that is not printable would be folded over several lines.
         return self.represent_scalar(_STR, data, style=None if data.isprintable() else '"')
 
 
@@ -79,7 +83,7 @@ _PlainDumper.add_representer(str, _PlainDumper.represent_text)
 
 
 def compose(text: str) -> Node | None:
-    """The root node of a text with at most one document; None for an empty one.
+    """Parses a text with at most one document into its root node; None for an empty one.
 
     Raises:
         yaml.YAMLError: for text that is not YAML.
@@ -98,7 +102,7 @@ def explicit_tag(node: Node) -> str | None:
 
 
 def scalar(node: ScalarNode) -> Any:
-    """The value of a scalar without explicit tag.
+    """Converts a scalar without explicit tag to its value.
 
     Raises:
         ValueError: for a number with a leading zero.
@@ -119,10 +123,11 @@ def scalar(node: ScalarNode) -> Any:
 
 
 def flow(value: Any) -> str:
-    """Plain data as YAML on one line; `compose` reads it back as the same data."""
+    """Writes plain data as YAML on one line; `compose` reads it back as the same data."""
     text = yaml.dump(
         value, Dumper=_PlainDumper, default_flow_style=True, allow_unicode=True, sort_keys=False, width=sys.maxsize
     )
+    # PyYAML ends a bare scalar with the end of the document.
     return text.removesuffix("\n").removesuffix("\n...")
 
 

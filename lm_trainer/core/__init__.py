@@ -1,1 +1,1 @@
-"""Layer 0: what every other part may use, and what knows nothing of language models."""
+"""The ground floor: values and helpers for every other part, without knowledge of language models."""

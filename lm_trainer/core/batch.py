@@ -1,4 +1,4 @@
-"""The one shape of data that flows from the loader through the step into the model.
+"""The batch: the one shape of data from the loader through the step into the model.
 
 Shape letters: B rows (examples), S positions in a row.
 """
@@ -16,7 +16,7 @@ Array = np.ndarray | jax.Array
 class Batch(NamedTuple):
     """Rows of tokens with everything a causal language model needs to train on them.
 
-    Packed, padded and plain rows and decoding share this shape, and so one code path.
+    Packed, padded and plain rows share this shape, and so one code path.
     """
 
     tokens: Array

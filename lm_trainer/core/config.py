@@ -25,11 +25,14 @@ class Config(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        # A misspelt key would otherwise be a default that nobody notices.
         extra="forbid",
         use_attribute_docstrings=True,
+        # The input may be long, or hold a secret; `config.explain` shows what a person has to see of it.
         hide_input_in_errors=True,
         validate_default=True,
         allow_inf_nan=False,
+        # pydantic reserves `model_`, with which several keys begin.
         protected_namespaces=(),
     )
 
@@ -38,7 +41,7 @@ class Config(BaseModel):
 
     @property
     def changed_fields(self) -> set[str]:
-        """The keys whose values are not the defaults; unlike `model_fields_set` the same after writing and reading."""
+        """The keys that differ from the defaults; unlike `model_fields_set` the same after writing and reading."""
         fields = type(self).model_fields.items()
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
@@ -69,7 +72,7 @@ def parse_duration(value: Any) -> timedelta:
 
 
 def format_duration(value: timedelta) -> str:
-    """The shortest text that `parse_duration` reads back as the same duration."""
+    """Writes a duration as a short text that `parse_duration` reads back as the same duration."""
     seconds = value.total_seconds()
     for unit in ("d", "h", "m"):
         if seconds and seconds % _UNIT_SECONDS[unit] == 0:
@@ -90,7 +93,7 @@ def fraction_or_steps(value: float, total: int) -> int:
     """Turns a setting that is a fraction of `total` steps (<= 1.0 as a float) or a number of steps into steps.
 
     An `int` is always a number of steps; a `float` up to 1.0 is a fraction, as it is written in decimal, rounded down:
-    0.29 of 100 steps are 29, though in binary the product is a little less.
+    0.29 of 100 steps are 29.
 
     Raises:
         ValueError: for a negative value or a fractional number of steps above 1.
@@ -100,6 +103,7 @@ def fraction_or_steps(value: float, total: int) -> int:
     if isinstance(value, int):
         return value
     if value <= 1.0:
+        # As decimals: in binary, 0.29 * 100 is 28.999999999999996.
         return int(Decimal(repr(float(value))) * total)
     if value != int(value):
         raise ValueError(f"{value} is neither a fraction (at most 1.0) nor a whole number of steps")
@@ -112,7 +116,7 @@ def _is_fraction_or_steps(value: float) -> float:
 
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
-"""Of random numbers; JAX would take no more bits of it."""
+"""Seed of random numbers; JAX takes no more than 32 bits of it."""
 
 FractionOrSteps = Annotated[NonNegativeInt | NonNegativeFloat, AfterValidator(_is_fraction_or_steps)]
-"""Part of a length as people write it: `0.1` is a tenth, `100` so many steps."""
+"""A part of a length as people write it: `0.1` is a tenth, `100` so many steps."""

@@ -1,21 +1,28 @@
-"""Credentials in URLs: `scheme://user:password@host` and signed queries must reach no log, record or service."""
+"""Credentials in URLs and keys that name a secret: neither may reach a log, a record or a service."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
 
 _USER = re.compile(r"(?<=://)[^/\s\"']*@")
+# Parameters of signed URLs (S3, GCS, Azure), and tokens in a query.
 _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:token|secret|passw|signature|credential|api[-_]?key|access[-_]?key)[\w.-]*|sig|key)=)[^&#\s\"']+",
     re.IGNORECASE,
 )
 
 
+_SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+
+
 def without_credentials(value: Any) -> Any:
-    """A copy of a text, or of plain containers of texts, in which `https://user:password@host?token=x` is
-    `https://***@host?token=***`; other values are the same.
+    """Copies a text, or plain containers of texts, and blanks credentials in URLs; other values stay the same.
+
+    `https://user:password@host?token=x` becomes `https://***@host?token=***`.
     """
     if isinstance(value, str):
         return _QUERY.sub(r"\1***", _USER.sub("***@", value))
@@ -24,3 +31,10 @@ def without_credentials(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_credentials(v) for v in value]
     return value
+
+
+def is_secret_name(name: str) -> bool:
+    """Returns True if the words of a key name a secret: those of `hf_token` and `apiKey` do, `tokenizer` does not."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    pairs = itertools.pairwise(words)
+    return not _SECRET_WORDS.isdisjoint(words) or any(pair in (("api", "key"), ("access", "key")) for pair in pairs)

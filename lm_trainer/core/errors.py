@@ -1,4 +1,4 @@
-"""Errors that are addressed to the person at the terminal."""
+"""Errors that are addressed to the person at the terminal, and the exit codes that they stand for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from lm_trainer.core.credentials import without_credentials
 
-_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+# Full, over quota, too large, read-only, broken, or a mount that went away.
+_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2
@@ -20,7 +21,7 @@ class UserError(Exception):
     """A mistake or a state of the machine that the user can mend.
 
     The command line prints the message alone, without a traceback, and exits with `exit_code`.
-    The message says what is wrong, where, and what to do instead; credentials in its URLs are blanked.
+    The message names the fault, its place and the remedy; credentials in its URLs are blanked.
     """
 
     exit_code: int = EXIT_CONFIG
@@ -30,7 +31,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Everything that is wrong with a configuration, found in one pass.
+    """All faults of a configuration, found in one pass.
 
     `problems` holds one line each, sorted by position, already with `file:line:column` where there is one.
     """
@@ -59,8 +60,8 @@ class Preempted(UserError):
 
 
 def disk_error(error: OSError) -> MachineError | None:
-    """What to tell the user of an error that a full, broken or read-only disk raised wherever it was met; else None."""
-    if error.errno not in _OF_THE_DISK:
+    """Translates an error of a full, broken or read-only disk for the user, wherever it was met; None for others."""
+    if error.errno not in _DISK_ERRORS:
         return None
     return MachineError(
         f"{error.filename or 'a file'}: {error.strerror}; make room or mend the disk, then start the same command again"

@@ -10,12 +10,13 @@ from lm_trainer.core.errors import UserError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of a file by a rename, after the new content is on disk."""
+    """Replaces the content of a file by a rename, so that a crash leaves the old content or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # A file system may carry out the rename before the data: after a power cut the file would be empty.
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
@@ -30,14 +31,15 @@ def make_writable(directory: Path, setting: str) -> None:
     """Creates a directory and finds at once whether files can be written there.
 
     Args:
-        directory: what to create.
-        setting: what the user may set to choose another place.
+        directory: the directory, whose parents may be missing too.
+        setting: the name of the setting by which the user can choose another place.
 
     Raises:
         UserError: when it cannot be created or written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # By trying: permissions tell nothing of quotas, read-only mounts or network file systems.
         probe = directory / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()

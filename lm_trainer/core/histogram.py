@@ -18,7 +18,7 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
 
     Args:
         x: the array; its other dimensions are the values of a group, at most 2^31 - 1.
-        shared_edges: whether all groups share their edges.
+        shared_edges: let all groups share their edges, those of all values together.
 
     Returns:
         counts_GB, int32, and edges_GE with E = B + 1, float32: bins of equal width between the least and the greatest
@@ -43,7 +43,8 @@ def histogram(x: jax.Array, *, shared_edges: bool) -> tuple[jax.Array, jax.Array
 
 
 def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
-    """[...] -> [..., B + 1]; around 0 where there is no value, and one wide where all values are equal."""
+    """[...] -> [..., B + 1]; around 0 if there is no value, and one wide if all values are equal."""
+    # Without a finite value the least is inf and the greatest -inf.
     some = low <= high
     low, high = jnp.where(some, low, 0.0), jnp.where(some, high, 0.0)
     equal = low == high

@@ -1,4 +1,4 @@
-"""Values that change at given steps of a run."""
+"""Piecewise constant values, which change at given steps of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Piecewise(Generic[T]):
 
     @classmethod
     def make(cls, phases: Sequence[tuple[int, T]]) -> Piecewise[T]:
-        """From (start, value) pairs.
+        """Builds it from (start, value) pairs.
 
         Raises:
             ValueError: when the first does not start at 0 or the starts do not rise.
@@ -61,7 +61,7 @@ def _check_phases(phases: tuple[IntPhase, ...]) -> tuple[IntPhase, ...]:
         if later.start <= earlier.start:
             found[index] = f"must be later than the entry before, which starts at {earlier.start}, got {later.start}"
     if found:
-        # Each at its own place, which the message of a plain ValueError could not say.
+        # One error for each entry, at its own line; a plain ValueError would stand at the line of the whole list.
         details = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{text}", {"text": text}),
@@ -79,14 +79,14 @@ IntSchedule = PositiveInt | Annotated[tuple[IntPhase, ...], AfterValidator(_chec
 
 
 def piecewise_int(value: IntSchedule) -> Piecewise[int]:
-    """What a configuration says as values over steps."""
+    """Turns the value of a configuration into values over steps."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
     return Piecewise.make([(phase.start, phase.value) for phase in phases])
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """How many rows the global batch of each step has, and where in the order of all rows it begins."""
+    """The number of rows in the global batch of each step, and its place in the order of all rows."""
 
     sizes: Piecewise[int]
 
@@ -101,6 +101,7 @@ class BatchSchedule:
 
     def rows_before(self, step: int) -> int:
         """Rows in all batches before that of `step`, in time that does not grow with `step`."""
+        # Each phase contributes the steps that it has before `step`, times its size.
         starts = (*self.sizes.starts, step)
         ends = [min(end, step) for end in starts[1:]]
         return sum(
@@ -111,7 +112,7 @@ class BatchSchedule:
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """How many tokens a run has seen at each step: all of its rows have the same length."""
+    """The number of tokens that a run has seen before each step: all of its rows have the same length."""
 
     batch: BatchSchedule
     seq_len: int

@@ -29,7 +29,7 @@ _PARTS = {
 
 
 class Policy(NamedTuple):
-    """Which dtype each part of the computation uses; the names are NumPy dtype names."""
+    """The dtype of each part of the computation, by its NumPy name."""
 
     param: str = "float32"
     """Master weights, gradients and optimizer state."""
@@ -82,7 +82,7 @@ def _dtype(text: str) -> str:
 
 
 def format_policy(policy: Policy) -> str:
-    """The text that `parse_policy` reads back as the same policy."""
+    """Writes a policy as the text that `parse_policy` reads back."""
     return f"p={policy.param},c={policy.compute},o={policy.output}"
 
 

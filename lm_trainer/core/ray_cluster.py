@@ -1,4 +1,4 @@
-"""Joining a Ray cluster that runs already."""
+"""Connection to a Ray cluster that runs already."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from lm_trainer.core.errors import UserError
 
 QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
-"""Options of `ray.init`: what Ray says of itself is not the user's concern."""
+"""Options of `ray.init` that keep its own messages from the user."""
 
 _CONNECT_SECONDS = 10.0
+"""Longest time to find that nothing listens at an address."""
 
 
 def join_cluster(ray: Any, address: str, advice: str) -> None:
@@ -21,7 +22,7 @@ def join_cluster(ray: Any, address: str, advice: str) -> None:
         UserError: if there is none, with the advice.
     """
     try:
-        # Ray itself tries for minutes, and then ends the process.
+        # Looks for itself first: Ray tries for minutes, and then ends the process.
         if match := re.fullmatch(r"(?:ray://)?([^/:]+):(\d+)", address):
             socket.create_connection((match[1], int(match[2])), _CONNECT_SECONDS).close()
         ray.init(address=address, **QUIET)

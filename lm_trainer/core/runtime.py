@@ -1,4 +1,4 @@
-"""What has to be set in the process before JAX starts its backends."""
+"""Settings of the process that have to be made before JAX starts its backends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 
+# Of glibc's malloc.h, which Python does not know.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
 
@@ -30,7 +31,7 @@ def prepare_process() -> list[str]:
     costs up to a third of a step; here the heap is kept instead. On a machine with an accelerator nothing is changed.
 
     Returns:
-        What was changed, in words.
+        Each change in words.
     """
     if not _cpu_only():
         return []
@@ -48,30 +49,32 @@ def keep_freed_memory(*, one_arena: bool = False) -> bool:
     """Lets glibc keep the memory that this process frees, whose pages would fault again when it is asked for anew.
 
     Args:
-        one_arena: whether all threads share one arena, for what one thread frees and another asks for.
+        one_arena: let all threads share one arena, so that memory that one thread frees can go to another.
 
     Returns:
-        Whether that was done; other libraries of C have no such settings.
+        True if it was done; other C libraries have no such settings.
     """
     if sys.platform == "linux":
+        # musl has no `mallopt`.
         with contextlib.suppress(OSError, AttributeError):
             mallopt = ctypes.CDLL(None).mallopt
+            # -1: never map a large block afresh, and never give the top of the heap back.
             kept = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
             return bool(kept and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
     return False
 
 
 def set_cpu_threads(count: int | None) -> None:
-    """Sets with how many threads XLA computes on a CPU; call it before jax starts its backends. None: no change."""
+    """Sets the number of XLA's threads on a CPU, None for no change; call it before jax starts its backends."""
     if count is not None:
         os.environ["NPROC"] = str(count)
 
 
 def cpu_threads() -> int | None:
-    """With how many threads XLA computes, None where that is not on a CPU. Starts the backends of jax.
+    """The number of threads with which XLA computes on a CPU, None on other devices. Starts the backends of jax.
 
-    It never has fewer than there are (emulated) devices in the process. XLA cuts matrix products and sums by their
-    number, so that it decides bits.
+    There are never fewer than (emulated) devices in the process. XLA divides matrix products and sums among them, so
+    their number decides bits.
     """
     import jax
 
@@ -81,12 +84,13 @@ def cpu_threads() -> int | None:
 
 
 def _asked_threads() -> int | None:
-    """What XLA's own variables say (tsl/xla `DefaultThreadPoolSize`)."""
+    """The number in XLA's own environment variables (`DefaultThreadPoolSize` in tsl)."""
     found = (os.environ.get(name, "") for name in ("PJRT_NPROC", "NPROC"))
     return next((int(text) for text in found if text.isdecimal() and int(text)), None)
 
 
 def _cpu_only() -> bool:
+    # By the device files: asking JAX would start its backends.
     platforms = os.environ.get("JAX_PLATFORMS", "")
     return platforms == "cpu" or not any(Path(p).exists() for p in _ACCELERATOR_FILES)
 
@@ -101,8 +105,10 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
     set_cpu_threads(cpu_threads)
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
+    # Programs that compile faster than this are compiled again sooner than they are read.
     values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
     for name, value in {**values, **settings}.items():
+        # Some settings may not be touched once the backends run, not even to the value that they have.
         if jax.config.values[name] == value:
             continue
         try:
@@ -122,6 +128,6 @@ def check_settings(settings: Iterable[str]) -> None:
 
 
 def default_compilation_cache() -> Path:
-    """Where compiled programs are kept unless told otherwise."""
+    """The default directory of compiled programs."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "lm_trainer" / "compiled"

@@ -1,4 +1,4 @@
-"""Names for the leaves of nested containers."""
+"""Dotted names for the leaves of nested containers."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import jax
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """`blocks.0.attention.qkv` for a key path of `jax.tree_util`."""
+    """Joins a key path of `jax.tree_util` to a name, such as `blocks.0.attention.qkv`."""
+    # Keys of dicts have `key`, those of attributes `name`, those of sequences `idx`.
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Every leaf under its dotted name, in the order of `jax.tree.leaves`.
+    """Returns every leaf under its dotted name, in the order of `jax.tree.leaves`.
 
     Raises:
         ValueError: when two leaves have the same name.
     """
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {leaf_name(path): leaf for path, leaf in pairs}
+    # `{"a.b": x, "a": {"b": y}}`: one of them would be lost.
     if len(named) != len(pairs):
         raise ValueError("two leaves of the tree have the same dotted name")
     return named
 
 
 def from_named_leaves(like: Any, named: dict[str, Any]) -> Any:
-    """The tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
+    """Builds the tree with the structure of `like` and the leaves of `named`; the inverse of `named_leaves`."""
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     return jax.tree.unflatten(structure, [named[leaf_name(path)] for path, _ in paths])
 
 
 def nested_from_names(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts from leaves by dotted name."""
+    """Builds nested dicts from leaves by dotted name."""
     result: dict[str, Any] = {}
     for name, leaf in named.items():
         *path, last = name.split(".")

@@ -15,8 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.sampling import draw, filter_logits
-from lm_trainer.generate.settings import GenerateSettings
+from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 

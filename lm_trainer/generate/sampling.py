@@ -1,12 +1,35 @@
-"""The choice of the next token from its logits.
+"""Settings of generation, and the choice of the next token from its logits.
 
 Shape letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    """Settings of `generate`: the end of a continuation, and the choice of its tokens."""
+
+    max_new_tokens: int
+    """The longest continuation."""
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens whose probabilities reach this; order as in `filter_logits`."""
+    eos_id: int | None = None
+    """Ends a continuation; None: nothing does."""
+    seed: int = 0
+    """Of the draws."""
+    dtype: DTypeLike = jnp.float32
+    """Of the computation, and of the cache."""
 
 
 def filter_logits(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.settings import GenerateSettings
+from lm_trainer.generate.sampling import GenerateSettings
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.generate.engine import generate
-from lm_trainer.generate.settings import GenerateSettings
+from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops

@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError, field_validator
 
 from lm_trainer.config.loader import load
-from lm_trainer.config.secret import is_secret_name
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import is_secret_name
 from lm_trainer.core.errors import ConfigError, UserError
 from tests.config.samples import Board, Cloud, Files, Run, WideModel
 

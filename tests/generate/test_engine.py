@@ -12,8 +12,7 @@ from flax import nnx
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.engine import generate
-from lm_trainer.generate.sampling import draw, filter_logits
-from lm_trainer.generate.settings import GenerateSettings
+from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.decoder import Decoder
 
