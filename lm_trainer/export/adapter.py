@@ -33,7 +33,7 @@ class AdapterModel:
     params: Mapping[str, np.ndarray]
     """Those of the adapter, by dotted name."""
     base: str
-    """Where that model is."""
+    """Path or name of that model."""
     tokenizer: Tokenizer
     name: str
     """For people: the title of the card."""
@@ -41,7 +41,7 @@ class AdapterModel:
 
 
 def write_adapter(out: Path, model: AdapterModel, options: ExportOptions) -> None:
-    """Writes the adapter to `out`, which is complete afterwards, or as it was when this raises.
+    """Writes the adapter to `out`, which is complete afterwards, or as it was before if this raises.
 
     Raises:
         UserError: when `transformers` does not have the family, or `out` may not be replaced.

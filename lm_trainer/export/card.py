@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# A name or a path may hold anything: it must neither format nor break the table.
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u2028\u2029]+")
 
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What is known of the training; None is left out of the card."""
+    """Facts about the training; None is left out of the card."""
 
     step: int | None = None
     tokens: int | None = None
@@ -26,16 +27,16 @@ class TrainingFacts:
 def model_card(
     name: str, *, hf_config: Mapping[str, Any], parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """Markdown with a YAML header as the hub reads it.
+    """Writes Markdown with a YAML header as the hub reads it.
 
-    Holds nothing from the configuration of the run (paths, project names): only the shape of the model and `facts`.
+    It holds nothing from the configuration of the run (paths, project names): only the shape of the model and `facts`.
 
     Args:
         name: the title; may be any text, and is escaped.
         hf_config: the content of config.json.
-        parameters: how many parameters the model has, shared ones counted once.
-        facts: what is known of the training.
-        hub_name: `ORG/NAME` where the model is pushed, None when it stays local.
+        parameters: the number of parameters, shared ones counted once.
+        facts: about the training.
+        hub_name: `ORG/NAME` of the model on the hub, None when it stays local.
     """
     from huggingface_hub import ModelCardData
 
@@ -60,15 +61,15 @@ def model_card(
 def adapter_card(
     name: str, *, base: str, rank: int, parameters: int, facts: TrainingFacts, hub_name: str | None
 ) -> str:
-    """As `model_card`, for a low-rank adapter in PEFT's format.
+    """Writes a card as `model_card`, for a low-rank adapter in PEFT's format.
 
     Args:
         name: the title; may be any text, and is escaped.
-        base: where the model is that it was trained on.
+        base: path or name of the model that it was trained on.
         rank: of each pair of matrices.
-        parameters: how many the adapter has.
-        facts: what is known of the training.
-        hub_name: `ORG/NAME` where the adapter is pushed, None when it stays local.
+        parameters: the number of parameters of the adapter.
+        facts: about the training.
+        hub_name: `ORG/NAME` of the adapter on the hub, None when it stays local.
     """
     from huggingface_hub import ModelCardData
 
@@ -153,7 +154,7 @@ and biases included, and has not been reviewed.
 
 
 def escape(text: str) -> str:
-    """`text` as Markdown that shows it literally, on one line, whatever it holds."""
+    """Escapes a text to Markdown that shows it literally, on one line, whatever it holds."""
     return _MARKDOWN.sub(r"\\\1", html.escape(_CONTROL.sub(" ", text), quote=False))
 
 

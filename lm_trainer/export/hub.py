@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "HF_TOKEN"
 _DOWNLOADED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
+# Deleted by a push unless it uploads them again; other files of the repository stay.
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
 
 class Pushed(NamedTuple):
-    """Where a pushed model is, and who can see it."""
+    """Address and visibility of a pushed model."""
 
     url: str
     private: bool
 
 
 def check_push(name: str) -> None:
-    """Finds what would make `push` fail without asking the network, so that nothing is exported in vain.
+    """Finds reasons for `push` to fail without asking the network, so that nothing is exported in vain.
 
     Raises:
         UserError: for a malformed name, a missing token, or when the hub is switched off.
@@ -48,7 +49,7 @@ def check_push(name: str) -> None:
 
 
 def prepare_push(name: str) -> str:
-    """Makes a private repository, or finds that the one that exists may be written and is private; uploads nothing.
+    """Makes a private repository, or checks that the existing one is private and may be written; uploads nothing.
 
     Args:
         name: `ORG/NAME`, or the name alone for the account of the token.
@@ -101,7 +102,7 @@ def push(
 
 
 def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
-    """Makes the repository if need be; returns whether it is private."""
+    """Makes the repository if need be; returns True if it is private."""
     api.create_repo(name, private=not public, exist_ok=True)
     # An existing repository keeps its visibility whatever create_repo was asked for.
     private = bool(api.repo_info(name).private)
@@ -126,7 +127,9 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     _check_name(name)
     _check_online()
     with _explained(name):
+        # Never pickles or code: only files that are read without running them.
         wanted = _DOWNLOADED if weights else _DOWNLOADED[:1]
+        # False, not None: None would take the token of a login, of which the user has said nothing here.
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, token=_token() or False))
 
 
@@ -149,6 +152,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_online() -> None:
+    # Found by the client at its import, which reads the variable in all its spellings.
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

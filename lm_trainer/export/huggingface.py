@@ -1,4 +1,4 @@
-"""A model as a Hugging Face directory: safetensors, config.json, tokenizer and card, written and read."""
+"""Hugging Face model directories: safetensors, config.json, tokenizer and card, written and read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model outside of a run, with all that it takes to use it."""
+    """A model outside of a run, with everything that is needed to use it."""
 
     config: DecoderConfig
     vocab_size: int
@@ -61,13 +61,14 @@ class TextModel:
 
     def build(self) -> Decoder:
         """The module with these parameters, on the default device."""
+        # Traced, so that no random weights are ever made.
         definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
         return definition.merge(named_leaves(jax.tree.map(jnp.asarray, dict(self.params))))
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How a model is written; the defaults lose nothing and overwrite nothing."""
+    """Options of an export; the defaults lose nothing and overwrite nothing."""
 
     dtype: str = "f32"
     """A key of `DTYPES`; a narrower one than the parameters' rounds to the nearest."""
@@ -80,7 +81,7 @@ class ExportOptions:
 
 
 def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
-    """Writes the model to `out`, which is complete afterwards, or as it was when this raises.
+    """Writes the model to `out`, which is complete afterwards, or as it was before if this raises.
 
     Raises:
         UserError: when the format has no place for something the model has, or `out` may not be replaced.
@@ -94,6 +95,7 @@ def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
     # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
     config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
     parameters = sum(tensor.size for tensor in tensors.values())
+    # All that may be refused comes before the first file is written.
     card = model_card(model.name, hf_config=config, parameters=parameters, facts=model.facts, hub_name=options.hub_name)
     with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
         write_json(draft / "config.json", config)
@@ -114,7 +116,7 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Whether `path` is laid out as a Hugging Face model; `read_hf` says whether it is a sound one."""
+    """Returns True if `path` looks like a Hugging Face model; `read_hf` finds out if it is a sound one."""
     return (path / "config.json").is_file()
 
 
@@ -124,7 +126,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     Args:
         directory: with config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json.
         tokenizer: another directory to take the tokenizer from.
-        name: what to call the model; None: the name of the directory.
+        name: the name of the model; None: that of the directory.
 
     Raises:
         UserError: for a family or setting that is not supported, code in the directory, damaged or missing files,
@@ -142,6 +144,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
             f"{home / 'tokenizer.json'}: has {loaded.vocab_size} tokens, but the model in {directory} only knows "
             f"{vocab_size}; it is the tokenizer of another model"
         )
+    # The headers are checked in full before the first tensor is read.
     weights = Weights(directory)
     with blame(directory):
         hf.plan_reading(config, vocab_size, *weights.headers())
@@ -150,7 +153,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
 
 
 def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
-    """The model that config.json describes, and the size of its vocabulary.
+    """Reads config.json: the configuration of the model, and the size of its vocabulary.
 
     Raises:
         UserError: for a family or setting that is not supported, code in the directory, or a damaged or missing file.
@@ -170,7 +173,7 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
 
 @contextlib.contextmanager
 def blame(path: Path) -> Iterator[None]:
-    """Puts the name of the file or directory before what is wrong with its content."""
+    """Puts the name of the file or directory before an error of its content."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""An output directory that is complete or does not exist."""
+"""Output directories that are complete or do not exist."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lm_trainer.core.errors import MachineError, UserError
 
 
 def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> None:
-    """Finds what would keep `complete_directory` from placing its result at `out`; changes nothing.
+    """Checks that `complete_directory` may place its result at `out`; changes nothing.
 
     Raises:
         UserError: when `out` is a file, or holds files and `overwrite` is not set, or holds a file whose name matches
-            none of the patterns in `replaceable`: what this program did not write it does not delete.
+            none of the patterns in `replaceable`: a file of somebody else is never deleted.
     """
     if not out.exists() and not out.is_symlink():
         return
@@ -38,9 +38,9 @@ def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> N
 
 @contextlib.contextmanager
 def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
-    """An empty directory beside `out` to write into; it becomes `out` when the block ends, and is gone if it raises.
+    """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
-    What a killed writer left behind is removed by the next one for the same `out`.
+    The leftovers of a killed writer are removed by the next one for the same `out`.
 
     Raises:
         UserError: as `check_output`, or when somebody else is writing `out` at this moment.
@@ -48,6 +48,7 @@ def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]
     """
     out = Path(os.path.abspath(out))
     check_output(out, overwrite=overwrite, replaceable=replaceable)
+    # Beside `out`, because a rename is atomic only within one file system.
     draft = out.parent / f".{out.name}.incomplete"
     with _machine_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +58,10 @@ def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]
             with _machine_errors(out):
                 _empty(draft)
                 yield draft
+                # On the disk before the rename, so that a power cut cannot leave a complete directory of empty files.
                 for path in (*draft.rglob("*"), draft):
                     _sync(path)
+                # Again: writing a large model takes long enough for somebody to put a file there.
                 check_output(out, overwrite=overwrite, replaceable=replaceable)
                 _place(draft, out)
         finally:
@@ -97,6 +100,7 @@ def _sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(draft: Path, out: Path) -> Iterator[None]:
+    """Holds a lock on the draft, which ends with the process, however it ends."""
     handle = os.open(draft, os.O_RDONLY)
     try:
         try:

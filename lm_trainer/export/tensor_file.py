@@ -1,4 +1,4 @@
-"""One safetensors file: what its header says, and any region of its tensors, read when it is asked for."""
+"""One safetensors file: its header, and any region of its tensors, read on demand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ class StoredTensor(NamedTuple):
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """Raises `UserError` for a dtype that no parameter can take over exactly."""
+        """The dtype for NumPy.
+
+        Raises:
+            UserError: for a dtype that no parameter can take over exactly.
+        """
         if self.dtype == "F64":
             raise UserError(f"{self.file}: {self.name} is float64, which float32 cannot hold; save it as float32")
         if self.dtype not in _DTYPES:
@@ -52,13 +56,14 @@ class StoredTensor(NamedTuple):
         return _DTYPES[self.dtype]
 
     def read(self, region: Region = ()) -> np.ndarray:
-        """A copy of a region, by default of all, in the dtype of the file; no more of the file stays in memory.
+        """Copies a region, by default all, in the dtype of the file; no more of the file stays in memory.
 
         Raises:
             UserError: as `numpy_dtype`.
             MachineError: when the file cannot be read any more.
         """
         dtype = self.numpy_dtype
+        # An empty file region cannot be mapped.
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)[region]
         try:
@@ -70,7 +75,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name.
+    """Reads the header of a safetensors file: its tensors by name.
 
     Raises:
         FileNotFoundError: when there is no such file.
@@ -88,6 +93,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path}: damaged, or not a safetensors file ({error})") from None
+    # Offsets count from the end of the header, which follows its length in 8 bytes.
     start = 8 + length
     return {
         name: StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
@@ -97,6 +103,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds a JSON object, in which Python would silently let the last of equal keys win."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -30,7 +30,7 @@ _WIDENED = frozenset({"F32", "F16", "BF16"})
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `5GB` or `500MB`, in powers of 1000 as the hub counts them.
+    """Reads a size such as `5GB` or `500MB` as bytes, in powers of 1000 as the hub counts them.
 
     Raises:
         UserError: for anything else, and for a size below one byte.
@@ -57,6 +57,7 @@ def write_weights(directory: Path, tensors: Mapping[str, np.ndarray], *, dtype: 
         dict(tensors),
         get_storage_size=lambda tensor: tensor.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
+        # Arrays that share memory are written one by one; the format has no aliases.
         get_storage_id=lambda _: None,
         max_shard_size=max_shard_size,
     )
@@ -81,6 +82,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype
         mode = path.stat().st_mode
         # safetensors writes the memory of an array as if it were C-contiguous: a transposed view would come out wrong.
         ordered = {name: np.asarray(x, dtype=dtype, order="C") for name, x in tensors.items()}
+        # transformers refuses a file that does not name its framework.
         save_file(ordered, path, metadata={"format": "pt"})
         # safetensors makes files that only the owner can read, whatever the umask says.
         path.chmod(mode & 0o777)
@@ -89,18 +91,19 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes `data` with sorted keys."""
+    """Writes a JSON object with sorted keys, so that equal content gives equal bytes."""
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file that somebody else wrote.
+    """Reads a JSON object from a file that somebody else wrote.
 
     Raises:
         UserError: when the file is missing, too large, or no JSON object.
     """
     try:
+        # Before it is read: a file of somebody else may be of any size.
         size = path.stat().st_size
         if size > MAX_JSON_BYTES:
             raise UserError(f"{path}: {size} bytes are too many for this file; at most {MAX_JSON_BYTES} are read")
@@ -119,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Weights(Mapping[str, np.ndarray]):
-    """The tensors of a directory by name, each read from its file when it is asked for.
+    """The tensors of a directory by name, each read from its file on demand.
 
     Floating-point tensors come as float32, which is exact for float16 and bfloat16; other dtypes come as they are.
     `dtypes` has the names of the safetensors dtypes that occur (`F32`, `BF16`, ...).
@@ -132,7 +135,7 @@ class Weights(Mapping[str, np.ndarray]):
     def __init__(self, directory: Path):
         self.directory = directory
         self.stored: dict[str, StoredTensor] = {}
-        """What the headers say; nothing else is read yet."""
+        """The headers of the files; nothing else is read yet."""
         files = _read_headers(directory)
         for tensors in files.values():
             for name, tensor in tensors.items():
@@ -175,6 +178,7 @@ def _read_headers(directory: Path) -> dict[str, dict[str, StoredTensor]]:
         return files
     if single.exists():
         return {SINGLE_FILE: _header(directory, SINGLE_FILE, source=directory)}
+    # Named, because a directory with nothing but pickles is the commonest case.
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
         raise UserError(
@@ -215,7 +219,10 @@ def _header(directory: Path, name: str, *, source: Path) -> dict[str, StoredTens
 
 
 def _check_inside(directory: Path, path: Path) -> None:
-    """A link may lead to the hub's own cache of the same repository, whose blobs lie beside its snapshots."""
+    """Refuses a link that leads out of the directory, as a hostile archive may hold one.
+
+    It may lead to the hub's own cache of the same repository, whose blobs lie beside its snapshots.
+    """
     target, home = path.resolve(), directory.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):

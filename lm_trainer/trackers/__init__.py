@@ -1,4 +1,4 @@
-"""Where metrics go: one file for each kind of tracker, one line for each in the union, and the console."""
+"""Trackers, which take the metrics of a run: a file for each kind, their union, and the console."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def open_trackers(
     resume_step: int = 0,
     process_index: int = 0,
 ) -> Composite:
-    """Opens metrics.jsonl and all that is configured; close what is returned.
+    """Opens metrics.jsonl and the configured trackers, as one that the caller has to close.
 
     Args:
-        configs: the trackers to open besides metrics.jsonl.
+        configs: the trackers besides metrics.jsonl.
         run_dir: the run directory, which must exist.
         run_id: the name of the run.
         resume_step: how many steps are done and restored; records of later steps are dropped, because they come
@@ -74,6 +74,7 @@ def open_trackers(
                 others.append((config.type, config.open(run)))
             except UserError:
                 raise
+            # A service that does not answer must not keep a model from being trained.
             except Exception as error:
                 report(config.type, error)
     except BaseException:
@@ -83,9 +84,11 @@ def open_trackers(
 
 
 def profile_directory(configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str) -> Path:
-    """Where traces of the profiler belong, so that TensorBoard shows them beside the metrics: the directory of the
-    first local tensorboard tracker, else `tensorboard` in the run directory.
+    """The directory for traces of the profiler, chosen so that TensorBoard shows them beside the metrics.
+
+    It is that of the first tensorboard tracker with a local one, else `tensorboard` in the run directory.
     """
+    # The profiler of JAX writes local files alone.
     run = TrackedRun(Path(run_dir), run_id, 0)
     boards = (config.directory(run) for config in configs if isinstance(config, TensorboardConfig))
     return Path(next((directory for directory in boards if "://" not in directory), run.dir / "tensorboard"))

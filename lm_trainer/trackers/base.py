@@ -1,4 +1,4 @@
-"""What a tracker is, and how several are driven as one."""
+"""The protocol of a tracker, and several trackers as one."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker has to know of the run when it is opened."""
+    """The facts about a run that a tracker needs when it is opened."""
 
     dir: Path
     """The run directory; it exists."""
     id: str
     resume_step: int
-    """Steps that are done and stay: what was logged for later steps comes again. 0: everything comes again."""
+    """Steps that are done and stay: later ones that were logged come again. 0: all of them come again."""
 
 
 class Tracker(Protocol):
-    """Somewhere that metrics go.
+    """A destination of metrics.
 
     Steps count optimizer steps that are done, from 0. They never decrease while a tracker is open, but the same step
     may be logged more than once, with other metrics. All methods are called from one thread. Every method may raise:
@@ -63,7 +63,7 @@ class Tracker(Protocol):
         Args:
             name: such as `config`, of letters, digits, `.`, `_` and `-`.
             path: it exists, and may change or go once this returns.
-            type: what it is, such as `config`, `environment`, `program` or `profile`.
+            type: its kind, such as `config`, `environment`, `program` or `profile`.
         """
         ...
 
@@ -81,7 +81,7 @@ class RunFile(Tracker, Protocol):
 
 
 class TrackerConfig(Config):
-    """What is under `tracker:`; each kind adds its `type` and fields."""
+    """An entry of `trainer.tracker`; each kind adds its `type` and fields."""
 
     @abstractmethod
     def open(self, run: TrackedRun) -> Tracker:
@@ -93,11 +93,12 @@ class TrackerConfig(Config):
 
 
 def require_package(package: str, extra: str) -> None:
-    """For the validator of a tracker's configuration.
+    """Checks, in the validator of a tracker's configuration, that its package is installed.
 
     Raises:
-        ValueError: when the package cannot be imported, naming the extra that installs it.
+        ValueError: when it is not, naming the extra that installs it.
     """
+    # Without importing it, which takes seconds for some.
     if find_spec(package) is None:
         raise ValueError(
             f"the package {package} is not installed; run `pip install 'lm_trainer[{extra}]'`, or choose another "
@@ -106,9 +107,9 @@ def require_package(package: str, extra: str) -> None:
 
 
 class Composite:
-    """The file that a run always writes, and whatever else the configuration names.
+    """The file that every run writes and the configured trackers, as one.
 
-    The file must succeed: its errors go to the caller. Any other tracker that raises is reported once and dropped.
+    The file must succeed: its errors go to the caller. A tracker that raises is reported once and dropped.
     """
 
     def __init__(self, always: RunFile, others: Sequence[tuple[str, Tracker]]):
@@ -176,6 +177,7 @@ class Composite:
             self._always.close()
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
+        # First the file: it is complete even if a tracker hangs. A copy of the list, because failing trackers leave it.
         call(self._always)
         for entry in tuple(self._others):
             name, tracker = entry
@@ -189,32 +191,35 @@ class Composite:
 
 
 def report(name: str, error: Exception) -> None:
-    """Says that a tracker is switched off, in one line; the traceback is there at level DEBUG."""
+    """Reports in one line that a tracker is switched off; the traceback comes at level DEBUG."""
     reason = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
     logger.warning("the %s tracker failed and is switched off, training goes on: %s", name, reason)
     logger.debug("what the %s tracker raised", name, exc_info=error)
 
 
 def as_number(name: str, value: Any) -> float | int:
-    """A Python number from a Python, NumPy or JAX scalar; a float keeps its exact value.
+    """Converts a Python, NumPy or JAX scalar to a Python number; a float keeps its exact value.
 
     Raises:
         TypeError: for anything else.
     """
+    # `item` of a JAX array waits for the device.
     item = getattr(value, "item", None)
     if item is not None and getattr(value, "size", 1) == 1:
         value = item()
+    # A bool is an int to Python, but some trackers would draw it as text.
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, int | float):
         return value
+    # `item` of a bfloat16 is no Python float.
     if type(value).__module__ == "ml_dtypes":
         return float(value)
     raise TypeError(f"metric {name!r}: expected a number, got {type(value).__name__}: {value!r}"[:200])
 
 
 def as_plain(value: Any) -> Any:
-    """The value as JSON can hold it: scalars as numbers, containers element by element, anything else as text."""
+    """Converts a value to one that JSON can hold: scalars to numbers, containers element by element, others to text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: a live bar, or plain lines where the output is not a terminal."""
+"""Progress of a run at the terminal: a live bar, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 _MODULES = logging.getLogger("lm_trainer.nn")
-"""What the modules of a model choose by themselves is logged here."""
+"""Modules of a model log here the choices that they make by themselves."""
 _MAX_LINE_STEPS = 1000
+# Short steps would notice the time that drawing takes.
 _DRAW_SECONDS = 0.25
 
 
 class Progress:
-    """Shows how far a run is, and what the modules of its model choose by themselves; use it as a context manager.
+    """Progress of a run, and the choices that the modules of its model make by themselves; a context manager.
 
     The bar is drawn on a terminal that can move its cursor, unless LMT_PROGRESS=plain is set. Plain lines are written
     through at once, so that a log file is up to date. An output that breaks (`| head`, a full disk) is given up: it
@@ -30,7 +31,7 @@ class Progress:
 
     Args:
         total_steps: the last step.
-        stream: where to write; standard output by default.
+        stream: takes the output; standard output by default.
         live: draw the bar; None decides by the stream and the environment.
         line_steps: steps between plain lines; None makes about 50 lines in a run.
         line_seconds: a plain line comes at least this often.
@@ -74,15 +75,15 @@ class Progress:
         self.close()
 
     def note(self, text: str) -> None:
-        """A line that stays; characters that the output cannot encode are written as escapes."""
+        """Writes a line that stays; characters that the output cannot encode are written as escapes."""
         self._show(lambda: self._view.note(self._encodable(text)))
 
     def phase(self, text: str) -> None:
-        """What is going on now, until the next phase or step; may be called often, with figures that change."""
+        """Shows the present activity until the next phase or step; may be called often, with figures that change."""
         self._show(lambda: self._view.phase(self._encodable(text)))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a step that is done, by the metrics that it knows of those that go to the trackers."""
+        """Shows a step that is done, with those of its metrics that have a short form."""
         left = self._seconds_left(step)
         self._show(lambda: self._view.log(step, metrics, left))
 
@@ -95,8 +96,9 @@ class Progress:
         return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the mean since the first step of this attempt, evaluations and saves included."""
+        """The time left, by the mean since the first step of this attempt, evaluations and saves included."""
         now = self._clock()
+        # The first step has compiled the program, so the mean begins after it.
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)
             return None
@@ -144,6 +146,7 @@ class _Lines:
         self._stream.flush()
 
     def phase(self, text: str) -> None:
+        # Phases that differ in figures alone (`tokenised 3 of 8 files`) are one, shown again only after a while.
         kind = re.sub(r"[\d.,]+", "", text)
         if kind != self._phase or self._clock() - self._phase_shown >= self._seconds:
             self._phase, self._phase_shown = kind, self._clock()
@@ -164,7 +167,7 @@ class _Lines:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
+        """Raises, where rich would end the process."""
         raise BrokenPipeError
 
 
@@ -181,6 +184,7 @@ class _Bar:
             TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             expand=True,
+            # No thread of its own, which would draw while another library writes to the terminal.
             auto_refresh=False,
         )
         self._task = self._bar.add_task("starting", total=total, status="")
@@ -224,13 +228,13 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 
 
 def describe(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS)) -> list[str]:
-    """The metrics that have a short form, in the order of `names`; an unknown MFU is said to be so."""
+    """Formats the metrics that have a short form, in the order of `names`; an unknown MFU is said to be so."""
     shown = [_FORMATS[name](metrics[name]) for name in names if name in metrics]
     return shown if "throughput/mfu" in metrics or "throughput/mfu" not in names else [*shown, _percent(None)]
 
 
 def duration(seconds: float | None) -> str:
-    """`1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
+    """Formats a duration as `1d03h`, `2h05m`, `3m07s` or `12s`; `?` for None."""
     if seconds is None or not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

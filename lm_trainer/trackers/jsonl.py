@@ -1,4 +1,4 @@
-"""The record that every run keeps in its directory: metrics.jsonl, summary.json, and lines of texts and histograms."""
+"""The files that every run writes into its directory: metrics.jsonl, summary.json, texts.jsonl, histograms.jsonl."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonlConfig(TrackerConfig):
-    """Writes a second copy of the record that the run directory always holds, for example on a shared disk."""
+    """Writes a second copy of the files that the run directory always holds, for example on a shared disk."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
@@ -39,7 +39,7 @@ class JsonlConfig(TrackerConfig):
 
 
 class JsonlTracker:
-    """Writes one JSON object a line, each complete before the next step begins.
+    """Writer of one JSON object a line, each complete before the next step begins.
 
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
     since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
@@ -47,12 +47,13 @@ class JsonlTracker:
     `fingerprint` is text. Texts have `name` and `text` instead of metrics, histograms `name`, `counts` and `edges`.
 
     Raises:
-        MachineError: here and in every method, when a file cannot be written. What was written before stays whole.
+        MachineError: here and in every method, when a file cannot be written. Earlier lines stay whole.
     """
 
     def __init__(self, run: TrackedRun):
         self._run = run
         self._files = {METRICS: _JsonLines(run.dir / METRICS, run.resume_step)}
+        # Opened now if they exist, since opening drops the steps that come again; else with the first line.
         for name in (TEXTS, HISTOGRAMS):
             if (run.dir / name).exists():
                 self._lines(name)
@@ -92,14 +93,14 @@ class JsonlTracker:
             lines.close()
 
     def _lines(self, name: str) -> _JsonLines:
-        """The file of this name; what a resumed run computes again has been dropped from it."""
+        """The file of this name, without the lines that a resumed run computes again."""
         if name not in self._files:
             self._files[name] = _JsonLines(self._run.dir / name, self._run.resume_step)
         return self._files[name]
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of a run's metrics.jsonl in order, as written, with NaN and infinities as floats.
+    """Reads the lines of a run's metrics.jsonl in order, with NaN and infinities as floats.
 
     The file of a run that is going on may be read at any time. A torn last line, as a power cut can leave it, is
     skipped.
@@ -113,7 +114,7 @@ def _record(step: int) -> dict[str, Any]:
 
 
 def encode(value: Any) -> Any:
-    """The value as these files hold it: the floats that JSON lacks are texts."""
+    """Converts a value to its form in these files: the floats that JSON lacks become texts."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -134,6 +135,7 @@ class _JsonLines:
         self._path = path
         try:
             _drop_steps_after(path, resume_step)
+            # For appending, so that a line ends up at the end even if somebody else has the file open too.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise _machine_error(path, error) from error
@@ -147,6 +149,7 @@ class _JsonLines:
             while written < len(line):
                 written += os.write(self._fd, line[written:])
         except OSError as error:
+            # A full disk may have taken half a line, which would spoil the next one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise _machine_error(self._path, error) from error
@@ -155,8 +158,10 @@ class _JsonLines:
     def close(self) -> None:
         if self._fd < 0:
             return
+        # Closing twice is harmless: it also happens when another tracker fails to open.
         fd, self._fd = self._fd, -1
         try:
+            # At the end alone: it takes milliseconds, and without it a crash of the process loses nothing either.
             os.fsync(fd)
         except OSError as error:
             raise _machine_error(self._path, error) from error
@@ -165,7 +170,7 @@ class _JsonLines:
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Leaves the whole lines of steps up to `step`, none for 0; the file changes by a rename or not at all."""
+    """Keeps the whole lines of steps up to `step`, none for 0; the file changes by a rename or not at all."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -181,7 +186,7 @@ def _drop_steps_after(path: Path, step: int) -> None:
 
 
 def _parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """The records with their lines, and the number of lines that hold none, a torn last one included."""
+    """Parses the records with their lines, and counts the lines that hold none, a torn last one included."""
     records, broken = [], 0
     for line in content.splitlines(keepends=True):
         try:

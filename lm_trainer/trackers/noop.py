@@ -1,4 +1,4 @@
-"""No tracker besides metrics.jsonl."""
+"""The tracker that tracks nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NoopConfig(TrackerConfig):
 
 
 class NoopTracker:
-    """Takes everything and writes nothing: also what all processes of a run but the first have."""
+    """Tracker that writes nothing; all processes of a run but the first have it in place of any other."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         pass

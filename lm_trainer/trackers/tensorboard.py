@@ -16,6 +16,7 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 
+# Each flush of a file in a bucket writes an object.
 _REMOTE_FLUSH_SECONDS = 60.0
 
 
@@ -31,13 +32,13 @@ class TensorboardConfig(TrackerConfig):
         return TensorboardTracker(self.directory(run), resume_step=run.resume_step)
 
     def directory(self, run: TrackedRun) -> str:
-        """Where the event files of a run lie."""
+        """The directory of the event files of a run."""
         return str(run.dir / "tensorboard") if self.logdir is None else f"{self.logdir.rstrip('/')}/{run.id}"
 
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """For imports that take torch where it is installed, without a need for it, and seconds of every start with it."""
+    """Hides torch from imports that take it if it is installed, without needing it, at the cost of seconds."""
     hidden = "torch" not in sys.modules
     if hidden:
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
@@ -49,7 +50,7 @@ def _without_torch() -> Iterator[None]:
 
 
 class TensorboardTracker:
-    """Writes each event where it is logged.
+    """Writer of event files, each event as soon as it is logged.
 
     `tensorboardX.SummaryWriter` is not used: it writes in a thread, and once that thread has died of a full disk, the
     next call waits for ever.
@@ -74,7 +75,7 @@ class TensorboardTracker:
             raise UserError(f"{directory}: cannot hold event files ({error}); set trainer.tracker.logdir") from error
         self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0
         self._flushed = time.monotonic()
-        # TensorBoard forgets what earlier files say of this step and later ones.
+        # TensorBoard then drops the events of earlier files from this step on, which come again.
         first = resume_step + 1 if resume_step else 0
         self._write(first, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
 
@@ -85,6 +86,7 @@ class TensorboardTracker:
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
+        # The values of the two metrics stand for "there is such a metric", by which runs can be sorted.
         for summary in self._hparams(dict(_hyperparameters(config, "")), {"train/loss": 0.0, "eval/loss": 0.0}):
             self._write(0, summary=summary)
 
@@ -98,6 +100,7 @@ class TensorboardTracker:
         # The bucket limits have to ascend; neighbours that are equal have nothing between them.
         keep = np.append(edges[2:] > edges[1:-1], True)
         middles = (edges[:-1] + edges[1:]) / 2
+        # Sums and squares are those of the middles of the bins: the values themselves are not known.
         histogram = self._summaries.HistogramProto(
             min=edges[0],
             max=edges[-1],

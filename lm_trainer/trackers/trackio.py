@@ -1,4 +1,4 @@
-"""Trackio: a dashboard on the own machine, or in a Hugging Face Space."""
+"""Trackio: a dashboard on the user's own machine, or in a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrackioConfig(TrackerConfig):
 class TrackioTracker:
     """One Trackio run, which a resumed run goes on with.
 
-    What a resumed run computes again is there twice: Trackio cannot drop records, and the numbers are the same.
+    Steps that a resumed run computes again are there twice: Trackio cannot drop records, and the numbers are the same.
     """
 
     def __init__(self, config: TrackioConfig, run: TrackedRun):
@@ -51,6 +51,7 @@ class TrackioTracker:
         self._trackio = trackio
         with _quiet():
             try:
+                # Not embedded in a notebook, and without the load of the machine among the metrics of a step.
                 self._run: Any = trackio.init(
                     config.project,
                     name=config.name or run.id,
@@ -90,6 +91,6 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what Trackio prints, which would break the progress bar."""
+    """Swallows the prints of Trackio, which would break the progress bar."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

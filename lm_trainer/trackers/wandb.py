@@ -17,7 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
 
 STEP = "global_step"
-"""The x axis of all metrics. W&B's own step cannot go back, so it would drop what a resumed run computes again."""
+"""The x axis of all metrics. W&B's own step cannot go back, so it would drop the steps that a resumed run repeats."""
 _MAX_SOURCE_BYTES = 1 << 20
 
 
@@ -36,17 +36,17 @@ class WandbConfig(TrackerConfig):
     id: str | None = None
     """Default: the id of the run, so that a resumed run goes on in the same place."""
     name: str | None = None
-    """What W&B shows. Default: the id."""
+    """The name that W&B shows. Default: the id."""
     resume: Literal["allow", "must", "never", "auto"] = "allow"
-    """What to do where W&B knows the id: `allow` goes on in that run, `never` refuses; `must` refuses where it does
-    not; `auto` goes on only after a crash on the same machine."""
+    """Reaction to an id that W&B knows: `allow` goes on in that run, `never` refuses; `must` refuses an id that it does
+    not know; `auto` goes on only after a crash on the same machine."""
     mode: Literal["online", "offline", "disabled"] | None = None
     """`offline` writes to the run directory, for a later `wandb sync`. Default: WANDB_MODE, else online."""
     save_code: bool = True
     """Upload the files that git tracks in the repository of the main script, else of lm_trainer; hidden files, such
     as `.env`, and those over 1 MB are left out."""
     save_xla_dumps: bool = False
-    """Upload, at the end, what XLA dumped; needs `--xla_dump_to=DIRECTORY` in the environment's XLA_FLAGS."""
+    """Upload XLA's dumps at the end; needs `--xla_dump_to=DIRECTORY` in the environment's XLA_FLAGS."""
 
     @model_validator(mode="after")
     def _is_installed(self) -> WandbConfig:
@@ -125,18 +125,20 @@ class WandbTracker:
 
 
 def tracked_sources() -> dict[str, Path]:
-    """Relative name -> path of what git tracks in the repository of the main script, but hidden and large files.
+    """Lists, name -> path, what git tracks in the repository of the main script, but hidden and large files.
 
-    Where git does not track the main script, as is so for `lmt`, it is the checkout that lm_trainer runs from; empty
-    where there is none.
+    If git does not track the main script, as is so for `lmt`, it is the checkout that lm_trainer runs from; empty if
+    there is none.
     """
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     root = (main and _repository(Path(main).resolve())) or _repository(Path(__file__).resolve())
     if root is None:
         return {}
+    # Tracked files alone: an untracked one may be a dump of data or hold a key.
     listed = _git(root, "ls-files", "-z") or ""
     names = [name for name in listed.split("\0") if name and not any(p.startswith(".") for p in name.split("/"))]
     files = {name: root / name for name in names}
+    # A link may lead out of the repository.
     return {
         n: p for n, p in files.items() if p.is_file() and not p.is_symlink() and p.stat().st_size <= _MAX_SOURCE_BYTES
     }
@@ -151,8 +153,9 @@ def _repository(file: Path) -> Path | None:
 
 
 def _git(directory: Path, *command: str) -> str | None:
-    """What git prints; None where it fails or is not installed."""
+    """Runs git and returns its output; None if it fails or is not installed."""
     try:
+        # A repository on a dead mount must not hold up the start of a run.
         done = subprocess.run(
             ["git", "-C", str(directory), *command], capture_output=True, text=True, timeout=10, check=True
         )
