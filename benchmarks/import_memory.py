@@ -57,7 +57,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
 
     from lm_trainer.export.weights import INDEX_FILE, write_json
     from lm_trainer.models import LlamaConfig, hf
-    from lm_trainer.models.hf_table import file_entries, file_name
+    from lm_trainer.models.hf_table import file_name, file_tensors
 
     per_layer = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
     layers = max(2, round((gigabytes * 1e9 - 4 * VOCAB * WIDTH) / per_layer))
@@ -66,8 +66,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     )
     family = config.hf_family()
     shapes = {
-        file_name(family, entry.name): entry.shape
-        for entry in file_entries(family, hf.parameter_leaves(config, VOCAB), 1)
+        file_name(family, entry.name): entry.shape for entry in file_tensors(family, hf.param_infos(config, VOCAB), 1)
     }
     files: list[list[str]] = [[]]
     size = 0

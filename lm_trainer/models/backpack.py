@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import NoHfFormat
-from lm_trainer.models.learned import LearnedPositionsConfig
+from lm_trainer.models.learned_positions import LearnedPositionsConfig
 from lm_trainer.nn.senses import SenseDecoder
 from lm_trainer.nn.spec import AttentionSpec, DecoderSpec, SenseSpec
 

@@ -12,7 +12,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_table import HfFamily, NoHfFormat
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import Backend, DecoderSpec, Internal, Offload, Remat, ScoreSpec
+from lm_trainer.nn.spec import Backend, BlockInternal, DecoderSpec, OffloadPolicy, Remat, ScoreSpec
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
@@ -29,13 +29,13 @@ class CheckpointPolicy(Config):
 
     disable: bool = False
     """Keeps everything, as `gradient_checkpointing: false` does."""
-    save_block_internals: bool | tuple[Internal, ...] = False
+    save_block_internals: bool | tuple[BlockInternal, ...] = False
     """`true`: everything; `false`: nothing; or a list of what is kept: `attention` (what attention returns) and `mlp`
     (what the MLP returns)."""
     save_carries: Literal[True, "offload"] = True
     """Where what enters each block is kept: `true`: on the device; `offload`: in the memory of its host, which costs
     the time of two copies."""
-    offload_block_internals: tuple[Internal, ...] = ()
+    offload_block_internals: tuple[BlockInternal, ...] = ()
     """What else is kept in the memory of the host; names as in `save_block_internals`."""
     nested: bool | Annotated[int, Field(gt=1)] = False
     """Puts the layers into groups and keeps only what enters a group; what enters each of its layers is computed again
@@ -64,9 +64,9 @@ class CheckpointPolicy(Config):
         if self.disable or self.save_block_internals is True:
             return "none"
         if self.save_carries == "offload":
-            return Offload(("input", *self.offload_block_internals), self.save_block_internals or ())
+            return OffloadPolicy(("input", *self.offload_block_internals), self.save_block_internals or ())
         if self.offload_block_internals:
-            return Offload(self.offload_block_internals, self.save_block_internals or ())
+            return OffloadPolicy(self.offload_block_internals, self.save_block_internals or ())
         return self.save_block_internals or "full"
 
 
@@ -157,7 +157,7 @@ class DecoderConfig(Config):
         return names.get(value) or value  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
 
     @property
-    def groups(self) -> int:
+    def remat_groups(self) -> int:
         """Groups of layers, for the trunk."""
         nested = False if self._policy is None else self._policy.nested
         return round(math.sqrt(self.num_layers)) if nested is True else int(nested)

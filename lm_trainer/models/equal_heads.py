@@ -57,5 +57,5 @@ class EqualHeadsConfig(DecoderConfig):
             init_std=self.initializer_range,
             scan=self.scan,
             remat=self.remat,
-            groups=self.groups,
+            remat_groups=self.remat_groups,
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor
-from lm_trainer.models.learned import LearnedPositionsConfig
+from lm_trainer.models.learned_positions import LearnedPositionsConfig
 from lm_trainer.nn.spec import DecoderSpec
 
 
@@ -26,7 +26,7 @@ _HF = HfFamily(
     reference="openai-community/gpt2",
     architecture="GPT2LMHeadModel",
     fields=(
-        HfField("n_positions", "seq_len", 1024, older=("n_ctx",)),
+        HfField("n_positions", "seq_len", 1024, old_names=("n_ctx",)),
         HfField("n_embd", "hidden_dim", 768),
         HfField("n_layer", "num_layers", 12),
         HfField("n_head", "num_heads", 12),
@@ -68,7 +68,7 @@ _HF = HfFamily(
     fixed={"scale_attn_weights": True, "add_cross_attention": False, "tie_word_embeddings": True},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
-    buffers=r"h\.\d+\.attn\.(bias|masked_bias)",
+    ignored=r"h\.\d+\.attn\.(bias|masked_bias)",
     tied={"lm_head.weight": "wte.weight"},
 )
 

@@ -14,12 +14,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.models.base import DecoderConfig
-from lm_trainer.models.hf_stream import Piece, pieces_by_parameter
+from lm_trainer.models.hf_stream import SourceSlice, source_slices
 from lm_trainer.models.hf_table import (
     HfFamily,
-    Leaf,
+    ParamInfo,
     check_tensors,
-    file_entries,
+    file_tensors,
     read_config,
     read_tensors,
     write_config,
@@ -109,20 +109,20 @@ def check_writable(model_config: DecoderConfig) -> None:
     """Raises `UserError` where the format has no place for a setting or a parameter of the model."""
     family, vocab_size = model_config.hf_family(), 1
     write_config(family, model_config)
-    leaves = parameter_leaves(model_config, vocab_size)
-    entries = file_entries(family, leaves, model_config.spec(vocab_size).period)
+    leaves = param_infos(model_config, vocab_size)
+    entries = file_tensors(family, leaves, model_config.spec(vocab_size).period)
     _check_places(family, leaves, {part.path for entry in entries for part in entry.parts})
 
 
-def _check_places(family: HfFamily, leaves: Mapping[str, Leaf], placed: Collection[str]) -> None:
+def _check_places(family: HfFamily, leaves: Mapping[str, ParamInfo], placed: Collection[str]) -> None:
     if lost := sorted(leaves.keys() - set(placed)):
         raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
 
 
-class StoredModel(NamedTuple):
+class ReadPlan(NamedTuple):
     """What of a file belongs where."""
 
-    pieces: dict[str, list[Piece]]
+    pieces: dict[str, list[SourceSlice]]
     """By parameter of ours."""
     repeated: dict[str, str]
     """Tensors of the file that must equal another one, since this model has one for both."""
@@ -130,7 +130,7 @@ class StoredModel(NamedTuple):
 
 def plan_reading(
     model_config: DecoderConfig, vocab_size: int, shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
-) -> StoredModel:
+) -> ReadPlan:
     """How the tensors of a file make up the parameters; reads none of them.
 
     Args:
@@ -143,33 +143,33 @@ def plan_reading(
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
     family = model_config.hf_family()
-    leaves = parameter_leaves(model_config, vocab_size)
-    entries = file_entries(family, leaves, model_config.spec(vocab_size).period)
+    leaves = param_infos(model_config, vocab_size)
+    entries = file_tensors(family, leaves, model_config.spec(vocab_size).period)
     names, repeated = check_tensors(family, entries, shapes, files)
-    pieces = pieces_by_parameter(entries, names)
+    pieces = source_slices(entries, names)
     _check_places(family, leaves, pieces.keys())
-    return StoredModel(pieces, repeated)
+    return ReadPlan(pieces, repeated)
 
 
-def parameter_leaves(model_config: DecoderConfig, vocab_size: int) -> dict[str, Leaf]:
+def param_infos(model_config: DecoderConfig, vocab_size: int) -> dict[str, ParamInfo]:
     """Every parameter of a model by dotted name; no memory is taken."""
     return _leaves(_abstract(model_config, vocab_size))
 
 
-def _same(leaf: Leaf | None, shape: tuple[int, ...] | None) -> bool:
+def _same(leaf: ParamInfo | None, shape: tuple[int, ...] | None) -> bool:
     return leaf is not None and leaf.shape == shape
 
 
 def _abstract(model_config: DecoderConfig, vocab_size: int) -> dict[str, Any]:
-    """The parameter tree with a `Leaf` in place of each array; no memory is taken."""
+    """The parameter tree with a `ParamInfo` in place of each array; no memory is taken."""
     model = nnx.eval_shape(lambda: model_config.build(vocab_size, rngs=nnx.Rngs(0)))
 
     def leaf(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(Leaf(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
+        return variable.replace(ParamInfo(tuple(variable.get_value().shape), variable.get_metadata(LOGICAL_AXES)))
 
     state = jax.tree.map(leaf, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable))
     return nnx.to_pure_dict(state)
 
 
-def _leaves(shapes: dict[str, Any]) -> dict[str, Leaf]:
+def _leaves(shapes: dict[str, Any]) -> dict[str, ParamInfo]:
     return named_leaves(shapes)

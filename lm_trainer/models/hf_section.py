@@ -12,7 +12,9 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
 
 
-def adopted(section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int) -> DecoderConfig:
+def adopt_hf_config(
+    section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int
+) -> DecoderConfig:
     """The model of config.json, with what the section says beyond it.
 
     Args:
@@ -47,7 +49,9 @@ def adopted(section: DecoderConfig, given: Collection[str], theirs: DecoderConfi
         raise UserError(f"use_hf_model_config: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
-def compared(section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int) -> list[str]:
+def compare_with_hf_config(
+    section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int
+) -> list[str]:
     """What the section says otherwise than config.json because the user wrote so; one text for each key.
 
     Raises:

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_trainer.models.hf_table import Entry
+from lm_trainer.models.hf_table import FileTensor
 
 Slices = tuple[slice, ...]
 ReadRegion = Callable[[str, Slices], np.ndarray]
 """Reads a region of the tensor of this name in the file."""
 
 
-class Piece(NamedTuple):
+class SourceSlice(NamedTuple):
     """One part of a tensor of the file, and where it belongs."""
 
     tensor: str
     """Its name in the file."""
-    entry: Entry
+    entry: FileTensor
     position: int
     """Which of the entry's parts."""
 
@@ -52,22 +52,22 @@ class Piece(NamedTuple):
 
     def read(self, block: Slices, read: ReadRegion) -> np.ndarray:
         """A block of this part, in the dtype of the file, from no more of the file than the rows and columns of it."""
-        merged, by_head, parts = self._merged, self.entry.table.by_head, len(self.entry.parts)
+        merged, interleaved, parts = self._merged, self.entry.table.interleaved, len(self.entry.parts)
         size = self.shape[-1] if merged is None else self.shape[merged + 1]
         region: list[slice] = []
         for at, cut in enumerate(block):
             if merged is not None and at == merged:
-                scale = size * parts if by_head else size
+                scale = size * parts if interleaved else size
                 region.append(slice(cut.start * scale, cut.stop * scale))
             elif merged is None or at != merged + 1:
                 region.append(cut)
-        if not by_head:
+        if not interleaved:
             before = sum(part.leaf.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + before, region[-1].stop + before)
         transposed = self.entry.table.transposed
         x = read(self.tensor, tuple(region[::-1] if transposed else region))
         x = x.T if transposed else x
-        if by_head:
+        if interleaved:
             x = x.reshape(*x.shape[:-1], -1, parts, size)[..., self.position, :]
         elif merged is not None:
             x = x.reshape(*x.shape[:merged], -1, size, *x.shape[merged + 1 :])
@@ -78,22 +78,22 @@ class Piece(NamedTuple):
 _HEADS = (("heads", "head_size"), ("kv_heads", "head_size"))
 
 
-def pieces_by_parameter(entries: Iterable[Entry], names: Mapping[str, str]) -> dict[str, list[Piece]]:
+def source_slices(entries: Iterable[FileTensor], names: Mapping[str, str]) -> dict[str, list[SourceSlice]]:
     """For each parameter of ours the pieces that make it up, in the order of layers and experts.
 
     Args:
         entries: the tensors of the file.
         names: from their names without prefix to those in the file.
     """
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[SourceSlice]] = {}
     for entry in entries:
         for position, part in enumerate(entry.parts):
-            found.setdefault(part.path, []).append(Piece(names[entry.name], entry, position))
+            found.setdefault(part.path, []).append(SourceSlice(names[entry.name], entry, position))
     return {path: sorted(pieces, key=lambda piece: piece.index) for path, pieces in found.items()}
 
 
 def read_block(
-    pieces: Iterable[Piece], block: Slices, read: ReadRegion, *, max_elements: int
+    pieces: Iterable[SourceSlice], block: Slices, read: ReadRegion, *, max_elements: int
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """What a block of a parameter consists of, a little at a time.
 

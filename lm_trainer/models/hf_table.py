@@ -26,7 +26,7 @@ class HfField:
     ours: str
     default: Any
     """What transformers takes when the key is absent."""
-    older: tuple[str, ...] = ()
+    old_names: tuple[str, ...] = ()
     """Names that earlier versions wrote; read when `hf` is absent, never written."""
     read: Mapping[Any, Any] = field(default_factory=dict)
     """Values of the file that have another name here; others are taken as they are."""
@@ -46,15 +46,15 @@ class HfTensor:
     ours: tuple[str, ...]
     transposed: bool = False
     """The file has outputs before inputs."""
-    by_head: bool = False
+    interleaved: bool = False
     """The parts alternate head by head instead of following one another."""
 
 
-def linear(hf: str, *ours: str, by_head: bool = False) -> tuple[HfTensor, HfTensor]:
+def linear(hf: str, *ours: str, interleaved: bool = False) -> tuple[HfTensor, HfTensor]:
     """Weight and bias of a linear map whose weight in the file has outputs before inputs."""
     return (
-        HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in ours), transposed=True, by_head=by_head),
-        HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in ours), by_head=by_head),
+        HfTensor(f"{hf}.weight", tuple(f"{name}.weight" for name in ours), transposed=True, interleaved=interleaved),
+        HfTensor(f"{hf}.bias", tuple(f"{name}.bias" for name in ours), interleaved=interleaved),
     )
 
 
@@ -74,12 +74,12 @@ class HfFamily:
     """Fields of ours that are no copy of a field of the file; raises ValueError for what has no place here."""
     computed_to_hf: Callable[[Any], dict[str, Any]]
     """The inverse of `computed_from_hf`; raises ValueError for what has no place in the format."""
-    buffers: str = ""
+    ignored: str = ""
     """A regular expression for tensors of older files that hold no parameters."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Tensors that a file may repeat under a second name, where the second is no parameter of its own: second -> first.
     They must be equal."""
-    bare: tuple[str, ...] = ()
+    unprefixed: tuple[str, ...] = ()
     """Tensors whose names never have the prefix."""
     reference: str | None = None
     """The best known checkpoint of the family on the hub."""
@@ -95,7 +95,7 @@ class NoHfFormat:
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ParamInfo:
     """Shape and logical axes of one parameter, with its `layers` axis where it has one."""
 
     shape: tuple[int, ...]
@@ -132,21 +132,21 @@ class Leaf:
         return tuple(merged)
 
 
-class Part(NamedTuple):
+class ParamSlice(NamedTuple):
     """A piece of a parameter of ours."""
 
     path: str
     index: tuple[int, ...]
     """Layer and expert, as far as the parameter has such axes."""
-    leaf: Leaf
+    leaf: ParamInfo
 
 
-class Entry(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of the file, and what of ours it holds."""
 
     name: str
     table: HfTensor
-    parts: tuple[Part, ...]
+    parts: tuple[ParamSlice, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class Entry(NamedTuple):
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """The parts of a tensor of the file, in our shapes."""
         x = tensor.T if self.table.transposed else tensor
-        if self.table.by_head:
+        if self.table.interleaved:
             size = self.parts[0].leaf.part_shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
@@ -168,7 +168,7 @@ class Entry(NamedTuple):
 
     def join(self, pieces: list[np.ndarray]) -> np.ndarray:
         """The inverse of `split`; C-contiguous."""
-        if self.table.by_head:
+        if self.table.interleaved:
             stacked = np.stack(pieces, axis=-2)
             whole = stacked.reshape(*stacked.shape[:-3], -1)
         else:
@@ -190,7 +190,7 @@ def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     ]
     ours: dict[str, Any] = {}
     for entry in family.fields:
-        names = (entry.hf, *entry.older)
+        names = (entry.hf, *entry.old_names)
         value = next((hf[name] for name in names if hf.get(name) is not None), entry.default)
         ours[entry.ours] = entry.read.get(value, value) if isinstance(value, str) else value
     try:
@@ -226,14 +226,14 @@ def _written(entry: HfField, value: Any) -> Any:
 
 
 def read_tensors(
-    family: HfFamily, leaves: Mapping[str, Leaf], period: int, tensors: Mapping[str, np.ndarray]
+    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Our parameters by dotted path, from the tensors of a file; exact, in the dtypes of the file.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    entries = file_entries(family, leaves, period)
+    entries = file_tensors(family, leaves, period)
     names, repeated = match_names(family, {entry.name for entry in entries}, tensors)
     problems = [
         f"{copy} differs from {first}, but this model has one tensor for both"
@@ -253,7 +253,7 @@ def read_tensors(
 
 
 def check_tensors(
-    family: HfFamily, entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
+    family: HfFamily, entries: Iterable[FileTensor], shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """`match_names` for what the headers of files say, with the shapes compared as well; reads no tensor.
 
@@ -275,7 +275,7 @@ def check_tensors(
     return names, repeated
 
 
-def _misshapen(name: str, shape: tuple[int, ...], entry: Entry) -> str:
+def _misshapen(name: str, shape: tuple[int, ...], entry: FileTensor) -> str:
     return f"{name} has the shape {list(shape)}, expected {list(entry.shape)}"
 
 
@@ -283,14 +283,14 @@ def _in_file(name: str, files: Mapping[str, str]) -> str:
     return f" (in {files[name]})" if name in files else ""
 
 
-def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: Leaf) -> np.ndarray:
+def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.ndarray:
     if () in pieces:
         return np.ascontiguousarray(pieces[()])
     return np.stack([pieces[index] for index in sorted(pieces)]).reshape(leaf.shape)
 
 
 def write_tensors(
-    family: HfFamily, leaves: Mapping[str, Leaf], period: int, params: Mapping[str, Any]
+    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """The tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
 
@@ -298,7 +298,7 @@ def write_tensors(
         UserError: for parameters that the format has no place for.
     """
     host = {path: np.asarray(params[path]) for path in leaves}
-    entries = file_entries(family, leaves, period)
+    entries = file_tensors(family, leaves, period)
     if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
         raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
     return {
@@ -309,10 +309,10 @@ def write_tensors(
 
 def file_name(family: HfFamily, name: str) -> str:
     """The name of a tensor in the file, with the prefix where it has one."""
-    return name if name in family.bare else family.prefix + name
+    return name if name in family.unprefixed else family.prefix + name
 
 
-def file_entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> list[Entry]:
+def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo], period: int) -> list[FileTensor]:
     """Every tensor of the file, layer after layer; `period` as in `DecoderSpec`."""
     slots = [next(leaf for path, leaf in leaves.items() if path.startswith(f"blocks.{j}.")) for j in range(period)]
     layers = sum(leaf.shape[0] for leaf in slots)
@@ -320,24 +320,30 @@ def file_entries(family: HfFamily, leaves: Mapping[str, Leaf], period: int) -> l
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
             if all(path in leaves for path in tensor.ours):
-                entries.append(Entry(tensor.hf, tensor, tuple(Part(path, (), leaves[path]) for path in tensor.ours)))
+                entries.append(
+                    FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.ours))
+                )
             continue
         for layer in range(layers):
             entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
     return entries
 
 
-def _layer_entries(tensor: HfTensor, leaves: Mapping[str, Leaf], layer: int, *, slot: int, row: int) -> list[Entry]:
+def _layer_entries(
+    tensor: HfTensor, leaves: Mapping[str, ParamInfo], layer: int, *, slot: int, row: int
+) -> list[FileTensor]:
     paths = [path.format(slot) for path in tensor.ours]
     if not all(path in leaves for path in paths):
         return []
     if "{expert}" not in tensor.hf:
-        return [Entry(tensor.hf.format(layer), tensor, tuple(Part(path, (row,), leaves[path]) for path in paths))]
+        return [
+            FileTensor(tensor.hf.format(layer), tensor, tuple(ParamSlice(path, (row,), leaves[path]) for path in paths))
+        ]
     return [
-        Entry(
+        FileTensor(
             tensor.hf.format(layer, expert=expert),
             tensor,
-            tuple(Part(path, (row, expert), leaves[path]) for path in paths),
+            tuple(ParamSlice(path, (row, expert), leaves[path]) for path in paths),
         )
         for expert in range(leaves[paths[0]].experts)
     ]
@@ -357,7 +363,7 @@ def match_names(
     Raises:
         UserError: for missing and unknown tensors, naming them.
     """
-    buffer = re.compile(family.buffers)
+    buffer = re.compile(family.ignored)
     names: dict[str, str] = {}
     problems = []
     for name in found:

@@ -49,11 +49,11 @@ _HF = HfFamily(
     fields=hf_fields(),
     tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
     prefix="model.",
-    bare=(HEAD.hf,),
+    unprefixed=(HEAD.hf,),
     fixed={"attention_dropout": 0.0, "pretraining_tp": 1},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
-    buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     tied=TIED,
 )
 

@@ -39,11 +39,11 @@ _HF = HfFamily(
     fields=hf_fields(intermediate_size=14336, max_position_embeddings=131072),
     tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
     prefix="model.",
-    bare=(HEAD.hf,),
+    unprefixed=(HEAD.hf,),
     fixed={"attention_dropout": 0.0},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
-    buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+    ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
     tied=TIED,
 )
 

@@ -58,7 +58,7 @@ class MixtralConfig(ExpertsConfig):
             ),
         ),
         prefix="model.",
-        bare=(HEAD.hf,),
+        unprefixed=(HEAD.hf,),
         fixed={"attention_dropout": 0.0, "router_jitter_noise": 0.0},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,

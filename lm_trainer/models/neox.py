@@ -35,7 +35,9 @@ _TENSORS = (
         }.items()
         for hf, name in {"weight": "scale", "bias": "bias"}.items()
     ),
-    *linear("layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), by_head=True),
+    *linear(
+        "layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), interleaved=True
+    ),
     *linear("layers.{}.attention.dense", "blocks.{}.attention.out"),
     *linear("layers.{}.mlp.dense_h_to_4h", "blocks.{}.mlp.up"),
     *linear("layers.{}.mlp.dense_4h_to_h", "blocks.{}.mlp.down"),
@@ -66,11 +68,11 @@ class GptNeoxConfig(EqualHeadsConfig):
         ),
         tensors=_TENSORS,
         prefix="gpt_neox.",
-        bare=("embed_out.weight",),
+        unprefixed=("embed_out.weight",),
         fixed={},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
-        buffers=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        ignored=r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
         tied={"embed_out.weight": "embed_in.weight"},
     )
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
-from lm_trainer.models.hf import parameter_leaves
-from lm_trainer.models.hf_table import Entry, HfFamily, HfTensor, Leaf, Part, file_entries, file_name
+from lm_trainer.models.hf import param_infos
+from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, ParamInfo, ParamSlice, file_name, file_tensors
 from lm_trainer.nn.lora import LoraConfig
 
 _WEIGHT = ".weight"
@@ -76,21 +76,21 @@ def adapter_to_peft(
     return _config(lora, modules, _layers(model_config, vocab_size), base), tensors
 
 
-def _weights(model_config: DecoderConfig, vocab_size: int) -> list[Entry]:
+def _weights(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
     """The matrices of the layers."""
     if not isinstance(model_config.hf, HfFamily):
         return []
-    leaves = parameter_leaves(model_config, vocab_size)
-    entries = file_entries(model_config.hf, leaves, model_config.spec(vocab_size).period)
+    leaves = param_infos(model_config, vocab_size)
+    entries = file_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period)
     return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
 
 
-def _module_name(model_config: DecoderConfig, entry: Entry) -> str:
+def _module_name(model_config: DecoderConfig, entry: FileTensor) -> str:
     assert isinstance(model_config.hf, HfFamily)
     return file_name(model_config.hf, entry.name).removesuffix(_WEIGHT)
 
 
-def _module_of(model_config: DecoderConfig, entry: Entry, parts: int) -> _Module:
+def _module_of(model_config: DecoderConfig, entry: FileTensor, parts: int) -> _Module:
     in_layer = entry.table.hf.split("{}.", 1)[1].removesuffix(_WEIGHT)
     return _Module(_module_name(model_config, entry), in_layer, parts, not entry.table.transposed)
 
@@ -99,7 +99,7 @@ def _layers(model_config: DecoderConfig, vocab_size: int) -> int:
     return len(model_config.spec(vocab_size).blocks)
 
 
-def _adapter_of(part: Part, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
+def _adapter_of(part: ParamSlice, params: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray] | None:
     """A and B of one layer, where it has an adapter."""
     lora = part.path.removesuffix(_WEIGHT) + ".lora"
     if f"{lora}.a" not in params:
@@ -107,7 +107,7 @@ def _adapter_of(part: Part, params: Mapping[str, np.ndarray]) -> tuple[np.ndarra
     return np.asarray(params[f"{lora}.a"][part.index]), np.asarray(params[f"{lora}.b"][part.index])
 
 
-def _joined(entry: Entry, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -> tuple[np.ndarray, np.ndarray]:
+def _joined(entry: FileTensor, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -> tuple[np.ndarray, np.ndarray]:
     there = [pair for pair in adapted if pair is not None]
     rank, inputs = there[0][0].shape[-1], there[0][0].ndim - 1
     a_RI = np.concatenate([a.reshape(-1, rank).T for a, _ in there])
@@ -119,9 +119,9 @@ def _joined(entry: Entry, adapted: list[tuple[np.ndarray, np.ndarray] | None]) -
             piece[start : start + rank] = pair[1]
             start += rank
         pieces.append(piece)
-        parts.append(Part(part.path, (), Leaf(piece.shape, ("rank", *axes))))
-    table = HfTensor(entry.table.hf, entry.table.ours, transposed=True, by_head=entry.table.by_head)
-    return np.ascontiguousarray(a_RI), Entry(entry.name, table, tuple(parts)).join(pieces)
+        parts.append(ParamSlice(part.path, (), ParamInfo(piece.shape, ("rank", *axes))))
+    table = HfTensor(entry.table.hf, entry.table.ours, transposed=True, interleaved=entry.table.interleaved)
+    return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
 
 def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Phi3Config(RotaryConfig):
         ),
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *_JOINED),
         prefix="model.",
-        bare=(HEAD.hf,),
+        unprefixed=(HEAD.hf,),
         fixed={"attention_dropout": 0.0, "embd_pdrop": 0.0},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,

@@ -103,11 +103,11 @@ class Qwen2Config(_QwenConfig):
         fields=_FIELDS,
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
         prefix="model.",
-        bare=(HEAD.hf,),
+        unprefixed=(HEAD.hf,),
         fixed={"attention_dropout": 0.0},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,
-        buffers=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
+        ignored=r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
         tied=TIED,
     )
 
@@ -128,7 +128,7 @@ class Qwen3Config(_QwenConfig):
         fields=_FIELDS,
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
-        bare=(HEAD.hf,),
+        unprefixed=(HEAD.hf,),
         fixed={"attention_dropout": 0.0, "attention_bias": False},
         computed_from_hf=_qwen3_from_hf,
         computed_to_hf=_to_hf,

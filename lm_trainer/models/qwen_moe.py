@@ -74,7 +74,7 @@ class Qwen3MoeConfig(ExpertsConfig):
             ),
         ),
         prefix="model.",
-        bare=(HEAD.hf,),
+        unprefixed=(HEAD.hf,),
         fixed={"attention_dropout": 0.0, "attention_bias": False},
         computed_from_hf=_from_hf,
         computed_to_hf=_to_hf,

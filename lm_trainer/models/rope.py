@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
-from lm_trainer.nn.spec import LinearScaling, PairScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
 
-_Scaling = LinearScaling | WavelengthScaling | YarnScaling | PairScaling | None
+_Scaling = LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None
 
 
 class RopeConfig(Config):
@@ -159,7 +159,7 @@ class LongRope(RopeConfig):
         original, factor = self.original_max_position_embeddings, max(self.factor, 1.0)
         grown = math.sqrt(1.0 + math.log(factor) / math.log(original))
         factors = self.long_factor if _seq_len > original else self.short_factor
-        return PairScaling(factors, grown if self.attention_factor is None else self.attention_factor)
+        return LongRopeScaling(factors, grown if self.attention_factor is None else self.attention_factor)
 
     def to_hf(self) -> dict[str, Any]:
         plain = self.model_dump(exclude={"type", "theta"}, exclude_none=True)

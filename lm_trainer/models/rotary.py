@@ -121,7 +121,7 @@ class RotaryConfig(DecoderConfig):
             init_std=self.initializer_range,
             scan=self.scan,
             remat=self.remat,
-            groups=self.groups,
+            remat_groups=self.remat_groups,
         )
 
 

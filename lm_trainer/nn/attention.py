@@ -13,23 +13,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm_trainer.nn.attend import attend
+from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.norm import make_norm
-from lm_trainer.nn.positions import alibi_bias, rotate
+from lm_trainer.nn.positions import alibi_bias, apply_rope
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""
 
 Window = int
 """How many positions a query sees; 0: no bound."""
 
 
-class Context(NamedTuple):
+class ForwardContext(NamedTuple):
     """What every layer of one forward pass shares."""
 
     positions_BS: jax.Array
@@ -37,8 +37,8 @@ class Context(NamedTuple):
     key_positions_BT: jax.Array
     """int32, those of the keys."""
     biases_B1ST: Mapping[Window, jax.Array]
-    """float32, added to the scores: 0 or `MASKED`. One for each window that a layer has."""
-    counted_BS: jax.Array
+    """float32, added to the scores: 0 or `MASK_VALUE`. One for each window that a layer has."""
+    valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
     """int32, what the biases were made of; None where keys are those of a cache."""
@@ -49,17 +49,17 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
     return sorted({block.attention.window or 0 for block in blocks})
 
 
-def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> Context:
+def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> ForwardContext:
     """For rows that attend to themselves."""
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
-    return Context(positions_BS, all_gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
+    return ForwardContext(positions_BS, all_gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
 
 
-def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> Context:
+def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
     """For new positions that attend to a cache, themselves included."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
-    return Context(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
+    return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
@@ -87,13 +87,13 @@ def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> ja
 
 
 def _bias(allowed_BST: jax.Array) -> jax.Array:
-    return jnp.where(allowed_BST, 0.0, MASKED).astype(jnp.float32)[:, None]
+    return jnp.where(allowed_BST, 0.0, MASK_VALUE).astype(jnp.float32)[:, None]
 
 
 class QkNorm(nnx.Module):
     """Normalization of queries or keys."""
 
-    def __init__(self, spec: QkNormSpec, heads: Mapping[str, int], *, init: Init):
+    def __init__(self, spec: QkNormSpec, heads: Mapping[str, int], *, init: Initializer):
         (axis, count), (_, size) = heads.items()
         self.joint = spec.over == "heads"
         self.norm = make_norm(spec.norm, {axis: count * size} if self.joint else {"head_size": size}, init=init)
@@ -107,7 +107,7 @@ class QkNorm(nnx.Module):
 class Attention(nnx.Module):
     """Multi-head attention of a sequence to itself (Vaswani et al. 2017)."""
 
-    def __init__(self, spec: AttentionSpec, dim: int, *, init: Init):
+    def __init__(self, spec: AttentionSpec, dim: int, *, init: Initializer):
         self.spec = spec
         heads = {"heads": spec.num_heads, "head_size": spec.head_dim}
         grouped = spec.kv_heads != spec.num_heads
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BSD: jax.Array,
-        context: Context,
+        context: ForwardContext,
         layer: jax.Array | int,
         *,
         key: jax.Array | None = None,
@@ -140,7 +140,9 @@ class Attention(nnx.Module):
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
         bias_BNST = self._bias(context)
-        o_BSNH = attend(self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key)
+        o_BSNH = dispatch_attention(
+            self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
+        )
         return self.out(o_BSNH, key=adapter_key), cache
 
     def _project(
@@ -152,11 +154,11 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if isinstance(self.spec.positions, RopeSpec):
-            q_BSNH = rotate(self.spec.positions, q_BSNH, positions_BS)
-            k_BSKH = rotate(self.spec.positions, k_BSKH, positions_BS)
+            q_BSNH = apply_rope(self.spec.positions, q_BSNH, positions_BS)
+            k_BSKH = apply_rope(self.spec.positions, k_BSKH, positions_BS)
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _bias(self, context: Context) -> jax.Array:
+    def _bias(self, context: ForwardContext) -> jax.Array:
         bias_B1ST = context.biases_B1ST[self.spec.window or 0]
         if not isinstance(self.spec.positions, AlibiSpec):
             return bias_B1ST

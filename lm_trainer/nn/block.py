@@ -9,9 +9,9 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lm_trainer.nn.attention import Attention, Context
+from lm_trainer.nn.attention import Attention, ForwardContext
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.moe import Moe, RouterStats
@@ -25,7 +25,7 @@ class Block(nnx.Module):
     In parallel, the MLP reads what attention reads.
     """
 
-    def __init__(self, spec: BlockSpec, dim: int, *, init: Init):
+    def __init__(self, spec: BlockSpec, dim: int, *, init: Initializer):
         self.dropout = spec.dropout
         self.parallel = spec.parallel
         axis = {"embed": dim}
@@ -40,7 +40,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BSD: jax.Array,
-        context: Context,
+        context: ForwardContext,
         layer: jax.Array | int,
         *,
         key: jax.Array | None = None,
@@ -61,7 +61,7 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
             if isinstance(self.mlp, Moe):
-                m_BSD, stats = self.mlp(h_BSD, context.counted_BS)
+                m_BSD, stats = self.mlp(h_BSD, context.valid_BS)
             else:
                 m_BSD, stats = self.mlp(h_BSD, key=adapters), None
             m_BSD = checkpoint_name(m_BSD, "mlp")

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
@@ -25,7 +25,7 @@ from lm_trainer.parallel.collectives import axis_size
 class Embedding(nnx.Module):
     """The token table, and what happens to its rows before the first layer."""
 
-    def __init__(self, spec: DecoderSpec, *, init: Init):
+    def __init__(self, spec: DecoderSpec, *, init: Initializer):
         self.spec = spec.embedding
         self.tokens = init.normal({"vocab": spec.vocab_size, "embed": spec.hidden_dim})
         learned = {"position": spec.num_positions, "embed": spec.hidden_dim}
@@ -35,14 +35,14 @@ class Embedding(nnx.Module):
     @jax.named_scope("embedding")
     def __call__(self, tokens_BS: jax.Array, positions_BS: jax.Array) -> jax.Array:
         """float32 [B, S, D]; NaN for a token or position past its table, which indexing would silently clamp."""
-        x_BSD = self.rows(tokens_BS)
+        x_BSD = self.lookup(tokens_BS)
         if self.spec.scale is not None:
             x_BSD = x_BSD * self.spec.scale
         if self.positions is not None:
             x_BSD = x_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
         return self.norm(x_BSD)
 
-    def rows(self, tokens_BS: jax.Array) -> jax.Array:
+    def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """The rows of the token table alone; NaN for a token past its end."""
         return jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
 
@@ -52,7 +52,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
-        init = Init(rngs, spec.init_std, spec.residual_std)
+        init = Initializer(rngs, spec.init_std, spec.residual_std)
         self.embed = Embedding(spec, init=init)
         self.blocks = build_blocks(spec, init=init)
         self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)

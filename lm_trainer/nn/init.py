@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 @dataclass(frozen=True)
-class Init:
+class Initializer:
     """Makes the parameters of a module. `dims` gives the size of each logical axis, in order; all are float32."""
 
     rngs: nnx.Rngs
@@ -41,7 +41,7 @@ class Init:
         return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
 
 
-def stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
+def build_stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
     """One module for as many as there are keys: each parameter has a leading `layers` axis.
 
     They are built in a loop, so that only one layer's worth of random numbers exists at a time.

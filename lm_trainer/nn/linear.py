@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.spec import Activation
 
 MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
@@ -32,7 +32,13 @@ class Linear(nnx.Module):
     """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs."""
 
     def __init__(
-        self, inputs: Mapping[str, int], outputs: Mapping[str, int], *, bias: bool, init: Init, residual: bool = False
+        self,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        init: Initializer,
+        residual: bool = False,
     ):
         self.in_shape, self.out_shape = tuple(inputs.values()), tuple(outputs.values())
         self.weight = init.normal({**inputs, **outputs}, residual=residual)

@@ -22,7 +22,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.linear import Linear, dropout
 
-Aliases = Mapping[str, Sequence[str]]
+ModuleNames = Mapping[str, Sequence[str]]
 """From a parameter to the modules of other names that hold it, one for each layer."""
 
 _LORA = "lora"
@@ -122,7 +122,7 @@ class Lora(nnx.Module):
         return self.scale * jnp.matmul(jnp.matmul(dropout(x_MI, self.dropout, own), a_IR), b_RO)
 
 
-def attach(model: nnx.Module, config: LoraConfig, aliases: Aliases, *, rngs: nnx.Rngs) -> None:
+def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, rngs: nnx.Rngs) -> None:
     """Gives the linear layers that `config` chooses their adapters.
 
     Raises:
@@ -137,20 +137,20 @@ def attach(model: nnx.Module, config: LoraConfig, aliases: Aliases, *, rngs: nnx
             linear.set_adapter(Lora(linear, config, place=number, rngs=rngs))
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_param(name: str) -> bool:
     """Whether a parameter, by its dotted name, is one of an adapter."""
     return name.split(".")[-2:-1] == [_LORA]
 
 
-def layer_of(name: str) -> str:
+def adapted_layer(name: str) -> str:
     """The dotted name of the linear layer whose adapter has the parameter `name`."""
     return name.rsplit(".", 2)[0]
 
 
-def merge(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
+def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
     """The parameters of a model without adapters that computes what `params`, by dotted name, compute with them."""
-    merged = {name: x for name, x in params.items() if not is_adapter(name)}
-    for layer in sorted({layer_of(name) for name in params if is_adapter(name)}):
+    merged = {name: x for name, x in params.items() if not is_adapter_param(name)}
+    for layer in sorted({adapted_layer(name) for name in params if is_adapter_param(name)}):
         weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
         layers = weight.shape[0]
         a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
@@ -169,7 +169,7 @@ def _experts(model: nnx.Module) -> list[str]:
     return [name for name, variable in variables.items() if "experts" in variable.get_metadata(LOGICAL_AXES)]
 
 
-def _chosen(config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: Aliases) -> set[str]:
+def _chosen(config: LoraConfig, layers: Sequence[str], experts: Sequence[str], aliases: ModuleNames) -> set[str]:
     if config.patterns is None:
         return set(layers)
     chosen: set[str] = set()
@@ -206,7 +206,7 @@ def _means(config: LoraConfig, pattern: str, layer: str, others: Sequence[str]) 
     return bool(found)
 
 
-def _short_names(layers: Sequence[str], aliases: Aliases) -> list[str]:
+def _short_names(layers: Sequence[str], aliases: ModuleNames) -> list[str]:
     """Each linear layer in the shortest words that a list may hold, ours first."""
     ours = [layer.split(".", 2)[-1] for layer in layers]
     theirs = [re.sub(r"^.*?\.\d+\.", "", name) for layer in layers for name in aliases.get(f"{layer}.weight", ())[:1]]

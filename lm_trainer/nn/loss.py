@@ -24,18 +24,6 @@ def token_loss(
     dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
     block_size: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The first two results of `token_loss_and_metrics`."""
-    return token_loss_and_metrics(model, batch, dtype=dtype, key=key, block_size=block_size)[:2]
-
-
-def token_loss_and_metrics(
-    model: Decoder,
-    batch: Batch,
-    *,
-    dtype: DTypeLike = jnp.float32,
-    key: jax.Array | None = None,
-    block_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """The weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
 

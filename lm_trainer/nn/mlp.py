@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear
 from lm_trainer.nn.spec import MlpSpec
 
@@ -16,7 +16,7 @@ from lm_trainer.nn.spec import MlpSpec
 class Mlp(nnx.Module):
     """Up, activation, down; or, gated, the activation of the gate times up, down."""
 
-    def __init__(self, spec: MlpSpec, dim: int, *, init: Init):
+    def __init__(self, spec: MlpSpec, dim: int, *, init: Initializer):
         self.spec = spec
         self.up = Linear({"embed": dim}, {"mlp": spec.hidden_dim}, bias=spec.bias, init=init)
         self.down = Linear({"mlp": spec.hidden_dim}, {"embed": dim}, bias=spec.bias, init=init, residual=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
@@ -37,7 +37,7 @@ class RouterStats(NamedTuple):
     """Times tokens: what the spec's coefficients make of `balance` and `z`."""
 
 
-def no_stats() -> RouterStats:
+def zero_router_stats() -> RouterStats:
     """The sums of nothing."""
     return RouterStats(*(jnp.zeros((), jnp.float32),) * len(RouterStats._fields))
 
@@ -45,7 +45,7 @@ def no_stats() -> RouterStats:
 class Moe(nnx.Module):
     """Every token gets all its experts (no capacity, nothing dropped); their results are added by router weight."""
 
-    def __init__(self, spec: MoeSpec, dim: int, *, init: Init):
+    def __init__(self, spec: MoeSpec, dim: int, *, init: Initializer):
         self.spec = spec
         up = {"experts": spec.num_experts, "embed": dim, "mlp": spec.hidden_dim}
         down = {"experts": spec.num_experts, "mlp": spec.hidden_dim, "embed": dim}
@@ -54,8 +54,8 @@ class Moe(nnx.Module):
         self.up = init.normal(up)
         self.down = init.normal(down, residual=True)
 
-    def __call__(self, x_BSD: jax.Array, counted_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
-        """The result and what the router did with the tokens of `counted_BS`, which is boolean."""
+    def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
+        """The result and what the router did with the tokens of `valid_BS`, which is boolean."""
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
         router_DE = all_gather(self.router[...], "expert", 1)
@@ -65,7 +65,7 @@ class Moe(nnx.Module):
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
         y_MD = self._mixed(x_MD, experts_MK, weights_MK)
-        stats = _stats(spec, logits_ME, probs_ME, experts_MK, counted_BS.reshape(-1))
+        stats = _stats(spec, logits_ME, probs_ME, experts_MK, valid_BS.reshape(-1))
         return y_MD.reshape(x_BSD.shape), stats
 
     def _mixed(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
@@ -157,15 +157,15 @@ _permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _stats(
-    spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, counted_M: jax.Array
+    spec: MoeSpec, logits_ME: jax.Array, probs_ME: jax.Array, experts_MK: jax.Array, valid_M: jax.Array
 ) -> RouterStats:
     # Devices that share a microbatch report shares that add up: what is not linear is of the whole microbatch.
-    counted_M1 = counted_M.astype(jnp.float32)[:, None]
-    tokens = jnp.sum(counted_M1)
+    valid_M1 = valid_M.astype(jnp.float32)[:, None]
+    tokens = jnp.sum(valid_M1)
     one = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
     chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts), axis=1)
-    load_E = one * group_sum(jnp.sum(chosen_ME * counted_M1, axis=0))
-    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * counted_M1, axis=0)) * group_sum(tokens)
-    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * counted_M1)
+    load_E = one * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
+    balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
+    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)
     overload = jnp.max(load_E) * (spec.num_experts / spec.top_k) * tokens
     return RouterStats(balance, z, overload, spec.balance_coef * balance + spec.z_coef * z)

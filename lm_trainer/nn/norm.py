@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.spec import NormSpec
 
 
@@ -21,7 +21,7 @@ class Norm(nnx.Module):
     `axis` gives name and size of the dimension.
     """
 
-    def __init__(self, spec: NormSpec, axis: Mapping[str, int], *, init: Init):
+    def __init__(self, spec: NormSpec, axis: Mapping[str, int], *, init: Initializer):
         self.spec = spec
         self.scale = init.constant(axis, 0.0 if spec.unit_offset else 1.0) if spec.scale else None
         self.bias = init.constant(axis, 0.0) if spec.bias else None
@@ -44,6 +44,6 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Init) -> Callable[[jax.Array], jax.Array]:
+def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializer) -> Callable[[jax.Array], jax.Array]:
     """The norm of `spec`; the identity for None."""
     return identity if spec is None else Norm(spec, axis, init=init)

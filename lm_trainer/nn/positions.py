@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lm_trainer.nn.spec import AlibiSpec, LinearScaling, PairScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.nn.spec import AlibiSpec, LinearScaling, LongRopeScaling, RopeSpec, WavelengthScaling, YarnScaling
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
@@ -29,7 +29,7 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
             scaled_F, magnitude = _by_wavelength(scaling, plain_F), 1.0
         case YarnScaling():
             scaled_F, magnitude = _yarn(scaling, plain_F, spec.theta, dims), scaling.magnitude
-        case PairScaling():
+        case LongRopeScaling():
             scaled_F, magnitude = plain_F / np.array(scaling.factors), scaling.magnitude
     return scaled_F.astype(np.float32), magnitude
 
@@ -54,7 +54,7 @@ def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) ->
     return plain_F * (1.0 - ramp_F + ramp_F / scaling.factor)
 
 
-def rotate(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
+def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Rotates each head by angles that grow with the position, in float32; returns the dtype of its input."""
     frequencies_F, magnitude = rope_frequencies(spec, x_BSNH.shape[-1])
     angles_BS1F = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_F

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from lm_trainer.nn.attend import attend
 from lm_trainer.nn.attention import cache_bias, causal_bias
+from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.moe import RouterStats
@@ -28,7 +28,7 @@ from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 class SenseVectors(nnx.Module):
     """From the embedding of a token, without its position, to its senses: a residual layer and an MLP."""
 
-    def __init__(self, spec: SenseSpec, dim: int, *, init: Init):
+    def __init__(self, spec: SenseSpec, dim: int, *, init: Initializer):
         self.spec, axis = spec, {"embed": dim}
         self.input_norm = make_norm(spec.norm, axis, init=init)
         self.mlp_pre_norm = make_norm(spec.norm, axis, init=init)
@@ -68,7 +68,7 @@ class SenseDecoder(Decoder):
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         super().__init__(spec, rngs=rngs)
         assert spec.senses is not None
-        init = Init(rngs, spec.init_std, spec.residual_std)
+        init = Initializer(rngs, spec.init_std, spec.residual_std)
         weights = self.weights = spec.senses.attention
         heads = {"heads": weights.num_heads, "head_size": weights.head_dim}
         self.senses = SenseVectors(spec.senses, spec.hidden_dim, init=init)
@@ -88,7 +88,7 @@ class SenseDecoder(Decoder):
         trunk_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
         h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=trunk_key)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
-        c_BSND = self.senses(self.embed.rows(tokens_BS).astype(dtype), key=senses_key)
+        c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(dtype), key=senses_key)
         return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key), stats
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> SenseCache:
@@ -104,7 +104,7 @@ class SenseDecoder(Decoder):
         """As for `Decoder`."""
         h_BTD, trunk = super().decode_hidden(tokens_BT, positions_BT, cache.trunk)
         q_BTNH, k_BTNH = self._queries_and_keys(h_BTD)
-        c_BTND = self.senses(self.embed.rows(tokens_BT).astype(h_BTD.dtype))
+        c_BTND = self.senses(self.embed.lookup(tokens_BT).astype(h_BTD.dtype))
         senses, k_BCNH, c_BCND = cache.senses.write(0, positions_BT, k_BTNH, c_BTND)
         bias = cache_bias(positions_BT, cache.senses.k.shape[2])
         return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(trunk, senses)
@@ -125,5 +125,5 @@ class SenseDecoder(Decoder):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        o_BSND = attend(self.weights, q_BSNH, k_BTNH, c_BTND, bias_B1ST, key=key)
+        o_BSND = dispatch_attention(self.weights, q_BSNH, k_BTNH, c_BTND, bias_B1ST, key=key)
         return jnp.sum(o_BSND, axis=2) * jnp.asarray(1.0 / self.weights.num_heads, o_BSND.dtype)

@@ -14,20 +14,20 @@ from typing import Literal
 Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation."""
 
-Internal = Literal["attention", "mlp"]
+BlockInternal = Literal["attention", "mlp"]
 """What attention and what the MLP returns."""
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadPolicy:
     """What the backward pass finds of a block, some of it in the memory of the host; the rest it computes again."""
 
-    host: tuple[Internal | Literal["input"], ...]
+    host: tuple[BlockInternal | Literal["input"], ...]
     """`input` is what enters the block. What is not on the host is on the device."""
-    device: tuple[Internal, ...] = ()
+    device: tuple[BlockInternal, ...] = ()
 
 
-Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[Internal, ...] | Offload
+Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[BlockInternal, ...] | OffloadPolicy
 """What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
 all but the results of those with weights (attention scores are recomputed); all but what is named."""
 
@@ -82,7 +82,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class PairScaling:
+class LongRopeScaling:
     """Divides the frequency of each pair of dimensions by a factor of its own (LongRoPE, Ding et al. 2024)."""
 
     factors: tuple[float, ...]
@@ -97,7 +97,7 @@ class RopeSpec:
     theta: float = 10_000.0
     fraction: float = 1.0
     """Of each head's dimensions, from the first, that are rotated."""
-    scaling: LinearScaling | WavelengthScaling | YarnScaling | PairScaling | None = None
+    scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class DecoderSpec:
     scan: bool = False
     """Runs the repeats of the layer period as one loop: compiles fast, runs a little slower. Same parameters."""
     remat: Remat = "none"
-    groups: int = 0
+    remat_groups: int = 0
     """Into how many groups the turns of the loop are put: the backward pass then finds what enters a group alone, and
     computes again what enters each layer. 0: it finds what enters each layer."""
 

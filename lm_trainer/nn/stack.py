@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from lm_trainer.nn.attention import Context
+from lm_trainer.nn.attention import ForwardContext
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.init import Init, stacked
-from lm_trainer.nn.moe import RouterStats, no_stats
-from lm_trainer.nn.spec import DecoderSpec, Offload, Remat
+from lm_trainer.nn.init import Initializer, build_stacked
+from lm_trainer.nn.moe import RouterStats, zero_router_stats
+from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 _POLICIES = {
     "full": None,
@@ -32,7 +32,7 @@ _Carry = tuple[jax.Array, KvCache | None, RouterStats | None]
 _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
-def build_blocks(spec: DecoderSpec, *, init: Init) -> nnx.Dict:
+def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
     """All layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
 
     Every layer has a key of its own, so the way of execution changes no parameter.
@@ -43,14 +43,14 @@ def build_blocks(spec: DecoderSpec, *, init: Init) -> nnx.Dict:
         return Block(spec.blocks[slot], spec.hidden_dim, init=dataclasses.replace(init, rngs=rngs, flat=True))
 
     slots = range(spec.period)
-    return nnx.Dict({str(j): stacked(functools.partial(build, j), keys[j :: spec.period]) for j in slots})
+    return nnx.Dict({str(j): build_stacked(functools.partial(build, j), keys[j :: spec.period]) for j in slots})
 
 
 def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     spec: DecoderSpec,
     blocks: nnx.Dict,
     x_BSD: jax.Array,
-    context: Context,
+    context: ForwardContext,
     *,
     key: jax.Array | None = None,
     cache: KvCache | None = None,
@@ -70,10 +70,12 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
         layer_key = None if key is None else jax.random.fold_in(key, layer)
         return apply(block, carry, context, jnp.asarray(layer, jnp.int32), layer_key)
 
-    stats = no_stats() if spec.num_routers else None
+    stats = zero_router_stats() if spec.num_routers else None
     if not spec.scan:
         return _run_unrolled(run, (x_BSD, cache, stats), slots, len(spec.blocks))
-    return _run_as_loop(run, (x_BSD, cache, stats), slots, len(spec.blocks), 0 if cache is not None else spec.groups)
+    return _run_as_loop(
+        run, (x_BSD, cache, stats), slots, len(spec.blocks), 0 if cache is not None else spec.remat_groups
+    )
 
 
 def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
@@ -110,7 +112,7 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
     return carry
 
 
-def _apply(block: Block, carry: _Carry, context: Context, layer: jax.Array, key: jax.Array | None) -> _Carry:
+def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Array, key: jax.Array | None) -> _Carry:
     x_BSD, cache, total = carry
     x_BSD = checkpoint_name(x_BSD, "input")
     x_BSD, cache, stats = block(x_BSD, context, layer, key=key, cache=cache)
@@ -121,7 +123,7 @@ def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none":
         return _apply
     match remat:
-        case Offload():
+        case OffloadPolicy():
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(remat.device),
                 names_which_can_be_offloaded=list(remat.host),

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.attend import choose_backend
-from lm_trainer.nn.kernel import Site
+from lm_trainer.nn.attention_dispatch import choose_backend
+from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_largest
@@ -200,6 +200,8 @@ def _time(work: Work, group: DeviceGroup, dtype: str, assumptions: Assumptions) 
 def _kernel(config: RunConfig, vocab_size: int, platform: str) -> str | None:
     """The fused kernel of the first layer on a platform; layers differ in windows alone, which no kernel minds."""
     length = config.model.seq_len
-    site = Site(platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length)
+    site = AttentionMetadata(
+        platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length
+    )
     chosen = choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
     return None if chosen == "xla" else chosen

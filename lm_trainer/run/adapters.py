@@ -20,8 +20,8 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves, nested_from_names
-from lm_trainer.models.hf import parameter_leaves
-from lm_trainer.nn.lora import is_adapter, merge
+from lm_trainer.models.hf import param_infos
+from lm_trainer.nn.lora import is_adapter_param, merge_lora
 from lm_trainer.profile.flops import FlopsCount
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.find import find_checkpoints
@@ -57,7 +57,9 @@ class Base:
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
             named = named_leaves(load_whole(self.directory, self.step).params)
-            _check_same_model(self.directory, named, {name: x for name, x in shapes.items() if not is_adapter(name)})
+            _check_same_model(
+                self.directory, named, {name: x for name, x in shapes.items() if not is_adapter_param(name)}
+            )
             return {name: jax.device_put(x.astype(shapes[name].dtype), shardings[name]) for name, x in named.items()}
 
         return dataclasses.replace(model, load=load)
@@ -153,7 +155,7 @@ def check_frozen(restored: Restored, frozen: Params) -> None:
 
 def training_flops(count: FlopsCount, model: ModelDef) -> int:
     """Operations of a training step per token, for a model all of whose parameters are trained or none but adapters."""
-    adapted = any(map(is_adapter, model.trainable))
+    adapted = any(map(is_adapter_param, model.trainable))
     return count.adapted(2 * _size(model, trained=True)) if adapted else count.training
 
 
@@ -185,7 +187,7 @@ def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
             f"the model that it was trained on"
         )
     # Merged in the dtype that the base was trained beside, so that logits are those of the run.
-    merged = merge({**base, **named_leaves(loaded.params)}, lora)
+    merged = merge_lora({**base, **named_leaves(loaded.params)}, lora)
     return dataclasses.replace(loaded, params=nested_from_names(merged))
 
 
@@ -200,7 +202,7 @@ def _base_params(run: str | Path, loaded: LoadedModel) -> dict[str, Any]:
         if config.trainer.initialize_from is not None:
             directory, _ = find_checkpoints(config.trainer.initialize_from)
             return named_leaves(load_whole(directory, loaded.record[_BASE_STEP]).params)
-        leaves = parameter_leaves(config.model, loaded.vocab_size)
+        leaves = param_infos(config.model, loaded.vocab_size)
         here = SingleDeviceSharding(jax.local_devices()[0])
         shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
         return HfCheckpoint.open(config).load(config.model, shapes, dict.fromkeys(leaves, here))

@@ -14,7 +14,7 @@ from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.hub import Pushed, prepare_push, push
 from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, check_exportable, write_hf
-from lm_trainer.nn.lora import is_adapter
+from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.adapters import base_name
 from lm_trainer.run.config import RunConfig
@@ -89,7 +89,7 @@ class HfExports:
         # The last set of weights is the one to export. All processes take part in gathering it.
         *_, weights = program.weights(info.state).values()
         if self.config.adapter is not None:
-            weights = {name: x for name, x in weights.items() if is_adapter(name)}
+            weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
         params = to_host(weights, keep=is_lead())
         # Only now: gathering is a collective, in which every process takes part.
         if not is_lead():

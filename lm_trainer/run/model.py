@@ -10,8 +10,8 @@ from flax import nnx
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
-from lm_trainer.nn.lora import attach, is_adapter
-from lm_trainer.nn.loss import token_loss_and_metrics
+from lm_trainer.nn.lora import attach_lora, is_adapter_param
+from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.run.config import RunConfig
 from lm_trainer.step.elastic import LossFn
@@ -33,12 +33,12 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
     def build() -> nnx.Module:
         model = config.model.build(vocab_size, rngs=nnx.Rngs(key))
         if adapter is not None:
-            attach(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
+            attach_lora(model, adapter, names, rngs=nnx.Rngs(jax.random.fold_in(key, ADAPTER_KEY)))
         if quantization is not None:
             quantize(model, quantization)
         return model
 
-    return trace_module(build, config.trainer.mp.param_dtype, True if adapter is None else is_adapter)
+    return trace_module(build, config.trainer.mp.param_dtype, True if adapter is None else is_adapter_param)
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:
@@ -69,10 +69,10 @@ def next_token_loss(dtype: Any, block_size: int | None = None) -> LossFn:
 
     Args:
         dtype: of the computation.
-        block_size: as for `token_loss_and_metrics`.
+        block_size: as for `token_loss`.
     """
 
     def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
-        return token_loss_and_metrics(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
+        return token_loss(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
 
     return loss

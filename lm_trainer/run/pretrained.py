@@ -22,8 +22,8 @@ from lm_trainer.export.huggingface import blame, read_hf_config
 from lm_trainer.export.tensor_file import Region
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
-from lm_trainer.models.hf_section import adopted, compared
-from lm_trainer.models.hf_stream import Piece, read_block
+from lm_trainer.models.hf_section import adopt_hf_config, compare_with_hf_config
+from lm_trainer.models.hf_stream import SourceSlice, read_block
 from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig
@@ -116,8 +116,8 @@ def _section(
     given = config.model.model_fields_set if "model" in config.model_fields_set else set()
     with blame(directory / "config.json"):
         if config.use_hf_model_config:
-            return adopted(config.model, given, theirs, vocab_size), []
-        return config.model, compared(config.model, given, theirs, vocab_size)
+            return adopt_hf_config(config.model, given, theirs, vocab_size), []
+        return config.model, compare_with_hf_config(config.model, given, theirs, vocab_size)
 
 
 def _resumed(config: RunConfig, own: Path) -> HfStart | None:
@@ -182,7 +182,7 @@ class HfCheckpoint:
         if difference := find_difference(tokenizer, self.directory):
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 
-    def plan(self, model: DecoderConfig) -> hf.StoredModel:
+    def plan(self, model: DecoderConfig) -> hf.ReadPlan:
         """Finds every parameter of the model in the files.
 
         Raises:
@@ -211,7 +211,7 @@ class HfCheckpoint:
             self._check_equal(copy, first)
         return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
 
-    def _assemble(self, pieces: list[Piece], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
+    def _assemble(self, pieces: list[SourceSlice], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
         most = HOST_BYTES // np.dtype(like.dtype).itemsize
         return make_sharded_array(
             like.shape,

@@ -18,7 +18,7 @@ from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.huggingface import ExportOptions
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
-from lm_trainer.nn.lora import LoraConfig, is_adapter
+from lm_trainer.nn.lora import LoraConfig, is_adapter_param
 from lm_trainer.optim import AdamConfig
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function, trace_model
@@ -74,7 +74,9 @@ class Adapted:
         definition, rng = trace_model(config, vocab_size), np.random.default_rng(5)
 
         def values(shapes: Any, shardings: Any) -> Any:
-            drawn = {n: 0.2 * rng.standard_normal(x.shape, np.float32) for n, x in shapes.items() if is_adapter(n)}
+            drawn = {
+                n: 0.2 * rng.standard_normal(x.shape, np.float32) for n, x in shapes.items() if is_adapter_param(n)
+            }
             return {name: jax.device_put(x, shardings[name]) for name, x in {**base, **drawn}.items()}
 
         program = plan_program(

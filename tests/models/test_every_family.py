@@ -127,11 +127,11 @@ def test_causal_by_gradient(config):
     """The gradient of a logit with respect to what it must not see is zero, exactly."""
     graph, weights, row = graphdef(config), params(config), tokens(1)
     segments = np.array([[0] * 7 + [1] * (SEQ - 7)], np.int32)
-    embed, width = Embedding.rows, config.spec(VOCAB).hidden_dim
+    embed, width = Embedding.lookup, config.spec(VOCAB).hidden_dim
 
     def chosen(extra_BSD: jax.Array, at: jax.Array) -> jax.Array:
         model = nnx.merge(graph, weights)
-        with mock.patch.object(Embedding, "rows", lambda self, t: embed(self, t) + extra_BSD):
+        with mock.patch.object(Embedding, "lookup", lambda self, t: embed(self, t) + extra_BSD):
             return jnp.sum(jnp.sin(run(model, row, positions(1), segments)[0, at]))
 
     # A loop: not every operation of a mixture of experts has a form for batches of gradients.

@@ -21,7 +21,7 @@ from lm_trainer.models import (
     Qwen3Config,
 )
 from lm_trainer.models.rope import DefaultRope, Llama3Rope, LongRope, YarnRope
-from lm_trainer.nn.spec import PairScaling, QkNormSpec, RopeSpec
+from lm_trainer.nn.spec import LongRopeScaling, QkNormSpec, RopeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.models.common import TINY, VOCAB, change
 
@@ -166,8 +166,8 @@ def test_each_pair_of_dimensions_has_a_factor():
     long, short = (
         Phi3Config(**{**tiny, "seq_len": n}, rope=rope, partial_rotary_factor=0.5).rope.spec(n) for n in (9, 8)
     )
-    assert long.scaling == PairScaling((3.0, 9.0), (5 / 3) ** 0.5)
-    assert short.scaling == PairScaling((1.0, 2.0), (5 / 3) ** 0.5)
+    assert long.scaling == LongRopeScaling((3.0, 9.0), (5 / 3) ** 0.5)
+    assert short.scaling == LongRopeScaling((1.0, 2.0), (5 / 3) ** 0.5)
     with pytest.raises(ValidationError, match=r"rope.short_factor has 2 numbers, but 4 pairs of dimensions are"):
         Phi3Config(**tiny, rope=rope)
     with pytest.raises(ValidationError, match=r"rope.short_factor has 2 numbers, but 1 pairs"):

@@ -37,7 +37,7 @@ def assembled(pieces: list[Any], block: Slices, tensors: dict[str, np.ndarray], 
 def test_blocks_of_every_parameter(family: str) -> None:
     config = TINY[family]
     rng = np.random.default_rng(0)
-    leaves = hf.parameter_leaves(config, VOCAB)
+    leaves = hf.param_infos(config, VOCAB)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
     tensors = write_tensors(config.hf_family(), leaves, config.spec(VOCAB).period, params)
     stored = hf.plan_reading(config, VOCAB, {name: x.shape for name, x in tensors.items()}, {})
@@ -51,7 +51,7 @@ def test_blocks_of_every_parameter(family: str) -> None:
 
 def test_no_more_is_read_than_the_rows_and_columns_of_the_block() -> None:
     config = TINY["llama"]
-    leaves = hf.parameter_leaves(config, VOCAB)
+    leaves = hf.param_infos(config, VOCAB)
     tensors = write_tensors(
         config.hf_family(), leaves, config.spec(VOCAB).period, {n: np.zeros(x.shape) for n, x in leaves.items()}
     )

@@ -15,7 +15,7 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import hf
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.models.peft import adapter_to_peft, module_names
-from lm_trainer.nn.lora import LoraConfig, attach, is_adapter, merge
+from lm_trainer.nn.lora import LoraConfig, attach_lora, is_adapter_param, merge_lora
 from tests.models.common import TINY, VOCAB
 
 FAMILIES = [name for name, config in TINY.items() if isinstance(config.hf, HfFamily)]
@@ -23,7 +23,7 @@ FAMILIES = [name for name, config in TINY.items() if isinstance(config.hf, HfFam
 
 def random_base(family: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(2)
-    leaves = hf.parameter_leaves(TINY[family], VOCAB)
+    leaves = hf.param_infos(TINY[family], VOCAB)
     return {name: rng.standard_normal(leaf.shape, np.float32) for name, leaf in leaves.items()}
 
 
@@ -40,11 +40,11 @@ def random_adapters(family: str, lora: LoraConfig) -> dict[str, np.ndarray]:
 
     def build() -> Any:
         model = config.build(VOCAB, rngs=nnx.Rngs(0))
-        attach(model, lora, module_names(config, VOCAB), rngs=nnx.Rngs(1))
+        attach_lora(model, lora, module_names(config, VOCAB), rngs=nnx.Rngs(1))
         return model
 
     shapes = named_leaves(nnx.to_pure_dict(nnx.state(nnx.eval_shape(build), nnx.Param)))
-    drawn = {name: rng.standard_normal(x.shape, np.float32) for name, x in shapes.items() if is_adapter(name)}
+    drawn = {name: rng.standard_normal(x.shape, np.float32) for name, x in shapes.items() if is_adapter_param(name)}
     assert drawn
     return drawn
 
@@ -79,7 +79,7 @@ def test_every_family_has_the_same_product_in_the_format(family: str) -> None:
     adapters = random_adapters(family, lora)
     written, tensors = adapter_to_peft(config, lora, adapters, vocab_size=VOCAB, base="there")
     assert all(t.flags.c_contiguous for t in tensors.values())
-    expected = merge({**base, **adapters}, lora)
+    expected = merge_lora({**base, **adapters}, lora)
     by_format = merged_by_the_format(hf.params_to_hf(config, nested(base)), written, tensors)
     found = named_leaves(hf.params_from_hf(config, VOCAB, by_format))
     for name, x in expected.items():

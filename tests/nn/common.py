@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.attention import Context, make_context
+from lm_trainer.nn.attention import ForwardContext, make_context
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.init import Init
+from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec
 from tests.compiling import quick_jit
 
@@ -26,11 +26,11 @@ def make_spec(*, blocks: tuple[BlockSpec, ...] = (BLOCK,) * 2, **fields: Any) ->
     return DecoderSpec(blocks=blocks, **{**values, **fields})
 
 
-def make_init(std: float = 1.0) -> Init:
-    return Init(nnx.Rngs(0), std=std, residual_std=std)
+def make_init(std: float = 1.0) -> Initializer:
+    return Initializer(nnx.Rngs(0), std=std, residual_std=std)
 
 
-def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) -> Context:
+def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) -> ForwardContext:
     """For rows of one or more documents, with positions from the start of each row."""
     positions = jnp.tile(jnp.arange(segments.shape[1], dtype=jnp.int32), (len(segments), 1))
     return make_context((dataclasses.replace(BLOCK, attention=attention),), positions, jnp.asarray(segments))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lm_trainer.nn.attention import Attention, causal_bias
-from lm_trainer.nn.explicit import dot_product_attention
 from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
+from lm_trainer.nn.xla_attention import dot_product_attention
 from tests.nn.common import context, make_init
 
 B, S, N, H = 2, 10, 3, 4

@@ -29,7 +29,7 @@ FLAT_P, UNRAVEL = ravel_pytree(PARAMS)
 BATCH = make_batch(2, 3, 5)
 
 
-def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, ...]:
     return token_loss(model, batch, key=key)
 
 

@@ -16,19 +16,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn import splash
-from lm_trainer.nn.attend import attend
+from lm_trainer.nn import splash_attention
 from lm_trainer.nn.attention import Attention, causal_bias, make_context
+from lm_trainer.nn.attention_dispatch import dispatch_attention
+from lm_trainer.nn.attention_kernel import AttentionInputs
 from lm_trainer.nn.curvature import hutchinson
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.kernel import Operands
 from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, DecoderSpec, MlpSpec, ScoreSpec
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from tests.nn.common import make_init
 
 B, S = 2, 256
 SEGMENTS = jnp.asarray(np.stack([np.repeat([0, 1, -1], [100, 130, 26]), np.zeros(S)]), jnp.int32)
-Attend = Callable[..., jax.Array]
+AttentionFn = Callable[..., jax.Array]
 
 
 def operands(spec: AttentionSpec, dtype: Any) -> list[jax.Array]:
@@ -47,7 +47,7 @@ def operands(spec: AttentionSpec, dtype: Any) -> list[jax.Array]:
     ids=["window, softcap, groups, narrow heads", "one head of keys, blocks, bfloat16"],
 )
 def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
-    def results(attention: Attend) -> Any:
+    def results(attention: AttentionFn) -> Any:
         def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
             o_BSNH = attention(*qkv)
             return jnp.sum(jnp.sin(o_BSNH.astype(jnp.float32))), o_BSNH
@@ -56,9 +56,11 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (o_BSNH, *grads))
 
     plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
-    expected = results(lambda q, k, v: attend(plain, q, k, v, causal_bias(SEGMENTS, spec.window or 0)))
+    expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(SEGMENTS, spec.window or 0)))
     unread = jnp.full((1, 1, S, S), jnp.nan)
-    found = results(lambda q, k, v: splash.compute(spec, Operands(q, k, v, unread, SEGMENTS), interpret=True))
+    found = results(
+        lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, SEGMENTS), interpret=True)
+    )
     for a, b in zip(expected, found, strict=True):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
 
@@ -69,7 +71,7 @@ def test_splash_is_divided_over_a_mesh():
     qkv = [x[:, :128] for x in operands(spec, jnp.float32)]
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
-    def loss(compute: Attend) -> Attend:
+    def loss(compute: AttentionFn) -> AttentionFn:
         # All of it, and then one row and one head alone, which the mesh does not divide.
         def both(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
             whole, part = compute(q, k, v, segments), compute(*(x[:1, :, :1] for x in (q, k, v)), segments[:1])
@@ -79,10 +81,14 @@ def test_splash_is_divided_over_a_mesh():
 
     def by_splash(*args: jax.Array) -> jax.Array:
         q_BSNH, k_BSKH, v_BSKH, segments_BS = args
-        return splash.compute(spec, Operands(q_BSNH, k_BSKH, v_BSKH, q_BSNH, segments_BS), interpret=True)
+        return splash_attention.compute(
+            spec, AttentionInputs(q_BSNH, k_BSKH, v_BSKH, q_BSNH, segments_BS), interpret=True
+        )
 
     args = [*qkv, SEGMENTS[:, :128]]
-    plain = jax.jit(jax.grad(loss(lambda q, k, v, s: attend(spec, q, k, v, causal_bias(s))), argnums=(0, 1, 2)))(*args)
+    plain = jax.jit(
+        jax.grad(loss(lambda q, k, v, s: dispatch_attention(spec, q, k, v, causal_bias(s))), argnums=(0, 1, 2))
+    )(*args)
     divided = jax.jit(jax.grad(loss(by_splash), argnums=(0, 1, 2)))(*jax.device_put(args, rows))
     assert "data" in divided[0].sharding.spec[0]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=2e-5), plain, divided)

@@ -15,7 +15,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.lora import Lora, LoraConfig, attach, merge
+from lm_trainer.nn.lora import Lora, LoraConfig, attach_lora, merge_lora
 from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, positions, tokens
 
@@ -25,7 +25,7 @@ ALL = ("attention.k", "attention.out", "attention.q", "attention.v", "mlp.down",
 def adapted(family: str, lora: LoraConfig, **changes: Any) -> nnx.Module:
     config = change(TINY[family], **changes)
     model = config.build(VOCAB, rngs=nnx.Rngs(0))
-    attach(model, lora, module_names(config, VOCAB), rngs=nnx.Rngs(1))
+    attach_lora(model, lora, module_names(config, VOCAB), rngs=nnx.Rngs(1))
     return model
 
 
@@ -99,7 +99,7 @@ def test_an_adapted_model_computes_what_the_merged_one_does(family: str, changes
     plain, base_shapes = program(lambda: change(TINY[family], **changes).build(VOCAB, rngs=nnx.Rngs(0)))
     params = {name: 0.2 * rng.standard_normal(x.shape, np.float32) for name, x in shapes.items()}
     idle = {name: np.zeros_like(x) if name.endswith("lora.b") else x for name, x in params.items()}
-    merged = merge(params, lora)
+    merged = merge_lora(params, lora)
     assert merged.keys() == base_shapes.keys()
     np.testing.assert_allclose(run(params), plain(merged), atol=1e-4)
     np.testing.assert_allclose(run(idle), plain({name: params[name] for name in merged}), atol=1e-5)
@@ -111,7 +111,7 @@ def test_dropout_acts_on_what_enters_the_adapter_alone() -> None:
     linear = Linear({"embed": 8}, {"mlp": 8}, bias=False, init=_init())
     attached = nnx.Dict(blocks=nnx.Dict({"0": nnx.Dict(q_proj=linear, other=nnx.clone(linear))}))
     linear.weight = nnx.Param(jnp.zeros((8, 8)), logical_axes=("embed", "mlp"))
-    attach(attached, lora, {}, rngs=nnx.Rngs(0))
+    attach_lora(attached, lora, {}, rngs=nnx.Rngs(0))
     assert isinstance(linear.lora, Lora)
     a, b = linear.lora.a[...], linear.lora.b[...]
     assert 0.2 < float(jnp.abs(a).max()) <= 8**-0.5
@@ -127,6 +127,6 @@ def test_dropout_acts_on_what_enters_the_adapter_alone() -> None:
 
 
 def _init() -> Any:
-    from lm_trainer.nn.init import Init
+    from lm_trainer.nn.init import Initializer
 
-    return Init(nnx.Rngs(0), 0.02, 0.02)
+    return Initializer(nnx.Rngs(0), 0.02, 0.02)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from lm_trainer.nn.loss import token_loss, token_loss_and_metrics, weighted_nll
+from lm_trainer.nn.loss import token_loss, weighted_nll
 from lm_trainer.nn.spec import MoeSpec
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
@@ -60,7 +60,7 @@ def test_penalties_of_routers_are_in_the_gradient_alone():
         batch = make_batch(2, 8, 37)
 
         def loss(params: Any) -> Any:
-            total, weight, metrics = token_loss_and_metrics(nnx.merge(graphdef, params), batch)
+            total, weight, metrics = token_loss(nnx.merge(graphdef, params), batch)
             return total, (weight, metrics)
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
@@ -158,7 +158,7 @@ def test_token_loss_sums_over_the_weights_of_a_batch():
     chosen = np.take_along_axis(np.asarray(jax.jit(log_probs)(params)), np.asarray(batch.targets)[..., None], -1)[
         ..., 0
     ]
-    loss, weight = jax.jit(lambda p: token_loss(nnx.merge(graphdef, p), batch, block_size=5))(params)
+    loss, weight, _ = jax.jit(lambda p: token_loss(nnx.merge(graphdef, p), batch, block_size=5))(params)
     np.testing.assert_allclose(loss, -(chosen * batch.weights).sum(), rtol=1e-5)
     assert weight == batch.weights.sum()
     assert loss.dtype == weight.dtype == jnp.float32

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lm_trainer.nn.positions import alibi_slopes, rope_frequencies, rotate
+from lm_trainer.nn.positions import alibi_slopes, apply_rope, rope_frequencies
 from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
 
 X = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
@@ -16,7 +16,7 @@ POSITIONS = np.array([[0, 1, 2, 0, 1], [7, 100, 5000, 3, 90]], np.int32)
 def test_rotation_of_complex_numbers():
     angles = POSITIONS[..., None, None] * 100.0 ** (-np.arange(4) / 4)
     turned = (X[..., :4] + 1j * X[..., 4:]) * np.exp(1j * angles)
-    found = rotate(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    found = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
     np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
     np.testing.assert_allclose(found[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
 
@@ -25,7 +25,7 @@ def test_products_depend_on_distances_alone():
     q, k = X[:1, :1], X[1:, :1]
 
     def product(a: int, b: int) -> np.ndarray:
-        left, right = (rotate(RopeSpec(), jnp.asarray(x), jnp.full((1, 1), at)) for x, at in ((q, a), (k, b)))
+        left, right = (apply_rope(RopeSpec(), jnp.asarray(x), jnp.full((1, 1), at)) for x, at in ((q, a), (k, b)))
         return np.sum(np.asarray(left) * np.asarray(right), axis=-1)
 
     np.testing.assert_allclose(product(9, 4), product(105, 100), atol=1e-5)
@@ -33,9 +33,9 @@ def test_products_depend_on_distances_alone():
 
 
 def test_a_fraction_leaves_the_rest_alone():
-    found = np.asarray(rotate(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
+    found = np.asarray(apply_rope(RopeSpec(fraction=0.5), jnp.asarray(X), jnp.asarray(POSITIONS)))
     np.testing.assert_array_equal(found[..., 4:], X[..., 4:])
-    whole = rotate(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
+    whole = apply_rope(RopeSpec(), jnp.asarray(X[..., :4]), jnp.asarray(POSITIONS))
     np.testing.assert_array_equal(found[..., :4], whole)
 
 

@@ -20,7 +20,7 @@ from lm_trainer.core.errors import ConfigError, UserError
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.models import Gpt2Config, hf
-from lm_trainer.nn.lora import is_adapter
+from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import find_base, load_whole, training_flops
 from lm_trainer.run.checkpoints import save_state
@@ -50,7 +50,7 @@ TRAINER: dict[str, Any] = {
 def write_base(out: Path, seed: int) -> dict[str, np.ndarray]:
     """A checkpoint with random weights."""
     tokenizer, rng, model = ByteTokenizer(), np.random.default_rng(seed), Gpt2Config(**MODEL)
-    leaves = hf.parameter_leaves(model, tokenizer.vocab_size)
+    leaves = hf.param_infos(model, tokenizer.vocab_size)
     params = {name: 0.1 * rng.standard_normal(leaf.shape, np.float32) for name, leaf in leaves.items()}
     write_model(
         out, model_config=model, params=nested_from_names(params), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size
@@ -118,7 +118,7 @@ def test_a_run_moves_the_adapter_alone_and_goes_on_beside_the_same_model_only(
     state, _ = some_steps(program, start(config, store, program))
     adapter = to_host(state.params)
     assert len(adapter) == 2 * 6
-    assert all(map(is_adapter, adapter))
+    assert all(map(is_adapter_param, adapter))
     assert {name: x.sum() for name, x in to_host(state.frozen).items()} == {n: x.sum() for n, x in base.items()}
     save_state(store, state, program, {"vocab_size": VOCAB, "data_fingerprint": "same", **facts})
     store.close()

@@ -28,7 +28,7 @@ from tests.run.test_pretrained import LLAMA, write_checkpoint
 
 PARAMS = {
     name: jnp.asarray(np.random.default_rng(0).normal(size=leaf.shape), jnp.float32)
-    for name, leaf in hf.parameter_leaves(LLAMA, 257).items()
+    for name, leaf in hf.param_infos(LLAMA, 257).items()
 }
 
 

@@ -53,7 +53,7 @@ DEFAULT = {"type": "default", "theta": 5e5}
 def write_checkpoint(out: Path, config: DecoderConfig = LLAMA, vocab_size: int = 260) -> dict[str, np.ndarray]:
     """A random model in several files; its parameters by name."""
     rng = np.random.default_rng(0)
-    leaves = hf.parameter_leaves(config, vocab_size)
+    leaves = hf.param_infos(config, vocab_size)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}
     model = TextModel(config, vocab_size, nested_from_names(params), ByteTokenizer(), "base")
     write_hf(out, model, ExportOptions(max_shard_size=20_000))
@@ -261,7 +261,7 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
     index["weight_map"]["lm_head.weight"] = file.name
     (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    leaves = hf.parameter_leaves(tied, 260)
+    leaves = hf.param_infos(tied, 260)
     shapes = {name: jax.ShapeDtypeStruct(leaf.shape, np.float32) for name, leaf in leaves.items()}
     for change, fails in ((0.0, False), (1.0, True)):
         copy[-1, -1] += change
@@ -284,7 +284,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
     with pytest.raises(UserError, match="auto_map"):
         start(config(tmp_path / "auto", model=KEYS))
     qwen = Qwen2Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}))
-    assert "q.bias" in str(sorted(hf.parameter_leaves(qwen, 260)))
+    assert "q.bias" in str(sorted(hf.param_infos(qwen, 260)))
     raw = json.loads((base / "config.json").read_text()) | {"model_type": "qwen2"}
     (tmp_path / "qwen").mkdir()
     for file in base.iterdir():

@@ -53,7 +53,7 @@ def test_a_plain_line_says_it_all():
 
 
 def test_what_modules_choose_by_themselves_is_shown_once(caplog):
-    out, logger = io.StringIO(), logging.getLogger("lm_trainer.nn.attend")
+    out, logger = io.StringIO(), logging.getLogger("lm_trainer.nn.attention_dispatch")
     logger.info("before")
     with Progress(10, stream=out):
         logger.info("attention is computed by %s", "xla")

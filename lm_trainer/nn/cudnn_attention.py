@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from lm_trainer.nn.kernel import Kernel, Operands, Site, first
+from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionKernel, AttentionMetadata, first_reason
 from lm_trainer.nn.spec import AttentionSpec
 
 _HEAD_DIM = 128
@@ -17,16 +17,16 @@ _MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 two that are masked: near the largest number, both would be infinite, and their difference no number."""
 
 
-def cannot(spec: AttentionSpec, site: Site) -> str | None:
+def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
     """What hinders it, None when it can."""
-    name, scores = jnp.dtype(site.dtype).name, spec.scores
-    odd = not site.cached and (site.queries % 2 or site.keys % 2)
-    return first((
-        (site.platform not in ("gpu", "cuda"), f"the platform is {site.platform}, not an NVIDIA GPU"),
+    name, scores = jnp.dtype(metadata.dtype).name, spec.scores
+    odd = not metadata.cached and (metadata.queries % 2 or metadata.keys % 2)
+    return first_reason((
+        (metadata.platform not in ("gpu", "cuda"), f"the platform is {metadata.platform}, not an NVIDIA GPU"),
         (name not in _MASKED, f"it computes in bfloat16 or float16, not {name}"),
         (spec.head_dim % 8 != 0 or spec.head_dim > _HEAD_DIM,
          f"head_dim={spec.head_dim} is not a multiple of 8 up to {_HEAD_DIM}"),
-        (bool(odd), f"rows of {site.keys} positions: it trains on even numbers of them only"),
+        (bool(odd), f"rows of {metadata.keys} positions: it trains on even numbers of them only"),
         (scores.softcap is not None, "it cannot bound scores (softcap)"),
         (scores.dropout > 0, "its dropout is another one"),
         (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
@@ -34,12 +34,12 @@ def cannot(spec: AttentionSpec, site: Site) -> str | None:
     ))  # fmt: skip
 
 
-def compute(spec: AttentionSpec, operands: Operands) -> jax.Array:
+def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:
     """Everything that the mask says is in the bias."""
     del spec
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = operands
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, implementation="cudnn")
 
 
-CUDNN = Kernel(cannot, compute)
+CUDNN = AttentionKernel(unsupported_reason, compute)

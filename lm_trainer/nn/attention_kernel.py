@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from lm_trainer.nn.spec import AttentionSpec
 
 
-class Operands(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What attention is computed of."""
 
     q_BSNH: jax.Array
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     """int32, what the mask is made of together with the spec; None where the keys are those of a cache."""
 
 
-class Site(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """Where attention is computed, and of how much."""
 
     platform: str
@@ -42,21 +42,21 @@ class Site(NamedTuple):
     """Whether the keys are those of a cache."""
 
     @classmethod
-    def of(cls, operands: Operands, platform: str) -> Site:
-        """That of these operands."""
-        q_BSNH, k_BTKH, v_BTKH, _, segments_BS = operands
+    def of(cls, inputs: AttentionInputs, platform: str) -> AttentionMetadata:
+        """That of these inputs."""
+        q_BSNH, k_BTKH, v_BTKH, _, segments_BS = inputs
         return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], segments_BS is None)
 
 
-class Kernel(NamedTuple):
+class AttentionKernel(NamedTuple):
     """One way to compute attention."""
 
-    cannot: Callable[[AttentionSpec, Site], str | None]
+    unsupported_reason: Callable[[AttentionSpec, AttentionMetadata], str | None]
     """What hinders it from doing what a spec says, None when it can."""
-    compute: Callable[[AttentionSpec, Operands], jax.Array]
+    compute: Callable[[AttentionSpec, AttentionInputs], jax.Array]
     """Attention, in the shape of the queries and the dtype of the values."""
 
 
-def first(obstacles: Iterable[tuple[bool, str]]) -> str | None:
+def first_reason(reasons: Iterable[tuple[bool, str]]) -> str | None:
     """The first text whose condition holds."""
-    return next((text for hinders, text in obstacles if hinders), None)
+    return next((text for hinders, text in reasons if hinders), None)

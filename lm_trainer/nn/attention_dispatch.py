@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.cudnn import CUDNN
-from lm_trainer.nn.explicit import explicit_attention
-from lm_trainer.nn.kernel import Operands, Site
+from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata
+from lm_trainer.nn.cudnn_attention import CUDNN
 from lm_trainer.nn.spec import AttentionSpec
-from lm_trainer.nn.splash import SPLASH
+from lm_trainer.nn.splash_attention import SPLASH
+from lm_trainer.nn.xla_attention import xla_attention
 from lm_trainer.parallel.collectives import all_gather
 
 logger = logging.getLogger(__name__)
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 _KERNELS = {"cudnn": CUDNN, "splash": SPLASH}
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """What computes attention, and why."""
 
     backend: str
     reason: str
 
 
-def choose_backend(spec: AttentionSpec, site: Site) -> Choice:
-    """The backend for `spec` at `site`; one that cannot do what the spec says is not chosen.
+def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendChoice:
+    """The backend for `spec` at `metadata`; one that cannot do what the spec says is not chosen.
 
     A backend that the spec demands is for rows that attend to themselves: where it cannot decode, xla does, so that
     text can be generated with every model, on any platform.
@@ -42,24 +42,24 @@ def choose_backend(spec: AttentionSpec, site: Site) -> Choice:
     """
     wanted = spec.scores.backend
     if wanted == "xla":
-        return Choice("xla", "asked for")
+        return BackendChoice("xla", "asked for")
     names = tuple(_KERNELS) if wanted == "auto" else (wanted,)
-    obstacles = {name: _KERNELS[name].cannot(spec, site) for name in names}
-    able = next((name for name, obstacle in obstacles.items() if obstacle is None), None)
+    reasons = {name: _KERNELS[name].unsupported_reason(spec, metadata) for name in names}
+    able = next((name for name, reason in reasons.items() if reason is None), None)
     if able is not None:
-        return Choice(able, "asked for" if able == wanted else "can do all that the model asks for")
-    reason = "; ".join(f"{name} cannot be used: {obstacle}" for name, obstacle in obstacles.items())
-    if wanted != "auto" and not site.cached:
+        return BackendChoice(able, "asked for" if able == wanted else "can do all that the model asks for")
+    reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items())
+    if wanted != "auto" and not metadata.cached:
         raise UserError(f"attn_backend: {reason}; write xla, or auto to let it be chosen")
-    return Choice("xla", reason)
+    return BackendChoice("xla", reason)
 
 
 @functools.cache
-def _announce(choice: Choice) -> None:
+def _announce(choice: BackendChoice) -> None:
     logger.info("attention is computed by %s: %s", choice.backend, choice.reason)
 
 
-def attend(  # noqa: PLR0913 - the arguments of attention
+def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     spec: AttentionSpec,
     q_BSNH: jax.Array,
     k_BTKH: jax.Array,
@@ -77,10 +77,10 @@ def attend(  # noqa: PLR0913 - the arguments of attention
     """
     # Where devices share the positions of a row, each has the keys and values of its own.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
-    operands = Operands(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
-    choice = choose_backend(spec, Site.of(operands, jax.default_backend()))
+    inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
+    choice = choose_backend(spec, AttentionMetadata.of(inputs, jax.default_backend()))
     if choice.backend != spec.scores.backend:
         _announce(choice)
     if choice.backend in _KERNELS:
-        return _KERNELS[choice.backend].compute(spec, operands)
-    return explicit_attention(spec, operands, key)
+        return _KERNELS[choice.backend].compute(spec, inputs)
+    return xla_attention(spec, inputs, key)

@@ -11,9 +11,9 @@ import pytest
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.attend import Choice, attend, choose_backend
 from lm_trainer.nn.attention import causal_bias
-from lm_trainer.nn.kernel import Site
+from lm_trainer.nn.attention_dispatch import BackendChoice, choose_backend, dispatch_attention
+from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
 
 SPEC = AttentionSpec(4, 64, num_kv_heads=2, window=16, scores=ScoreSpec(backend="auto"))
@@ -27,8 +27,8 @@ def scored(**fields: object) -> AttentionSpec:
     return dataclasses.replace(SPEC, scores=dataclasses.replace(SPEC.scores, **fields))  # pyright: ignore[reportArgumentType]
 
 
-def choose(spec: AttentionSpec, platform: str = "gpu", dtype: DTypeLike = jnp.bfloat16, **site: Any) -> Choice:
-    return choose_backend(spec, Site(platform, dtype, **{"queries": 256, "keys": 256, **site}))
+def choose(spec: AttentionSpec, platform: str = "gpu", dtype: DTypeLike = jnp.bfloat16, **site: Any) -> BackendChoice:
+    return choose_backend(spec, AttentionMetadata(platform, dtype, **{"queries": 256, "keys": 256, **site}))
 
 
 def test_auto_takes_the_kernel_of_the_platform_where_it_can():
@@ -106,7 +106,7 @@ def brute_force(spec: AttentionSpec) -> np.ndarray:
 def test_groups_windows_softcaps_and_blocks(block_size, softcap):
     scores = ScoreSpec(softcap=softcap, block_size=block_size)
     spec = AttentionSpec(N, H, num_kv_heads=K, window=3, scores=scores)
-    found = attend(spec, Q, KEYS, V, causal_bias(SEGMENTS, 3))
+    found = dispatch_attention(spec, Q, KEYS, V, causal_bias(SEGMENTS, 3))
     np.testing.assert_allclose(found, brute_force(spec), atol=1e-5)
 
 
@@ -119,7 +119,7 @@ def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(leng
 
     def found(itself: bool):
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.sin(attend(spec, q, k, v, bias, segments_BS=segments if itself else None)))
+            return jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias, segments_BS=segments if itself else None)))
 
         program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
         cost: Any = program.cost_analysis()
@@ -135,7 +135,7 @@ def test_blocks_have_the_gradients_of_the_whole_and_keep_no_scores():
 
     def loss(block_size: int | None):
         spec = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(block_size=block_size))
-        return lambda q, k, v: jnp.sum(jnp.sin(attend(spec, q, k, v, bias)))
+        return lambda q, k, v: jnp.sum(jnp.sin(dispatch_attention(spec, q, k, v, bias)))
 
     whole, blocks = (jax.jit(jax.grad(loss(size), argnums=(0, 1, 2)))(Q, KEYS, V) for size in (None, 4))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, atol=1e-5), whole, blocks)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lm_trainer.nn.kernel import Kernel, Operands, Site, first
+from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionKernel, AttentionMetadata, first_reason
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
 
@@ -25,32 +25,33 @@ _LANES = 128
 _LARGEST_BLOCK = 512
 
 
-def cannot(spec: AttentionSpec, site: Site) -> str | None:
+def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
     """What hinders it, None when it can."""
-    name, scores, size = jnp.dtype(site.dtype).name, spec.scores, spec.scores.block_size
-    block = 0 if size is None else min(size, site.keys)
-    return first((
-        (site.platform != "tpu", f"the platform is {site.platform}, not a TPU"),
+    name, scores, size = jnp.dtype(metadata.dtype).name, spec.scores, spec.scores.block_size
+    length = metadata.keys
+    block = 0 if size is None else min(size, length)
+    return first_reason((
+        (metadata.platform != "tpu", f"the platform is {metadata.platform}, not a TPU"),
         (name not in ("bfloat16", "float32"), f"it computes in bfloat16 or float32, not {name}"),
         (isinstance(spec.positions, AlibiSpec), "it adds no bias to scores (ALiBi)"),
         (scores.dropout > 0, "it has no dropout of probabilities"),
-        (site.cached, "it does not decode with a cache"),
-        (site.queries != site.keys, "devices share the positions of a row (context_axis_size)"),
-        (site.keys % _LANES != 0, f"rows of {site.keys} positions are not a multiple of {_LANES}"),
-        (block > 0 and (block % _LANES != 0 or site.keys % block != 0),
-         f"flash_attention_block_size={size} is not a multiple of {_LANES} that divides rows of {site.keys} positions"),
+        (metadata.cached, "it does not decode with a cache"),
+        (metadata.queries != metadata.keys, "devices share the positions of a row (context_axis_size)"),
+        (length % _LANES != 0, f"rows of {length} positions are not a multiple of {_LANES}"),
+        (block > 0 and (block % _LANES != 0 or length % block != 0),
+         f"flash_attention_block_size={size} is not a multiple of {_LANES} that divides rows of {length} positions"),
     ))  # fmt: skip
 
 
-def compute(spec: AttentionSpec, operands: Operands, *, interpret: bool = False) -> jax.Array:
+def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
     """The mask is made of the segments and the window; the bias is not read.
 
     Args:
         spec: of the attention.
-        operands: what it is computed of.
+        inputs: what it is computed of.
         interpret: runs the kernel by Pallas' interpreter, on any platform.
     """
-    q_BSNH, k_BSKH, v_BSKH, _, segments_BS = operands
+    q_BSNH, k_BSKH, v_BSKH, _, segments_BS = inputs
     assert segments_BS is not None
     run = functools.partial(_run, spec, interpret=interpret)
     mesh = jax.typeof(q_BSNH).sharding.mesh
@@ -92,7 +93,7 @@ def _run(
 
 
 def _kernel(spec: AttentionSpec, heads: int, length: int, *, interpret: bool) -> Callable[..., jax.Array]:
-    """A function of the operands of one row."""
+    """A function of the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape, window = (length, length), spec.window
@@ -127,4 +128,4 @@ def _padded(x_BNSH: jax.Array) -> jax.Array:
     return jnp.pad(x_BNSH, ((0, 0), (0, 0), (0, 0), (0, -x_BNSH.shape[-1] % _LANES)))
 
 
-SPLASH = Kernel(cannot, compute)
+SPLASH = AttentionKernel(unsupported_reason, compute)

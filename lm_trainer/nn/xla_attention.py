@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from lm_trainer.nn.kernel import Operands
+from lm_trainer.nn.attention_kernel import AttentionInputs
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
 
@@ -20,26 +20,26 @@ _FEWEST_QUERIES, _MOST_BLOCKS = 128, 4
 """Of a row that is cut. More and smaller blocks skip little more, and take longer to compile."""
 
 
-def explicit_attention(spec: AttentionSpec, operands: Operands, key: jax.Array | None) -> jax.Array:
+def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
     """softmax(q k^T + bias) v, [B, S, N, H] with the H of `v_BTKH` and its dtype; `key` is for dropout."""
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = operands
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     scores, queries = spec.scores, q_BSNH.shape[1]
     plain = functools.partial(dot_product_attention, dropout_rate=scores.dropout, softcap=scores.softcap)
     if scores.block_size is not None and scores.block_size < queries:
-        return _in_a_loop(plain, scores.block_size, operands, key)
+        return _in_a_loop(plain, scores.block_size, inputs, key)
     attends_to_itself = segments_BS is not None and queries == k_BTKH.shape[1]
     if not attends_to_itself or queries <= _FEWEST_QUERIES:
         return plain(q_BSNH, k_BTKH, v_BTKH, bias_BNST, key=key)
-    return _causal(plain, spec.window, operands, key)
+    return _causal(plain, spec.window, inputs, key)
 
 
-Attend = Callable[..., jax.Array]
+AttentionFn = Callable[..., jax.Array]
 """`dot_product_attention` with its options."""
 
 
-def _causal(plain: Attend, window: int | None, operands: Operands, key: jax.Array | None) -> jax.Array:
+def _causal(plain: AttentionFn, window: int | None, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
     """Blocks of queries, each with no keys but those that one of its queries may see; the bias masks the rest."""
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = operands
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
     size = max(_FEWEST_QUERIES, -(-length // _MOST_BLOCKS))
 
@@ -53,9 +53,9 @@ def _causal(plain: Attend, window: int | None, operands: Operands, key: jax.Arra
     return jnp.concatenate(list(blocks()), axis=1)
 
 
-def _in_a_loop(plain: Attend, size: int, operands: Operands, key: jax.Array | None) -> jax.Array:
+def _in_a_loop(plain: AttentionFn, size: int, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
     """The scores of `size` queries at a time, computed again for gradients; the numbers are those of the whole."""
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = operands
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     length = q_BSNH.shape[1]
     count = -(-length // size)
 
