@@ -140,6 +140,13 @@ def resolves(name: str) -> bool:
     return False
 
 
+def test_the_architecture_names_every_wing() -> None:
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    wings = [folder.name for folder in sorted((ROOT / "lm_trainer").iterdir()) if (folder / "__init__.py").exists()]
+    lacking = sorted(set(wings) ^ set(re.findall(r"^\| `(\w+)/` \|", page, re.MULTILINE)))
+    assert not lacking, f"docs/explanation/architecture.md: the table of wings differs in {', '.join(lacking)}"
+
+
 @pytest.mark.slow
 def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/how-to/own-loop.md").read_text(encoding="utf-8")
