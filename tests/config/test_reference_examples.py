@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -178,7 +179,7 @@ SMALL = {
         "train_batch_size": 8,
         "max_eval_batches": 1,
         "sample_tokens": 0,
-        "jax_compilation_cache_dir": "compiled",
+        "jax_compilation_cache_dir": os.environ["JAX_COMPILATION_CACHE_DIR"],
     },
 }
 

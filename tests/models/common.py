@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -82,6 +84,24 @@ TINY: dict[str, AnyModel] = {
     "mpt": MptConfig(**SMALL, clip_qkv=0.5),
     "backpack": BackpackConfig(**SMALL, num_senses=4, sense_intermediate_scale=1),
 }
+
+WITHOUT_OWN_PARTS = ("mistral", "qwen2", "qwen3", "olmo2", "phi3")
+"""Families that combine parts of the others: where a test of all of them is expensive, the others stand for these."""
+
+
+def parts(spec: Any, path: str = "") -> Iterator[str]:
+    """Kinds of the modules of a model and its settings, numbers but for 0 and 1 without their value."""
+    if dataclasses.is_dataclass(spec):
+        yield f"{path}: {type(spec).__name__}"
+        for field in dataclasses.fields(spec):
+            yield from parts(getattr(spec, field.name), f"{path}.{field.name}")
+    elif isinstance(spec, tuple):
+        for value in spec:
+            yield from parts(value, path)
+    elif isinstance(spec, int | float) and not isinstance(spec, bool):
+        yield f"{path}: {spec if spec in (0, 1) else 'number'}"
+    else:
+        yield f"{path}: {getattr(spec, '__name__', spec)}"
 
 
 def graphdef(config: AnyModel) -> nnx.GraphDef[Decoder]:

@@ -21,7 +21,18 @@ from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.spec import DecoderSpec, MoeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.compiling import quick_jit
-from tests.models.common import SEQ, TINY, VOCAB, change, graphdef, params, positions, tokens
+from tests.models.common import (
+    SEQ,
+    TINY,
+    VOCAB,
+    WITHOUT_OWN_PARTS,
+    change,
+    graphdef,
+    params,
+    parts,
+    positions,
+    tokens,
+)
 
 EVERY = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 FEATURES = ("gpt2", "gemma3")
@@ -93,6 +104,12 @@ def assert_close(found: Any, expected: Any) -> None:
 def test_every_family_is_tested(config):
     assert {type(tiny) for tiny in TINY.values()} == set(MODEL_CONFIGS)
     assert TINY[config.type] is config
+
+
+def test_families_without_parts_of_their_own_have_none() -> None:
+    found = {name: set(parts(config.spec(VOCAB))) for name, config in TINY.items()}
+    others = set().union(*(found[name] for name in TINY if name not in WITHOUT_OWN_PARTS))
+    assert not [(name, part) for name in WITHOUT_OWN_PARTS for part in sorted(found[name] - others)]
 
 
 @EVERY

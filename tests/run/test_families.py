@@ -1,7 +1,7 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Those that bring a part of their own are compared on eight devices, each of which costs a compilation, the others on
-two.
+Those that bring most parts of their own are compared on eight devices, the others on two. Families without a part
+of their own are compared among the exhaustive tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_trainer.models import AnyModel
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 from lm_trainer.step.state import to_host
-from tests.models.common import SEQ, TINY, VOCAB, change
+from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
 from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
@@ -44,8 +44,13 @@ def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
     return series, {name: leaf.tobytes() for name, leaf in to_host(state.params).items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", TINY.values(), ids=TINY)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, id=name, marks=pytest.mark.exhaustive if name in WITHOUT_OWN_PARTS else pytest.mark.slow)
+        for name, model in TINY.items()
+    ],
+)
 def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel) -> None:
     dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
     small = change(model, **dropout, gradient_checkpointing=True)
