@@ -53,21 +53,21 @@ class SetConfig(Config):
     id: Numeric[str | None] = None
     """A data set of the Hugging Face hub, such as `org/dataset`, in place of `train_urls`."""
     name: Numeric[str | None] = None
-    """Which configuration (subset) of the data set `id`; its default one, if absent."""
+    """Configuration (subset) of the data set `id`; its default one, if absent."""
     revision: Numeric[str | None] = None
     """Branch, tag or commit of the data set `id`; `main`, if absent."""
     stream: Operational[bool] = True
-    """Whether to read the data set `id` over the network while tokenising; `false` first keeps a copy of its files."""
+    """Reads the data set `id` over the network while tokenising; `false` first keeps a copy of its files."""
     splits: Numeric[list[str]] = Field(default=["train", "validation"], min_length=1, max_length=2)
     """The splits of the data set `id`: that to train on and, if any, that to evaluate on."""
     source: Numeric[AnySource | None] = None
-    """How to read documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
+    """Reader of documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
     text_key: Numeric[str] = "text"
     """The field of a record (a JSON line, a Parquet row) that holds the document."""
     format: Numeric[AnyFormat] = TextFormat()
-    """How a row becomes tokens, and which of them the loss counts: plain text, or a block with a `type`."""
+    """Format by which a row becomes tokens with a loss mask: plain text, or a block with a `type`."""
     cache_dir: Operational[str | None] = None
-    """Where tokenised text is kept: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
+    """Directory of tokenised text: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
@@ -154,38 +154,38 @@ PerSet = PositiveInt | dict[str, PositiveInt]
 
 
 class DataConfig(SetConfig):
-    """What to train on. Without any key: the text that Python itself carries, so that nothing needs a download."""
+    """Data to train on. Without any key: the text that Python itself carries, so that nothing needs a download."""
 
     tokenizer: Numeric[str | AnyTokenizer | None] = None
     """`bytes`, a directory with a `tokenizer.json`, a Hugging Face name, or a block with a `type`. If absent, a
     byte-level BPE of 4096 tokens is trained on the training text."""
     tokenizer_backend: Operational[Backend] = "auto"
-    """What runs the tokenizer: the package `tokenizers`, or `fastokens`, which is several times as fast. `auto` takes
+    """Package that runs the tokenizer: `tokenizers`, or `fastokens`, which is several times as fast. `auto` takes
     `fastokens` for a new cache where it is installed and gives the same ids for a sample of every source."""
     shuffle: Numeric[bool | PositiveInt | AnyShuffle] = True
     """The order of training: `true` draws all rows at random, anew in every epoch, `false` in their order; a number
     draws at random within eras of so many rows, one era after the other; or a block with a `type`."""
     on_bad_row: Numeric[Literal["raise", "skip"]] = "raise"
-    """What to do with a row that is no text, such as broken UTF-8 or JSON: stop, or leave it out and count it."""
+    """Treatment of a row that is no text, such as broken UTF-8 or JSON: stop, or leave it out and count it."""
     max_bad_rows: Numeric[float] = Field(default=0.01, ge=0, le=1)
     """With `on_bad_row: skip`, the share of rows that may be bad before the build fails after all."""
     num_workers: Operational[int | None] = Field(default=None, ge=0)
     """Processes that tokenise; 0 is none but this one. If absent, by the size of the source and the number of cores."""
 
     packing: Numeric[Literal["concat", "best_fit"]] = "concat"
-    """How documents fill rows. `concat` lays them end to end and cuts the whole into rows, through documents.
+    """Way in which documents fill rows. `concat` lays them end to end and cuts the whole into rows, through documents.
     `best_fit` cuts only documents longer than a row, and leaves a little padding. In both, attention stays within a
     document."""
     configs: Numeric[dict[str, SetConfig]] = {}
     """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
     train_weights: Numeric[dict[str, Weight] | list[Stage] | None] = None
-    """How much of training each set of `configs` makes up, in rows: `{wiki: 0.7, code: 0.3}`; weights need not sum
+    """Share of training that each set of `configs` makes up, in rows: `{wiki: 0.7, code: 0.3}`; weights need not sum
     to 1, and a set of weight 0 is only evaluated. Or weights that change at given steps, counted from 0:
     `[[0, {wiki: 0.7, code: 0.3}], [10000, {wiki: 1}]]`. Proportions are exact to one row at any time between changes,
     as far as parts of 1/65536 can express them."""
     stop_strategy: Numeric[Literal["restart", "first_exhausted", "all_exhausted"]] = "restart"
-    """What the end of a set means: `restart` begins it anew, in another order, for as long as training goes on. With
+    """Meaning of the end of a set: `restart` begins it anew, in another order, for as long as training goes on. With
     `first_exhausted` the data end when a set would begin anew, with `all_exhausted` when every set has come to its end
     once; a run of more steps is refused, and told how many there are."""
     epochs: Numeric[PerSet | None] = None

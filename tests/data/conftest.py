@@ -44,7 +44,7 @@ def corpus(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="session")
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """What an undisturbed build in one process gives."""
+    """Returns the files of an undisturbed build in one process."""
     directory = tmp_path_factory.mktemp("reference")
     subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
     return contents(directory)
@@ -55,7 +55,7 @@ MakeBuild = Callable[..., Build]
 
 @pytest.fixture
 def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
-    """A build of `corpus` into `tmp_path/NAME`: one shard per file, parts of about 20 kB, in this process."""
+    """Returns a build of `corpus` into `tmp_path/NAME`: one shard per file, parts of about 20 kB, in this process."""
 
     def make(
         name: str = "cache",
@@ -76,12 +76,12 @@ def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
 
 
 def one_per_file(config: DataConfig) -> list[Shard]:
-    """The shards of the configuration, had each file been large."""
+    """Lists the shards of the configuration as if each file were large."""
     files = [file.url for file in list_files(config.train_urls or [], "data.train_urls")]
     return [shard for file in files for shard in config.model_copy(update={"train_urls": [file]}).shards("train")]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file of a cache by its name; TensorStore's lock files, which a kill may leave behind, do not belong."""
+    """Returns every file of a cache by its name, but for TensorStore's lock files, which a kill may leave behind."""
     files = (path for path in directory.rglob("*") if path.is_file() and not path.name.endswith(".__lock"))
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}

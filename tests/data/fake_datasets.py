@@ -1,4 +1,4 @@
-"""A hub of data sets on loopback, just large enough for what huggingface_hub asks when it lists and reads files."""
+"""A hub of data sets on loopback, just large enough for huggingface_hub to list and read files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One host of several: reads its rows of some steps, and writes down which rows of the global arrays it holds."""
+"""One host of several: reads its rows of some steps, and writes down the rows of the global arrays that it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: what a chat template makes of them, and which of it the loss counts."""
+"""Conversations: the tokens that a chat template makes of them, and those that the loss counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats: which tokens a row becomes, and which of them the loss counts."""
+"""Formats: the tokens of a row, and those that the loss counts."""
 
 from __future__ import annotations
 

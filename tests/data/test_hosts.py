@@ -1,4 +1,4 @@
-"""Real `jax.distributed` processes: global batches do not depend on how many there are, nor on when that changes."""
+"""Real `jax.distributed` processes: global batches do not depend on their number, nor on when it changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_address() -> str:
 
 
 def run_hosts(config: Path, count: int, steps: range) -> dict[str, np.ndarray]:
-    """What all hosts together hold of each step."""
+    """Returns all that the hosts together hold of each step."""
     address = free_address()
     environment = lmt_environment(devices=DEVICES // count)
     arguments = [str(config), str(config.parent), address, str(count)]

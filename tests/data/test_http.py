@@ -25,7 +25,7 @@ TEXTS = [f"document {i} of the server" for i in range(40)]
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves a directory, whole files and ranges; counts what it is asked for at once and in all."""
+    """Serves a directory, whole files and ranges; counts the requests at once and in all."""
 
     daemon_threads, request_queue_size = True, 128
 

@@ -70,7 +70,7 @@ OPEN_UNREACHABLE = """
 import sys
 import huggingface_hub
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.urls import File, open_binary
+from lm_trainer.data.sources.files import File, open_binary
 
 if sys.argv[1] == "copy":
     get = huggingface_hub.hf_hub_download
@@ -100,7 +100,7 @@ def run(program: str, argument: str, tmp_path: Path, endpoint: str) -> str:
 
 
 def read(hub: FakeDatasets, tmp_path: Path, *sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each `data` section gives: texts, files and places, or an error."""
+    """Returns the texts, files and places that each `data` section gives, or its error."""
     return json.loads(run(PROGRAM, json.dumps(sections), tmp_path, hub.endpoint))
 
 

@@ -1,4 +1,4 @@
-"""What is said of caches: `lmt data status`, `verify`, `inspect` and `stats`."""
+"""Reports on caches: `lmt data status`, `verify`, `inspect` and `stats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: what they hold, in which order, on any split of the rows."""
+"""Batches: their tokens, their order, and any split of their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are read: quickly, but with the outcome of the plain way; and what is done ahead of its use."""
+"""Reading of rows: quick, but with the outcome of the plain way; and the thread that prefetches them."""
 
 from __future__ import annotations
 

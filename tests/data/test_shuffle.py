@@ -74,21 +74,21 @@ def test_permute_looks_random() -> None:
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """The distance from equal counts, in standard deviations of what chance alone makes of it."""
+    """Computes the distance from equal counts, in standard deviations of the distance that chance alone makes."""
     counts = counts.reshape(-1)
     expected, freedom = counts.mean(), counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
 
 
 def pair_counts(values: np.ndarray, size: int, bins: int = 24) -> np.ndarray:
-    """How often each pair of neighbours falls into each pair of bins."""
+    """Counts the pairs of neighbours that fall into each pair of bins."""
     cells = values * bins // size
     return np.bincount(cells[:-1] * bins + cells[1:], minlength=bins * bins)
 
 
 @pytest.mark.parametrize("size", [100_003, 1 << 17, 300_000])
 def test_pairs_are_as_evenly_spread_as_those_of_numpy(size: int) -> None:
-    """Neighbours in the order, and what the lowest bits of an index say about its value."""
+    """Neighbours in the order, and the lowest bits of an index, say nothing about a value."""
     orders = [permute(np.arange(size), size, key) for key in range(4)]
     twins = [np.random.default_rng(key).permutation(size) for key in range(4)]
     for found in (orders, twins):

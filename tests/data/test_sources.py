@@ -1,4 +1,4 @@
-"""Sources: which files, which rows, and what is wrong with them."""
+"""Sources: their files, their rows, and the errors of both."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.files import File, group
 from lm_trainer.data.sources.text import PIECE_BYTES
-from lm_trainer.data.sources.urls import File, expand_braces, group
+from lm_trainer.data.sources.urls import expand_braces
 from tests.conftest import lmt_environment
 
 
@@ -391,3 +392,13 @@ def test_processes_that_only_tokenise_import_no_jax() -> None:
         [sys.executable, "-c", program], env=lmt_environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_package_opens_data_only_when_asked() -> None:
+    import lm_trainer.data
+    from lm_trainer.data import Data, dataset, open_data, pipeline
+
+    assert Data is dataset.Data
+    assert open_data is pipeline.open_data
+    with pytest.raises(AttributeError, match="no attribute 'close_data'"):
+        _ = lm_trainer.data.close_data  # pyright: ignore[reportAttributeAccessIssue]

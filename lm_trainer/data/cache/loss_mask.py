@@ -7,14 +7,11 @@ Shape letters: D documents, T tokens, F bytes of a mask file.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorstore as ts
 
-from lm_trainer.core.errors import MachineError
-from lm_trainer.data.cache.format import part_key
-from lm_trainer.data.cache.kvstore import reason_of
 from lm_trainer.data.cache.token_stream import TokenStream
 
 IN_LOSS, DOCUMENT_END = 1, 2
@@ -64,40 +61,16 @@ def unpack_loss_mask(content_F: Any, start: int, count: int) -> np.ndarray:
 class LossMaskStream(TokenStream):
     """The mask values of a stream, read at the same places as its tokens."""
 
-    def _open(self, part: int) -> Any:
-        assert self._store.local is not None
-        path = self._store.local / part_key(self._names[part], "msk")
-        size = mask_byte_range(0, int(self._ends[part] - self._starts[part]))[1]
-        try:
-            found = path.stat().st_size
-            if found == size:
-                # An empty file cannot be memory-mapped.
-                return _PackedMask(np.asarray(np.memmap(path, np.uint8, "r")) if size else np.zeros(0, np.uint8))
-        except OSError as error:
-            raise MachineError(
-                f"the cache has lost a part: {error}. Remove {self._store.url} to build it again"
-            ) from None
-        raise MachineError(
-            f"{path} has {found} bytes, but {size} were written; remove {self._store.url} to build it again"
-        )
+    _kind = "msk"
 
-    def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
-        with ts.Batch() as batch:
-            futures = [
-                self._store.read_range(part_key(self._names[part], "msk"), *mask_byte_range(offset, count), batch)
-                for _, part, offset, count in pieces
-            ]
-        for (place, part, offset, count), future in zip(pieces, futures, strict=True):
-            try:
-                content = np.frombuffer(future.result().value, np.uint8)
-            except (ValueError, OSError) as error:
-                raise MachineError(
-                    f"cannot read {self._store.url}/parts/{self._names[part]}.msk: {reason_of(error)}"
-                ) from None
-            values = unpack_loss_mask(content, offset, count)
-            if len(values) != count:
-                raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
-            out[place : place + count] = values
+    def _byte_range(self, start: int, count: int) -> tuple[int, int]:
+        return mask_byte_range(start, count)
+
+    def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
+        return unpack_loss_mask(np.frombuffer(content, np.uint8), start, count)
+
+    def _map_file(self, path: Path) -> Any:
+        return _PackedMask(np.asarray(np.memmap(path, np.uint8, "r")))
 
 
 class _PackedMask:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import resource
 import threading
 from collections import OrderedDict
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorstore as ts
@@ -24,9 +26,12 @@ MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64)
 class TokenStream:
     """All documents one after another, each ended by EOS. Safe to read from several threads."""
 
+    _kind: ClassVar[str] = "bin"
+    """The file of each part that is read."""
+
     def __init__(self, store: KvStore, ledger: Ledger, dtype: np.dtype):
         self._store, self._dtype = store, dtype
-        self._maps: OrderedDict[int, np.ndarray] = OrderedDict()
+        self._maps: OrderedDict[int, Any] = OrderedDict()
         self._lock = threading.Lock()
         self.loss_mask: TokenStream | None = None
         """The mask values at the same places, where the data format has a loss mask: see `loss_mask.py`."""
@@ -74,7 +79,7 @@ class TokenStream:
 
         Args:
             starts_N: int64 [N], the first token of each run, in [0, len(self)).
-            counts_N: int64 [N], tokens of each run, which none of them makes reach beyond the end.
+            counts_N: int64 [N], tokens of each run; none reaches beyond the end.
             out: one-dimensional.
             places_N: int [N], the index in `out` at which each run begins.
 
@@ -117,7 +122,22 @@ class TokenStream:
                 place, part, rest = place + count, part + 1, rest - count
         return pieces
 
-    def _map(self, part: int) -> np.ndarray:
+    def _byte_range(self, start: int, count: int) -> tuple[int, int]:
+        """Returns the bytes [first, last) of a part's file that hold `count` tokens from `start` on."""
+        size = self._dtype.itemsize
+        return start * size, (start + count) * size
+
+    def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
+        """Decodes the bytes of `_byte_range`."""
+        del start, count
+        return np.frombuffer(content, self._dtype)
+
+    def _map_file(self, path: Path) -> Any:
+        """Returns the file as an array of one item for each token."""
+        # A plain array: slices of a memmap object cost ten times as much.
+        return np.asarray(np.memmap(path, self._dtype, "r"))
+
+    def _map(self, part: int) -> Any:
         """Returns the memory map of a part, opened if need be; the one used longest ago is closed beyond the limit."""
         with self._lock:
             if part in self._maps:
@@ -128,41 +148,37 @@ class TokenStream:
                 self._maps.popitem(last=False)
             return tokens
 
-    def _open(self, part: int) -> np.ndarray:
+    def _open(self, part: int) -> Any:
         assert self._store.local is not None
-        path = self._store.local / part_key(self._names[part], "bin")
+        path = self._store.local / part_key(self._names[part], self._kind)
         count = int(self._ends[part] - self._starts[part])
+        written = self._byte_range(0, count)[1]
         try:
             size = path.stat().st_size
-            if size == count * self._dtype.itemsize:
-                # A plain array: slices of a memmap object cost ten times as much.
-                return np.asarray(np.memmap(path, self._dtype, "r")) if count else np.zeros(0, self._dtype)
+            if size == written:
+                # An empty file cannot be memory-mapped.
+                return self._map_file(path) if count else np.zeros(0, self._dtype)
         except OSError as error:
             raise MachineError(
                 f"the cache has lost a part: {error}. Remove {self._store.url} to build it again"
             ) from None
         raise MachineError(
-            f"{path} has {size} bytes, but {count * self._dtype.itemsize} were written; "
-            f"remove {self._store.url} to build it again"
+            f"{path} has {size} bytes, but {written} were written; remove {self._store.url} to build it again"
         )
 
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
-        size = self._dtype.itemsize
+        ranges = [self._byte_range(offset, count) for _, _, offset, count in pieces]
+        keys = [part_key(self._names[part], self._kind) for _, part, _, _ in pieces]
         # TensorStore joins the ranges of one batch that lie close together, and asks for them at the same time.
         with ts.Batch() as batch:
             futures = [
-                self._store.read_range(
-                    part_key(self._names[part], "bin"), offset * size, (offset + count) * size, batch
-                )
-                for _, part, offset, count in pieces
+                self._store.read_range(key, first, last, batch) for key, (first, last) in zip(keys, ranges, strict=True)
             ]
-        for (place, part, _, count), future in zip(pieces, futures, strict=True):
+        for (place, part, offset, count), key, (first, last), future in zip(pieces, keys, ranges, futures, strict=True):
             try:
-                value = future.result().value
+                content = future.result().value
             except (ValueError, OSError) as error:
-                raise MachineError(
-                    f"cannot read {self._store.url}/parts/{self._names[part]}.bin: {reason_of(error)}"
-                ) from None
-            if len(value) != count * size:
+                raise MachineError(f"cannot read {self._store.url}/{key}: {reason_of(error)}") from None
+            if len(content) != last - first:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
-            out[place : place + count] = np.frombuffer(value, self._dtype)
+            out[place : place + count] = self._decode(content, offset, count)

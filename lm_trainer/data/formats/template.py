@@ -136,7 +136,7 @@ def _environment() -> Any:
     jinja2 = _jinja()
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`: puts marks around what stands between."""
+        """`{% generation %} ... {% endgeneration %}`: puts marks around the text between."""
 
         tags = frozenset({"generation"})
 

@@ -11,13 +11,14 @@ from pydantic import Field
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
 from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.files import File, suffix
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
-from lm_trainer.data.sources.urls import File, match_files, suffix
+from lm_trainer.data.sources.urls import match_files
 
 AnySource = Annotated[
     Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,

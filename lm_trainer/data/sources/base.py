@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
-from lm_trainer.data.sources.urls import File, list_files
+from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.urls import list_files
 
 Split = Literal["train", "validation"]
 

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
+from lm_trainer.data.sources.files import File, suffix
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.text import TextFiles
-from lm_trainer.data.sources.urls import File, suffix
 
 _ALIASES = {
     "train": ("train", "training"),

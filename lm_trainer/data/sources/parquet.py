@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.urls import File, damaged, group, open_binary
+from lm_trainer.data.sources.files import File, damaged, group, open_binary
 
 _BATCH_ROWS = 1024
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.urls import File, group, numbered, open_binary, total_text_size
+from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
 
 PIECE_BYTES = 1 << 20
 """A longer file is encoded in pieces of about this size, so that memory stays bounded; it is still one document.
@@ -63,7 +63,7 @@ class TextShard:
             except UnicodeDecodeError as error:
                 line = _line(file, place + error.start)
                 near = bytes(piece[max(0, error.start - 8) : error.start + 8])
-                # It ends the document: what comes after the gap does not go on from what came before.
+                # A bad piece ends the document: the text after the gap does not go on from the text before it.
                 yield BadRow(number, f"{file.name}:{line}", f"invalid UTF-8 near {near!r}")
 
 

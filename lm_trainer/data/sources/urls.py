@@ -1,89 +1,21 @@
-"""URLs of a configuration: the existing files that they name, and how these are opened."""
+"""URLs of a configuration: the list of existing files that they name."""
 
 from __future__ import annotations
 
 import difflib
-import gzip
-import itertools
-import lzma
 import os
 import re
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import fsspec
-from fsspec.core import OpenFile
 from fsspec.implementations.local import LocalFileSystem
 
-from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.zstd import open_zstd
-
-SHARD_BYTES = 64 << 20
-"""Small files are read together until this many stored bytes; a larger file is a shard of its own."""
-
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+from lm_trainer.data.sources.files import File, file_at, is_file
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
-# By these, file systems tell versions of a file; the first that one has counts. Hashes come before times.
-_VERSION_KEYS = (
-    "blob_id",
-    "etag",
-    "ETag",
-    "md5Hash",
-    "generation",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "Last-Modified",
-)
-
-
-class File(NamedTuple):
-    """Existing file, with the size and version that tell if it has changed."""
-
-    url: str
-    size: int
-    version: str
-    download: bool = False
-    """True if a file of the Hugging Face hub is copied into the hub's cache before it is read."""
-    local: bool = False
-    """True if `url` is a path of this machine as it stands, whatever signs of globs, braces or chains are in it."""
-
-    @property
-    def compressed(self) -> bool:
-        return self.url.lower().endswith(COMPRESSIONS)
-
-    @property
-    def name(self) -> str:
-        """The URL without credentials, as it may be shown and written down."""
-        return without_credentials(self.url)
-
-    def identity(self) -> dict[str, Any]:
-        return {"url": self.name, "size": self.size, "version": self.version}
-
-    def now(self) -> File:
-        """Returns the file as it is now; not asked for where the URL names its version.
-
-        Raises:
-            UserError: if it cannot be found any more.
-        """
-        if self.version and f"@{self.version}/" in self.url:
-            return self
-        try:
-            here = (LocalFileSystem(), os.path.abspath(self.url))
-            filesystem, path = here if self.local else fsspec.core.url_to_fs(self.url)
-            # fsspec keeps listings, which would show the file as it was.
-            filesystem.invalidate_cache()
-            return _file(filesystem, path, self.url)._replace(download=self.download)
-        except OSError as error:
-            raise UserError(
-                f"cannot find {self.url} any more: {error.__cause__ or error}. Start again: what was read from other "
-                "files is kept"
-            ) from None
 
 
 def expand_braces(url: str) -> list[str]:
@@ -127,7 +59,7 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
 
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     """Lists files as `list_files` does, as (path, URL or glob; its files)."""
-    names = [name for url in urls for name in ([url] if _is_file(url) else expand_braces(url))]
+    names = [name for url in urls for name in ([url] if is_file(url) else expand_braces(url))]
     matches = [(name, _find(name, key)) for name in names]
     seen: dict[str, str] = {}
     for file in (file for _, files in matches for file in files):
@@ -149,13 +81,9 @@ def _place(file: File) -> str:
     return os.path.join(os.path.realpath(directory), name)
 
 
-def _is_file(url: str) -> bool:
-    return os.path.isfile(os.path.expanduser(url))
-
-
 def _file_system(url: str, key: str) -> tuple[Any, str]:
     """Returns the file system of fsspec that `url` names, and the path in it."""
-    if _is_file(url):
+    if is_file(url):
         return LocalFileSystem(), os.path.abspath(url)
     try:
         return fsspec.core.url_to_fs(url)
@@ -172,12 +100,12 @@ def _find(url: str, key: str) -> list[File]:
     url = os.path.expanduser(url)
     filesystem, path = _file_system(url, key)
     try:
-        if not _is_file(url) and any(character in path for character in "*?["):
+        if not is_file(url) and any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
             if not paths:
                 raise UserError(f"{key}: no file matches {url}")
-            return [_file(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
-        return [_file(filesystem, path, url)]
+            return [file_at(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
+        return [file_at(filesystem, path, url)]
     except FileNotFoundError as error:
         cause = error.__cause__
         # A web server that does not answer, or forbids, looks the same but for the cause.
@@ -190,7 +118,7 @@ def _find(url: str, key: str) -> list[File]:
     except UserError:
         raise
     except Exception as error:
-        # OSError, and what the package of a file system raises of its own.
+        # OSError, and the errors that the package of a file system has of its own.
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         if url.startswith("hf://"):
             raise UserError(
@@ -198,15 +126,6 @@ def _find(url: str, key: str) -> list[File]:
                 "Without network name local files"
             ) from None
         raise UserError(f"{key}: cannot read {url}: {reason}") from None
-
-
-def _file(filesystem: Any, path: str, url: str) -> File:
-    info = filesystem.info(path)
-    if info.get("type") == "directory":
-        raise IsADirectoryError(url)
-    version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
-    local = isinstance(filesystem, LocalFileSystem) and _is_file(url)
-    return File(url, int(info.get("size") or 0), version, local=local)
 
 
 def _did_you_mean(filesystem: Any, path: str) -> str:
@@ -217,109 +136,3 @@ def _did_you_mean(filesystem: Any, path: str) -> str:
         return f" (the directory {parent} does not exist either)" if parent else ""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {parent}/{near[0]}?" if near else ""
-
-
-def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:
-    """Cuts the list into runs of about `shard_bytes`.
-
-    Depends on the files alone, never on the number of processes: shards are part of a cache's identity.
-    """
-    groups: list[tuple[File, ...]] = []
-    current: list[File] = []
-    for file in files:
-        if current and sum(f.size for f in current) + file.size > shard_bytes:
-            groups.append(tuple(current))
-            current = []
-        current.append(file)
-    return [*groups, tuple(current)] if current else groups
-
-
-def suffix(url: str) -> str:
-    """Returns the lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
-    path = url.split("?")[0] if "://" in url else url
-    name = path.lower().rpartition("/")[2]
-    for compression in COMPRESSIONS:
-        name = name.removesuffix(compression)
-    return os.path.splitext(name)[1]
-
-
-@contextmanager
-def open_binary(file: File) -> Iterator[IO[bytes]]:
-    """Opens the uncompressed bytes of a file.
-
-    Raises:
-        UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
-    """
-    # Not fsspec's reader of zstd, which takes a file that was cut short for one that has ended.
-    packed = file.url.lower().endswith(".zst")
-    try:
-        with _stored(file, None if packed else "infer") as stream:
-            yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise damaged(file, error) from None
-    except FileNotFoundError:
-        raise UserError(f"{file.url} has disappeared since this run started") from None
-    except OSError as error:
-        raise UserError(f"cannot read {file.url}: {error}") from None
-    except ValueError as error:
-        if _wants_ranges(error):
-            raise UserError(
-                f"cannot read {file.name}: its server does not send parts of a file (byte ranges); "
-                "download it, and name your copy"
-            ) from None
-        if "compression" not in str(error).lower():
-            raise
-        raise UserError(f"cannot read {file.url}: {error} (is the package for this compression installed?)") from None
-    except Exception as error:
-        # Packages that may not be installed: what fsspec unpacks gzip with, and what it reads http and hf with.
-        package = type(error).__module__.partition(".")[0]
-        if package == "igzip_lib":
-            raise damaged(file, error) from None
-        if package not in ("aiohttp", "httpx", "httpx2", "huggingface_hub"):
-            raise
-        raise UserError(
-            f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
-        ) from None
-
-
-def _wants_ranges(error: ValueError) -> bool:
-    """Tells if fsspec says that a server gives whole files alone; it has no type of error for that."""
-    return any(words in str(error) for words in ("range requests", "Cannot seek streaming HTTP file"))
-
-
-def _stored(file: File, compression: str | None) -> Any:
-    if file.local:
-        return OpenFile(LocalFileSystem(), os.path.abspath(file.url), "rb", compression)
-    return fsspec.open(_local_copy(file.url) if file.download else file.url, "rb", compression)
-
-
-def damaged(file: File, error: Exception) -> UserError:
-    """Returns the error for a file that turns out truncated or damaged while it is read."""
-    # Where too little follows the end of a packed file to be a packed file, its unpacker misses another end.
-    reason = f"truncated, or followed by something else ({error})" if isinstance(error, EOFError) else str(error)
-    return UserError(
-        f"{file.url} is damaged: {reason}. Replace the file and start again: what was read from other files is kept"
-    )
-
-
-def _local_copy(url: str) -> str:
-    """Returns the path in the hub's cache of `hf://datasets/NAME@COMMIT/PATH`, downloaded first if it is not there."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    name, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    commit, _, path = rest.partition("/")
-    try:
-        return hf_hub_download(name, path, repo_type="dataset", revision=commit)
-    except LocalEntryNotFoundError as error:  # a FileNotFoundError that means: no answer, and no copy
-        raise UserError(f"cannot read {url}: {error}") from None
-
-
-def total_text_size(files: Sequence[File]) -> int | None:
-    """Returns the bytes of text in plain files; None if any is compressed."""
-    return None if any(file.compressed for file in files) else sum(file.size for file in files)
-
-
-def numbered(groups: Iterator[Iterator[Any]], start: int) -> Iterator[tuple[int, Any]]:
-    """Numbers the items of all groups through, and leaves out those before `start`."""
-    return itertools.islice(enumerate(itertools.chain.from_iterable(groups)), start, None)

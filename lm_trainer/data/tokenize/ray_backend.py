@@ -22,9 +22,9 @@ class RayConfig(Config):
     address: str | None = None
     """The address of a running cluster, such as `auto` for the one of this machine or `ray://host:10001`."""
     start_workers: bool = True
-    """Whether a cluster that is started here works with this machine's cores; otherwise start workers yourself."""
+    """Lets a cluster that is started here work with this machine's cores; otherwise start workers yourself."""
     auto_start_cluster: bool = True
-    """Whether to start a cluster on this machine when Ray is asked for without an address."""
+    """Starts a cluster on this machine when Ray is asked for without an address."""
 
 
 def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:

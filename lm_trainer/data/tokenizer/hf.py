@@ -38,10 +38,10 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
 
 
 def load_local(config: Pretrained) -> HfTokenizer | None:
-    """Reads a tokenizer from its path, or from what was downloaded of the hub before; None if neither is there.
+    """Reads a tokenizer from its path, or from the hub's files that were downloaded before; None if neither is there.
 
     Raises:
-        UserError: if `name` is a path and nothing is there, or what is there is no fast tokenizer.
+        UserError: if `name` is a path and nothing is there, or the files are of no fast tokenizer.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

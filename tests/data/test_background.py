@@ -97,7 +97,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def drain(iterator: TrainIterator, taken: list[Batch]) -> None:
-    """Takes one batch after another as the training loop does, which asks what is missing until nothing is."""
+    """Takes one batch after another as the training loop does, which asks for missing tokens until there are none."""
     while True:
         until(lambda: iterator.missing() is None, "it fails or goes on")
         taken.append(next(iterator))
@@ -154,7 +154,7 @@ def test_the_batches_are_those_of_a_finished_cache(
         opened.close()
 
 
-def test_what_identifies_the_data_is_known_at_once_and_stays(
+def test_the_identity_of_the_data_is_known_at_once_and_stays(
     gate: Gate, make_config: Callable[..., DataConfig]
 ) -> None:
     config = make_config("cache", validation_urls=[])
@@ -205,7 +205,7 @@ def test_a_build_that_fails_ends_the_waiting_with_its_own_words(
         drain(iterator, taken)
     assert 0 < len(taken) < data.num_train_tokens / SEQ_LEN
     with pytest.raises(UserError, match=r"b\.jsonl:11: not JSON"):
-        next(iterator)  # whoever does not ask what is missing does not hang either
+        next(iterator)  # a reader that does not ask for missing tokens does not hang either
     with pytest.raises(UserError, match=r"b\.jsonl:11: not JSON"):
         data.check_builds()
     data.close()
@@ -273,7 +273,7 @@ def test_a_full_disk_ends_the_waiting(gate: Gate, make_config: Callable[..., Dat
 def test_another_builder_is_followed_and_replaced_when_it_is_killed(
     make_build: MakeBuild, corpus: Path, tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
-    """Two runs on one cache: one builds, the other reads what it writes, and goes on in its place."""
+    """Two runs on one cache: one builds, the other reads its parts, and goes on in its place."""
     directory = tmp_path / "cache"
     other = subprocess.Popen(builder_command(corpus, directory, delay=0.2), env=lmt_environment())
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
@@ -320,7 +320,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("end", ["return", pytest.param("wait", marks=pytest.mark.slow)])
 def test_no_process_outlives_a_run(make_config: Callable[..., DataConfig], tmp_path: Path, end: str) -> None:
-    """Whether it returns without closing anything, or is killed."""
+    """A run that returns without closing anything, and one that is killed."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = make_config("cache", shuffle=False, num_workers=1).model_dump_json(exclude_unset=True)
     run = subprocess.Popen(

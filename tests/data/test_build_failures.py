@@ -1,4 +1,4 @@
-"""What a build refuses, and what it leaves behind when it fails."""
+"""Builds that refuse, fail or are killed, and the files that they leave behind."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class TestAnotherCache:
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0)
-        # Larger than what is unpacked at once, so that something has been read before the end is missed.
+        # Larger than the bytes that are unpacked at once, so that something has been read before the end is missed.
         text = random.Random(0).randbytes(4 << 20).hex()
         lines = (json.dumps({"text": text[i : i + 10_000]}) + "\n" for i in range(0, len(text), 10_000))
         whole = gzip.compress("".join(lines).encode(), 1)
@@ -221,7 +221,8 @@ class TestASourceThatChangesMeanwhile:
         monkeypatch.undo()
         with pytest.raises(UserError, match=r"b\.jsonl has changed since: .*\n.*Set data\.cache_dir to another"):
             make_build(urls=urls, part_bytes=(2000, 2000)).run()
-        # What was kept is of the old file alone: with that in its place again the cache is that of the old file.
+        # The parts that were kept are of the old file alone: with that in its place again, the cache is that of the old
+        # file.
         change.write_bytes(old)
         os.utime(change, ns=(times.st_atime_ns, times.st_mtime_ns))
         make_build(urls=urls, part_bytes=(2000, 2000)).run()

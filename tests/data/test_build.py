@@ -29,7 +29,7 @@ from tests.data.program import builder_command
 
 
 def tokens_of(build: Build) -> np.ndarray:
-    """Read with numpy alone, from the documented layout."""
+    """Reads the tokens with NumPy alone, by the documented format."""
     directory = Path(build.store.url)
     names = json.loads((directory / "ledger.json").read_text())["parts"]
     return np.concatenate([np.fromfile(directory / f"parts/{name}.bin", "<u2") for name in names])
