@@ -1,4 +1,4 @@
-"""Optimizers: one file each, one line each in the union."""
+"""Optimizers: one file each, and the union of their configurations."""
 
 from __future__ import annotations
 

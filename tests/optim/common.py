@@ -125,7 +125,7 @@ def run_twin(
     steps: int = STEPS,
     decays: Callable[[Param], bool] = decays_by_default,
 ) -> Arrays:
-    """What `run` should give, in float64."""
+    """The weights that `run` should return, in float64."""
     weights = {name: x.astype(np.float64) for name, x in initial(params).items()}
     slots: dict[str, dict[str, Any]] = {name: {} for name in params}
     for step in range(steps):
@@ -146,12 +146,12 @@ def assert_close(ours: Mapping[str, np.ndarray], reference: Mapping[str, Any], *
 
 
 def differs(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], *, atol: float = 1e-5) -> bool:
-    """Whether any weight differs."""
+    """True if any weight differs."""
     return any(not np.allclose(a[name], b[name], rtol=0, atol=atol) for name in a)
 
 
 def changes_the_result(base: OptimizerConfig, **change: Any) -> bool:
-    """Whether six steps end elsewhere when these fields of `base` are changed."""
+    """True if six steps end elsewhere when these fields of `base` are changed."""
     changed = base.model_validate({**base.model_dump(), **change})
     return differs(_few_steps(type(base), base.model_dump_json()), _few_steps(type(base), changed.model_dump_json()))
 

@@ -1,4 +1,4 @@
-"""Which parameters decay: by default, by pattern, and both."""
+"""The parameters that decay: by default, by pattern, and both."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.optim.common import (
 
 
 def trained(config: ScheduleFreeConfig, *, compiled: bool = True) -> tuple[Arrays, Arrays]:
-    """What is trained, y, and what is evaluated, x."""
+    """The trained weights y and the evaluated weights x."""
     training = Run(config, compiled=compiled)
     for step in range(STEPS):
         training.step(gradients(step), lr=rate(step))

@@ -1,4 +1,4 @@
-"""What holds for every optimizer: its state can be laid out, named and restored; a bad step leaves no trace."""
+"""Every optimizer: its state can be laid out, named and restored; a bad step leaves no trace."""
 
 from __future__ import annotations
 
