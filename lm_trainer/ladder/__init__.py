@@ -1,7 +1,8 @@
 """Ladders of models: plan, run and measure several sizes of one recipe, and predict larger ones."""
 
 from lm_trainer.ladder.checkpoints import RunCheckpointInfo
-from lm_trainer.ladder.ladder import InstanceSource, ModelLadder
+from lm_trainer.ladder.config import InstanceSource
+from lm_trainer.ladder.ladder import ModelLadder
 from lm_trainer.ladder.models import (
     DeviceMeshSpec,
     ModelConfigurator,

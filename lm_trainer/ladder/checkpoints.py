@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.checkpoint.store import committed_steps
-from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.config import LadderConfig
+from lm_trainer.ladder.rungs import batch_shape, count_params, run_name
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class RunCheckpointInfo:
         return f"{'✔' if self.exists else '✘'} {self.name:<28} step {self.step:>8,}  {self.tokens:>16,} tokens"
 
 
-def find(
-    ladder: ModelLadder,
+def find_checkpoints(
+    ladder: LadderConfig,
     size_spec: str,
     *,
     seed: int | None = None,
@@ -47,10 +48,10 @@ def find(
         discover_all: those that lie there and the ladder did not ask for as well.
         alternative_dirs: directories of other copies of this ladder, in which to look for what is missing.
     """
-    batch = ladder.get_batch_size(size_spec)
-    asked = ladder.run_configurator.configure_checkpoint_intervals(ladder.get_num_params(size_spec), batch)
+    batch = batch_shape(ladder, size_spec).batch_size
+    asked = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
     names = {tokens // batch: name for tokens, name in asked}
-    run = ladder.run_name(size_spec, seed)
+    run = run_name(ladder, size_spec, seed)
     folders = [Path(root) / run for root in (ladder.dir, *alternative_dirs)]
     there = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
     extra = set().union(*there.values()) - set(names) if discover_all else set()

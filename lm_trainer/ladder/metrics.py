@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.checkpoints import find
-from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.checkpoints import find_checkpoints
+from lm_trainer.ladder.config import LadderConfig
+from lm_trainer.ladder.rungs import count_params, model_config, run_config, vocab_size_of
 from lm_trainer.ladder.running import changes
+from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config import numeric_identity
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ FACTS = ("ladder", "size", "seed", "name", "step", "tokens", "num_params", "flop
 
 
 def rows_of(
-    ladder: ModelLadder,
+    ladder: LadderConfig,
     size_spec: str,
     prefix: str | None = None,
     *,
@@ -41,13 +43,14 @@ def rows_of(
     Raises:
         UserError: when a directory holds the run of another ladder, or a damaged file.
     """
-    from lm_trainer.profile.flops import flops_per_token
-
-    num_params = ladder.get_num_params(size_spec)
-    flops = flops_per_token(ladder.get_model_config(size_spec).spec(ladder.vocab_size()), ladder.sequence_length)
+    num_params = count_params(ladder, size_spec)
+    spec = model_config(ladder, size_spec).spec(vocab_size_of(ladder))
+    flops = flops_per_token(spec, ladder.sequence_length)
     rows = []
     for seed in ladder.seeds:
-        found = find(ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs)
+        found = find_checkpoints(
+            ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs
+        )
         measured: dict[Path, dict[int, Row]] = {}
         for checkpoint in found:
             if checkpoint.metrics_path is None:
@@ -64,13 +67,13 @@ def rows_of(
     return rows
 
 
-def _check_owner(ladder: ModelLadder, size_spec: str, seed: int, folder: Path) -> None:
+def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
     """A directory that holds another run would be read as this one."""
     try:
         identity = json.loads((folder / "run.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: has metrics, but no run.json that says of which run: {error}") from None
-    wanted = ladder.run_config(size_spec, seed)
+    wanted = run_config(ladder, size_spec, seed)
     if found := changes(identity, numeric_identity(wanted), wanted):
         raise UserError(
             f"{folder} holds a run of another ladder than {ladder.name}:\n  "

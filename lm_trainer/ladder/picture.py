@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from lm_trainer.ladder.recipe import RunConfigurator
+from collections.abc import Sequence
+
+from lm_trainer.optim.schedule import Schedule
 from lm_trainer.plot import Curve, Marks, Panel, SchedulePlot
 from lm_trainer.plot.curves import rate_points
 
 
-def rung_plot(recipe: RunConfigurator, num_params: int, batch_size: int) -> SchedulePlot:
-    """What is drawn of a run; the marked checkpoints are those that the ladder needs."""
-    schedule = recipe.configure_lr_scheduler(num_params, batch_size)
-    steps = recipe.configure_duration(num_params, batch_size) // batch_size
-    checkpoints = [tokens // batch_size for tokens, _ in recipe.configure_checkpoint_intervals(num_params, batch_size)]
+def rate_plot(schedule: Schedule, steps: int, checkpoints: Sequence[int]) -> SchedulePlot:
+    """The learning rate over `steps`; `checkpoints` are the steps of those that the ladder needs."""
     marks = Marks(
         warmups=tuple((cycle.start, cycle.start + cycle.warmup) for cycle in schedule.cycles if cycle.warmup),
         minima=tuple(cycle.end for cycle in schedule.cycles),

@@ -6,10 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.ladder import ModelLadder
-from lm_trainer.ladder.memory import activation_bytes, compiled_bytes, state_bytes
+from lm_trainer.ladder.batch import BatchShape
+from lm_trainer.ladder.config import LadderConfig
+from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run_config, vocab_size_of
+from lm_trainer.plan.cost import MFU, Time, Work, training_time
+from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.plan.estimate import compile_temporary, estimate_microbatches, estimate_temporary
+from lm_trainer.plan.memory import PhaseBytes
 from lm_trainer.profile.flops import flops_per_token, parameter_count
-from lm_trainer.profile.peaks import datasheet_peak, known_devices
+from lm_trainer.profile.peaks import known_devices
+from lm_trainer.step.microbatch import MicrobatchPlan
 
 
 @dataclass(frozen=True)
@@ -18,25 +24,10 @@ class Hardware:
 
     device: str
     """As JAX names it."""
-    mfu: float = 0.4
+    mfu: float = MFU
     """Of the datasheet's peak, how much training reaches."""
     price: float | None = None
     """Of a device for an hour, in any currency."""
-
-    def peak(self, dtype: str) -> float | None:
-        """FLOP/s of one device; None for a CPU, of which no datasheet says any.
-
-        Raises:
-            UserError: for a device that is not in the table.
-        """
-        if self.device.lower() == "cpu":
-            return None
-        found = datasheet_peak(self.device, dtype, allow_tf32=True)
-        if found is None:
-            raise UserError(
-                f"there is no figure for {dtype} on {self.device!r}; known devices: {', '.join(known_devices())}"
-            )
-        return found.flops
 
 
 @dataclass(frozen=True)
@@ -62,16 +53,16 @@ class RungPlan:
     learning_rate: float
     """Its peak."""
     warmup: int
-    """Piecewise."""
+    """Steps."""
     devices: int
     accumulation: int
     """Microbatches that a device computes one after the other in each step."""
     flops: float
     """Of the run, by the definition of model FLOPs."""
     state_bytes: int
-    """Parameters, gradients and optimizer state on a device, exactly."""
+    """State, batch, gathered parameters and gradients on a device while it computes microbatches."""
     activation_bytes: int
-    """What one microbatch needs beside it: an estimate, or what XLA says of the compiled program."""
+    """Temporary memory of the microbatches that are computed then: estimated, or as XLA says."""
     hours: float | None
     """None where the device has no datasheet."""
     cost: float | None
@@ -97,7 +88,7 @@ class RungPlan:
 
 
 def plan_rung(
-    ladder: ModelLadder,
+    ladder: LadderConfig,
     size_spec: str,
     hardware: Hardware | None = None,
     *,
@@ -119,17 +110,17 @@ def plan_rung(
         UserError: for a size or a device that does not exist, or phases that do not fit.
     """
     hardware = hardware or Hardware(ladder.device_type)
-    vocab_size = vocab_size or ladder.vocab_size()
-    spec = ladder.get_model_config(size_spec).spec(vocab_size)
-    num_params, recipe = ladder.get_num_params(size_spec, vocab_size), ladder.run_configurator
-    batch, microbatch, _, devices = ladder.layout(size_spec, vocab_size=vocab_size, compat=compat)
-    tokens = recipe.configure_duration(num_params, batch)
+    vocab_size = vocab_size or vocab_size_of(ladder)
+    spec = model_config(ladder, size_spec).spec(vocab_size)
+    num_params, recipe = count_params(ladder, size_spec, vocab_size), ladder.run_configurator
+    shape = batch_shape(ladder, size_spec, vocab_size=vocab_size, compat=compat)
+    batch, tokens = shape.batch_size, recipe.configure_duration(num_params, shape.batch_size)
     optimizer = recipe.configure_optimizer(num_params, batch)
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
-    flops = flops_per_token(spec, ladder.sequence_length).training * tokens
-    peak = hardware.peak(ladder.trainer.mp.compute)
-    hours = None if peak is None else flops / (peak * hardware.mfu * devices) / 3600
+    work = Work(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
+    time = _time(ladder, hardware, work, shape.devices)
+    memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
     return RungPlan(
         size=size_spec,
         model_params=total,
@@ -138,17 +129,47 @@ def plan_rung(
         num_params=num_params,
         batch_size=batch,
         target_batch_size=recipe.configure_target_batch_size(num_params),
-        microbatch=microbatch,
-        steps=tokens // batch,
+        microbatch=shape.microbatch,
+        steps=work.steps,
         tokens=tokens,
         learning_rate=optimizer.learning_rate,
         warmup=recipe.configure_lr_scheduler(num_params, batch).cycles[0].warmup,
-        devices=devices,
-        accumulation=batch // microbatch // devices,
-        flops=flops,
-        state_bytes=state_bytes(ladder, size_spec, vocab_size, devices),
-        activation_bytes=(compiled_bytes if compiled else activation_bytes)(ladder, size_spec, vocab_size, microbatch),
-        hours=hours,
-        cost=None if hours is None or hardware.price is None else hours * devices * hardware.price,
+        devices=shape.devices,
+        accumulation=batch // shape.microbatch // shape.devices,
+        flops=work.flops,
+        state_bytes=memory.bytes - memory.parts["temporary"],
+        activation_bytes=memory.parts["temporary"],
+        hours=None if time is None else time.seconds / 3600,
+        cost=None if time is None else time.cost,
         checkpoints=tuple((at // batch, name) for at, name in recipe.configure_checkpoint_intervals(num_params, batch)),
     )
+
+
+def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) -> Time | None:
+    """None for a CPU, for which no datasheet gives a figure."""
+    if hardware.device.lower() == "cpu":
+        return None
+    found = training_time(
+        work, DeviceGroup(devices, hardware.device), ladder.trainer, mfu=hardware.mfu, price=hardware.price
+    )
+    if found is None:
+        raise UserError(
+            f"there is no figure for {ladder.trainer.mp.compute} on {hardware.device!r}; known devices: "
+            f"{', '.join(known_devices())}"
+        )
+    return found
+
+
+def _memory(
+    ladder: LadderConfig, size_spec: str, vocab_size: int, shape: BatchShape, hardware: Hardware, *, compiled: bool
+) -> PhaseBytes:
+    config, length = run_config(ladder, size_spec, vocab_size=vocab_size), ladder.sequence_length
+    if compiled:
+        temporary = compile_temporary(config, vocab_size)
+    else:
+        itemsize = ladder.trainer.mp.compute_dtype.itemsize
+        temporary = estimate_temporary(config.model, vocab_size, itemsize, shape.microbatch)
+    count = shape.batch_size // shape.microbatch
+    plan = MicrobatchPlan(shape.batch_size // length, count, shape.microbatch // length)
+    kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device
+    return estimate_microbatches(config, vocab_size, DeviceGroup(shape.devices, kind), plan, temporary)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from rich.console import Console
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.picture import rate_plot
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.plot import SchedulePlot, save_image, to_text
 
 _PARAMS, _BATCH, _RATE = 108e6, 2048 * 160, 0.0047
 """Porian et al. 2024, arXiv 2406.19146, as OLMo-core has it: batch and rate of a model of so many parameters."""
@@ -71,16 +74,19 @@ class RunConfigurator(Config):
         steps = self.configure_duration(num_params, batch_size) // batch_size
         return self.configure_optimizer(num_params, batch_size).schedule(steps)
 
+    def lr_plot(self, num_params: int, batch_size: int) -> SchedulePlot:
+        """The learning rate as a picture, with the checkpoints that the ladder needs."""
+        steps = self.configure_duration(num_params, batch_size) // batch_size
+        checkpoints = [
+            tokens // batch_size for tokens, _ in self.configure_checkpoint_intervals(num_params, batch_size)
+        ]
+        return rate_plot(self.configure_lr_scheduler(num_params, batch_size), steps, checkpoints)
+
     def plot_lr_schedule(
         self, num_params: int, batch_size: int, *, show: bool = True, save_path: Path | None = None
     ) -> Path | None:
         """Draws the learning rate: in the terminal, in a picture file, or both; returns the file."""
-        from rich.console import Console
-
-        from lm_trainer.ladder.picture import rung_plot
-        from lm_trainer.plot import save_image, to_text
-
-        plot = rung_plot(self, num_params, batch_size)
+        plot = self.lr_plot(num_params, batch_size)
         if show:
             Console().print(to_text(plot), highlight=False, markup=False)
         if save_path is not None:

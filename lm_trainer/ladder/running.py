@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from lm_trainer.bench.session import bench_session
 from lm_trainer.core.errors import UserError
-from lm_trainer.ladder.ladder import ModelLadder
+from lm_trainer.ladder.config import LadderConfig
+from lm_trainer.ladder.rungs import run_config, run_folder, run_name
+from lm_trainer.profile.matmul import MatmulProbe
+from lm_trainer.profile.mfu import measure
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
@@ -18,7 +24,7 @@ _GROWS = ("optimizer.cycles", "optimizer.decay", "optimizer.cycle_peaks")
 
 
 def run_rung(
-    ladder: ModelLadder, size_spec: str, *, seed: int | None = None, progress: Progress | None = None
+    ladder: LadderConfig, size_spec: str, *, seed: int | None = None, progress: Progress | None = None
 ) -> Summary:
     """Trains one size; a run that was stopped goes on, and one of a shorter ladder is made longer.
 
@@ -27,13 +33,13 @@ def run_rung(
     Raises:
         UserError: when its directory holds the run of another ladder; and as `lm_trainer.run.train.train`.
     """
-    config = ladder.run_config(size_spec, seed)
-    longer = _is_longer(ladder, Path(ladder.get_save_folder(size_spec, seed)), config)
+    config = run_config(ladder, size_spec, seed)
+    longer = _is_longer(ladder, run_folder(ladder, size_spec, seed), config)
     progress = progress or Progress(config.trainer.num_train_steps)
-    return train(config, name=ladder.run_name(size_spec, seed), progress=progress, allow_config_change=longer)
+    return train(config, name=run_name(ladder, size_spec, seed), progress=progress, allow_config_change=longer)
 
 
-def _is_longer(ladder: ModelLadder, folder: Path, config: RunConfig) -> bool:
+def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     record = folder / "run.json"
     if not record.exists():
         return False
@@ -68,14 +74,8 @@ def _begins(a: list[float] | None, b: list[float] | None) -> bool:
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
-def benchmark_rung(ladder: ModelLadder, size_spec: str, *, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+def benchmark_rung(ladder: LadderConfig, size_spec: str, *, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
     """Times the training step of a size, as `lmt bench mfu` does; the report as plain data."""
-    import jax
-
-    from lm_trainer.bench.session import bench_session
-    from lm_trainer.profile.matmul import MatmulProbe
-    from lm_trainer.profile.mfu import measure
-
-    with bench_session(ladder.run_config(size_spec)) as session:
+    with bench_session(run_config(ladder, size_spec)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         return measure(session, probe, samples=steps, warmup=warmup).as_dict()

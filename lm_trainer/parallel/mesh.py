@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from lm_trainer.core.errors import UserError
 
@@ -48,23 +48,33 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     Raises:
         UserError: when the devices cannot be divided so.
     """
-    fixed = math.prod(shape)
-    if len(devices) % fixed:
-        keys = {"replica": "replica_ici_axis_size"}
-        sizes = {keys.get(axis, f"{axis}_axis_size"): size for axis, size in shape._asdict().items() if size > 1}
-        raise UserError(
-            f"{len(devices)} devices cannot be divided into "
-            f"{' x '.join(f'{key}={size}' for key, size in sizes.items())}; "
-            f"the number of devices must be a multiple of {fixed}"
-        )
-    free = {"data": len(devices) // fixed, **shape._asdict()}
-    grid = np.asarray(devices, dtype=object).reshape([free[axis] for axis in MESH_AXES])
+    sizes = _axis_sizes(shape, len(devices))
+    grid = np.asarray(devices, dtype=object).reshape(sizes)
     # Auto axes: XLA partitions what runs outside of `shard_map`. With explicit axes JAX asks for the shardings of
     # intermediate arrays that it cannot infer.
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def batch_shards(mesh: Mesh) -> int:
+def build_abstract_mesh(shape: MeshShape, count: int) -> AbstractMesh:
+    """The sizes of the mesh that so many devices would have; otherwise as `build_mesh`."""
+    return AbstractMesh(_axis_sizes(shape, count), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _axis_sizes(shape: MeshShape, count: int) -> tuple[int, ...]:
+    fixed = math.prod(shape)
+    if count % fixed:
+        keys = {"replica": "replica_ici_axis_size"}
+        sizes = {keys.get(axis, f"{axis}_axis_size"): size for axis, size in shape._asdict().items() if size > 1}
+        raise UserError(
+            f"{count} devices cannot be divided into "
+            f"{' x '.join(f'{key}={size}' for key, size in sizes.items())}; "
+            f"the number of devices must be a multiple of {fixed}"
+        )
+    free = {"data": count // fixed, **shape._asdict()}
+    return tuple(free[axis] for axis in MESH_AXES)
+
+
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Number of shards of the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 

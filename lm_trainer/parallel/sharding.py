@@ -72,7 +72,8 @@ def plan_shardings(
         chunks = 1 if dim is None else _power_of_two(shape[dim], max_shards)
         grid = _norm_grid(shape, wanted, mesh, max_shards)
         shardings[name] = ParamSharding(storage, compute, dim if chunks > 1 else None, chunks, grid)
-    if replicated:
+    # Nobody trains on an abstract mesh, so nobody needs to be told.
+    if replicated and isinstance(mesh, Mesh):
         logger.warning("not sharded, because the data axis does not divide them: %s", ", ".join(replicated))
     return shardings
 

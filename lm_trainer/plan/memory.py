@@ -14,11 +14,11 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.program import Program, build_program
+from lm_trainer.run.program import build_program
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.microbatch import MicrobatchPlan
 from lm_trainer.step.phases import Phase, Size
-from lm_trainer.step.state import abstract_state
+from lm_trainer.step.state import TrainState, abstract_state
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,12 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def state_bytes(program: Program) -> dict[str, int]:
-    """The state of a run on each device between steps: name -> bytes, without what the run does not have."""
-    state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
+def state_bytes(state: TrainState) -> dict[str, int]:
+    """The state of a run on each device between steps: name -> bytes, without what the run does not have.
+
+    Args:
+        state: arrays, or shapes with shardings, as `abstract_state` gives them.
+    """
     parts = {
         "parameters": state.params,
         "optimizer state": state.opt_state,
@@ -121,8 +124,9 @@ class StepMemory:
 
     def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any], platform: str):
         self.config, self._vocab_size, self._devices, self._platform = config, vocab_size, devices, platform
-        self.program = build_program(config, vocab_size, devices)
-        self.state = state_bytes(self.program)
+        program = self.program = build_program(config, vocab_size, devices)
+        state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
+        self.state = state_bytes(state)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
         self._fixed = compile_programs(self._phases(self.largest_step()), grows=False)
         self._elastic = config.trainer.determinism == "elastic"

@@ -10,12 +10,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.plan.cost import MFU, Time, Work, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_largest
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count
-from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
@@ -25,7 +25,7 @@ from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
 class Assumptions:
     """What a plan takes for granted."""
 
-    mfu: float = 0.4
+    mfu: float = MFU
     """Of the datasheet's peak, how much training reaches."""
     price: float | None = None
     """Of a device for an hour, in any currency."""
@@ -33,44 +33,6 @@ class Assumptions:
     """Bytes that a run may use on each device; None: as the datasheet says."""
     vocab_size: int | None = None
     """Rows of the token embedding; None: as `find_vocabulary` says."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is computed, by the definition of model FLOPs."""
-
-    flops_per_token: int
-    """Of a training step, forward and backward."""
-    tokens_per_step: int
-    """In the first step."""
-    steps: int
-    tokens: int
-    """In all steps."""
-
-    @property
-    def flops_per_step(self) -> int:
-        """Of the first step."""
-        return self.flops_per_token * self.tokens_per_step
-
-    @property
-    def flops(self) -> int:
-        """Of the run."""
-        return self.flops_per_token * self.tokens
-
-
-@dataclass(frozen=True)
-class Time:
-    """How long it takes at the assumed MFU."""
-
-    peak: float
-    """FLOP/s of one device, by its datasheet."""
-    step_seconds: float
-    """Of the first step."""
-    seconds: float
-    """Of all steps, without start, evaluation and checkpoints."""
-    device_hours: float
-    cost: float | None
-    """In the currency of the price; None without one."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +126,7 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         budget=limit,
         fit=None if limit is None else find_largest(memory, limit.bytes, {rows: compiled}),
         work=work,
-        time=_time(work, group, trainer.mp.compute, assumptions),
+        time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
         kernel=kernel,
     )
@@ -180,21 +142,6 @@ def _as_planned_here(config: RunConfig, platform: str, kernel: str | None) -> Ru
         # For a CPU XLA merges the recomputation of unrolled layers with the original, and so saves no memory.
         changes["scan_layers"] = True
     return config.model_copy(update={"model": model.model_copy(update=changes)})
-
-
-def _time(work: Work, group: DeviceGroup, dtype: str, assumptions: Assumptions) -> Time | None:
-    peak = datasheet_peak(group.kind, dtype)
-    if peak is None:
-        return None
-    rate = peak.flops * group.count * assumptions.mfu
-    hours = work.flops / rate / 3600 * group.count
-    return Time(
-        peak=peak.flops,
-        step_seconds=work.flops_per_step / rate,
-        seconds=work.flops / rate,
-        device_hours=hours,
-        cost=None if assumptions.price is None else hours * assumptions.price,
-    )
 
 
 def _kernel(config: RunConfig, vocab_size: int, platform: str) -> str | None:

@@ -168,17 +168,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     plan = trainer.resolve()
     mesh = plan.mesh(devices or _devices(trainer))
     _check_model_parallel(plan, optimizer, model, mesh)
-    param_shardings = plan_shardings(
-        {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
-        mesh,
-        param_rules=plan.param_rules,
-        compute_rules=plan.compute_rules,
-        # No batch may ever be split into more shards than this, so that sums have one order for the whole run.
-        max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
-    )
-    trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
-    tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
-    sharding = plan_state_sharding(trained, tx, param_shardings, mesh)
+    tx, sharding = shard_state(plan, optimizer, model, mesh)
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, plan.policy.compute_dtype))
     # Not the key of the initial weights: another use of the seed must not draw the same numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
@@ -198,8 +188,35 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         plan=plan,
         schedule=optimizer.schedule(trainer.num_train_steps, tokens),
         averages=trainer.model_averaging is not None,
-        freezes=len(trained) < len(model.shapes),
+        freezes=len(model.trainable) < len(model.shapes),
     )
+
+
+def shard_state(
+    plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Any
+) -> tuple[optax.GradientTransformationExtraArgs, StateSharding]:
+    """The transform of an optimizer for a model, and where the state of both lies.
+
+    Args:
+        plan: the trainer section.
+        optimizer: updates the weights.
+        model: is trained.
+        mesh: of devices, or an abstract one of the same axes: only its sizes are asked for.
+
+    Raises:
+        UserError: when a sharding rule does not fit the model.
+    """
+    param_shardings = plan_shardings(
+        {name: (x.shape, model.axes[name]) for name, x in model.shapes.items()},
+        mesh,
+        param_rules=plan.param_rules,
+        compute_rules=plan.compute_rules,
+        # No batch may ever be split into more shards than this, so that sums have one order for the whole run.
+        max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
+    )
+    trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
+    tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
+    return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
 
 
 def _check_model_parallel(plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
@@ -120,13 +120,8 @@ class DeviceGroups:
     def __init__(self, sharding: StateSharding):
         self.sharding = sharding
         self.groups = local_groups(sharding.mesh)
-        compute = {
-            name: NamedSharding(sharding.mesh, param_sharding.compute)
-            for name, param_sharding in sharding.params.items()
-        }
-        # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
-        there = all(_same(compute[name], storage) for name, storage in sharding.storage.items())
-        self._gather = None if there else jax.jit(lambda p: p, out_shardings=compute)
+        compute = compute_shardings(sharding)
+        self._gather = None if compute is None else jax.jit(lambda p: p, out_shardings=compute)
 
     def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
@@ -161,6 +156,14 @@ class DeviceGroups:
         storage = self.sharding.storage
         placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
         return StepProgram("gather", partial(Executable.make, self._gather, placed))
+
+
+def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
+    """The shardings of all parameters during computation; None where they rest so, and nothing is gathered."""
+    compute = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
+    # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
+    there = all(_same(compute[name], storage) for name, storage in sharding.storage.items())
+    return None if there else compute
 
 
 def _same(one: NamedSharding, other: NamedSharding) -> bool:
@@ -254,12 +257,9 @@ class MicrobatchSum:
             plan: of the batch.
             platform: on which the step is to run.
         """
-        shards, per_shard = batch_shards(self._mesh), plan.per_shard(self._mesh)
-        running = min(programs_at_once(platform, shards, self._mesh.size // shards), per_shard)
+        running, held = programs_and_results(plan.per_shard(self._mesh), self._mesh, platform)
         program = StepProgram(name, lambda: self.compile(shapes, batch, plan).program, grows=True)
         reduction = StepProgram("reduction", lambda: self._reduction_program(shapes))
-        # Each program under way beside the first holds a result that no partial sum has yet.
-        held = most_held(per_shard) + running - 1
         yield Phase(
             name, program, adds={sums: held * program.outputs}, leaves={sums: reduction.arguments}, at_once=running
         )
@@ -295,6 +295,20 @@ class MicrobatchSum:
             {name: tree_sum(jax.lax.with_sharding_constraint(x, everywhere)) for name, x in stacked.scalars.items()},
             sum_over_shards(stacked.tree, self._layouts, self._mesh),
         )
+
+
+def programs_and_results(per_shard: int, mesh: Mesh | AbstractMesh, platform: str) -> tuple[int, int]:
+    """The programs that a device runs at once, and the results of theirs that it holds at once, sums included.
+
+    Args:
+        per_shard: microbatches that a device computes.
+        mesh: of the devices.
+        platform: of the devices.
+    """
+    shards = batch_shards(mesh)
+    running = min(programs_at_once(platform, shards, mesh.size // shards), per_shard)
+    # Each program under way beside the first holds a result that no partial sum has yet.
+    return running, most_held(per_shard) + running - 1
 
 
 def _lane(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:

@@ -65,21 +65,21 @@ def test_sizes_and_formulas(size: str) -> None:
 def test_the_published_plan_of_190m() -> None:
     # On 64 H100s OLMo-core trains 190M with 524,288 tokens a step.
     found = ladder()
-    layout = found.layout("190M", vocab_size=VOCABULARY, compat="olmo")
-    assert layout == (524_288, 65_536, 8, 8)
+    shape = found.batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
+    assert shape == (524_288, 65_536, 8, 8)
     recipe, num_params = found.run_configurator, 190_354_176
-    periods = recipe.periods(num_params, layout.batch_size)
+    periods = recipe.periods(num_params, shape.batch_size)
     assert [period.multiple for period in periods] == [0.5, 1, 2, 4]
     assert [period.end for period in periods] == [3631, 7261, 14523, 29046]
     assert [period.pre_decay for period in periods] == [3267, 6898, 13796, 27593]
-    assert recipe.configure_duration(num_params, layout.batch_size) == 29046 * 524_288
-    intervals = recipe.configure_checkpoint_intervals(num_params, layout.batch_size)
+    assert recipe.configure_duration(num_params, shape.batch_size) == 29046 * 524_288
+    intervals = recipe.configure_checkpoint_intervals(num_params, shape.batch_size)
     assert intervals[:2] == [
         (3267 * 524_288, "period 1, 0.5xC pre-decay"),
         (3631 * 524_288, "period 1, 0.5xC post-decay"),
     ]
     assert [tokens // 524_288 for tokens, _ in intervals] == [3267, 3631, 6898, 7261, 13796, 14523, 27593, 29046]
-    optimizer = recipe.configure_optimizer(num_params, layout.batch_size)
+    optimizer = recipe.configure_optimizer(num_params, shape.batch_size)
     assert optimizer.model_dump(include={"beta1", "beta2", "weight_decay", "max_grad_norm", "skip_bad_steps"}) == {
         "beta1": 0.9,
         "beta2": 0.95,
@@ -154,7 +154,7 @@ def test_every_field_of_the_recipe_matters() -> None:
 def test_the_batch_is_the_same_on_all_hardware() -> None:
     few, many = ladder(max_devices=1), ladder(max_devices=64)
     for size in ("60M", "190M", "7B"):
-        here, there = (found.layout(size, vocab_size=VOCABULARY) for found in (few, many))
+        here, there = (found.batch_shape(size, vocab_size=VOCABULARY) for found in (few, many))
         assert here[:3] == there[:3]
         target = few.run_configurator.configure_target_batch_size(SIZES[size][1])
         assert abs(here.batch_size - target) <= 0.1 * target
@@ -205,7 +205,7 @@ def test_phases_that_do_not_fit() -> None:
     with pytest.raises(UserError, match="too few for a decay"):
         WSDSChinchillaRunConfigurator(chinchilla_multiple=1).configure_optimizer(1000, 10_000)
     with pytest.raises(UserError, match="no microbatch for size 190M, sequence_length 8192 and device_type 'cpu'"):
-        ladder(device_type="cpu").layout("190M", vocab_size=VOCABULARY, compat="olmo")
+        ladder(device_type="cpu").batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
 
 
 def test_memory_is_estimated_close_to_what_xla_says() -> None:

@@ -17,12 +17,14 @@ from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.ordered_sum import TreeSum, most_held
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
+from lm_trainer.plan.estimate import estimate_microbatches
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import StepMemory, state_bytes
 from lm_trainer.plan.table import lines
 from lm_trainer.profile.devices import device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
 from lm_trainer.run.program import build_program
+from lm_trainer.step.state import abstract_state
 from tests.conftest import RunLmt
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1}
@@ -47,7 +49,8 @@ def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
     program = build_program(config_of({"model": LLAMA, "trainer": trainer}), VOCAB, jax.devices()[:4])
     state = program.init()
     trees = {"parameters": state.params, "optimizer state": state.opt_state, "averaged weights": state.averaged}
-    predicted = state_bytes(program)
+    abstract = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=True)
+    predicted = state_bytes(abstract)
     assert set(predicted) == set(trees)
     for name, tree in trees.items():
         for device in jax.devices()[:4]:
@@ -75,6 +78,17 @@ def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatc
         [phase for phase in found.plan(compiled).phases if phase.name == "microbatch"] for found in (memory, beside)
     )
     assert two.bytes - one.bytes == compiled["microbatch"].temporary + compiled["microbatch"].outputs
+
+
+def test_an_estimate_without_devices_has_the_parts_of_the_plan(memory: StepMemory):
+    compiled, plan = memory.compile(), memory.largest_step()
+    (planned,) = (phase for phase in memory.plan(compiled).phases if phase.name == "microbatch")
+    group = parse_devices("2xH100")
+    found = estimate_microbatches(memory.config, VOCAB, group, plan, compiled["microbatch"].temporary)
+    assert list(found.parts) == list(planned.parts)
+    # What a program returns has a table of pointers as well, and gradients come with what the loss reports.
+    near = {name: pytest.approx(planned.parts[name], rel=1e-3) for name in ("gathered parameters", "gradients")}
+    assert found.parts == {**planned.parts, **near}
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.checkpoints import find_checkpoints
+from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.predict import Prediction, Range
-from lm_trainer.ladder.ladder import ModelLadder
 from lm_trainer.ladder.metrics import rows_of
+from lm_trainer.ladder.rungs import count_params, run_folder
 
 _FORMAT = "lm_trainer ladder prediction 1"
 
@@ -51,28 +53,28 @@ class Score:
         return {**vars(self), "predicted": vars(self.predicted), "error": self.error}
 
 
-def targets(ladder: ModelLadder, size_spec: str) -> list[tuple[str, int, int]]:
+def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
     """What of a size can be predicted: (name, parameters, tokens) of every checkpoint after a decay.
 
     Raises:
         UserError: when its run has been started.
     """
     for seed in ladder.seeds:
-        folder = Path(ladder.get_save_folder(size_spec, seed))
+        folder = run_folder(ladder, size_spec, seed)
         if (folder / "run.json").exists():
             raise UserError(
                 f"{folder} has been started, and a prediction has to be written before; register one of a size that "
                 "has not been run"
             )
-    num_params = ladder.get_num_params(size_spec)
+    num_params = count_params(ladder, size_spec)
     return [
         (f"{size_spec} {found.name.removesuffix(' post-decay').split(', ')[-1]}", num_params, found.tokens)
-        for found in ladder.get_checkpoints(size_spec)
+        for found in find_checkpoints(ladder, size_spec)
         if found.name.endswith("post-decay")
     ]
 
 
-def default_path(ladder: ModelLadder, size_spec: str) -> Path:
+def default_path(ladder: LadderConfig, size_spec: str) -> Path:
     """Where the prediction of a size lies."""
     return Path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
@@ -121,7 +123,7 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def scores(ladder: ModelLadder) -> list[Score]:
+def scores(ladder: LadderConfig) -> list[Score]:
     """Every registered prediction of the ladder, with what its runs measured; of several seeds, each by itself.
 
     Raises:

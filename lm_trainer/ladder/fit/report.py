@@ -7,14 +7,15 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
 from lm_trainer.ladder.fit.figures import draw, inline
 from lm_trainer.ladder.fit.fitting import Fit
 from lm_trainer.ladder.fit.isoflop import fit_isoflop
 from lm_trainer.ladder.fit.predict import Prediction, lines
 from lm_trainer.ladder.fit.tables import held_text, iso_text, law_text, points_text
-from lm_trainer.ladder.ladder import ModelLadder
-from lm_trainer.ladder.picture import rung_plot
+from lm_trainer.ladder.rungs import batch_shape, count_params
+from lm_trainer.plot import save_image
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -28,7 +29,7 @@ p.said { color: #555; margin: .2rem 0 .8rem; } li { margin: .3rem 0; }
 
 
 def write_report(
-    path: Path, found: Fit, *, title: str, ladder: ModelLadder | None = None, target: Prediction | None = None
+    path: Path, found: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
 ) -> None:
     """Writes the page: what the fit says, what speaks against it, and its pictures.
 
@@ -70,14 +71,12 @@ def _list(items: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"
 
 
-def _schedules(ladder: ModelLadder) -> list[str]:
-    from lm_trainer.plot.image import save_image
-
+def _schedules(ladder: LadderConfig) -> list[str]:
     parts = []
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(ladder.sizes):
             file = Path(folder) / "rate.svg"
-            plot = rung_plot(ladder.run_configurator, ladder.get_num_params(size), ladder.get_batch_size(size))
-            save_image(plot, file)
+            num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
+            save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
             parts += [f"<h3>{html.escape(size)}</h3>", inline(file.read_text(), 100 + number)]
     return parts

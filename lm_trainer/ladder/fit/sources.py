@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.checkpoints import find_checkpoints
+from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict, is_fit
 from lm_trainer.ladder.fit.points import Points, from_rows, read_table
-from lm_trainer.ladder.ladder import ModelLadder
 from lm_trainer.ladder.metrics import rows_of
+from lm_trainer.ladder.rungs import run_name
 
 
 def ladder_points(
-    ladder: ModelLadder,
+    ladder: LadderConfig,
     *,
     metric: str | None = None,
     task: str | None = None,
@@ -37,11 +39,11 @@ def ladder_points(
     )
     measured = {(row["size"], row["seed"], row["step"]) for row in rows if row.get(points.metric) is not None}
     missing = [
-        f"{ladder.run_name(size, seed)} {found.name.removesuffix(' post-decay').split(', ')[-1]}"
+        f"{run_name(ladder, size, seed)} {found.name.removesuffix(' post-decay').split(', ')[-1]}"
         for size in ladder.sizes
         if size not in without
         for seed in ladder.seeds
-        for found in ladder.get_checkpoints(size, seed=seed)
+        for found in find_checkpoints(ladder, size, seed=seed)
         if found.name.endswith("post-decay") and (size, seed, found.step) not in measured
     ]
     notes = (f"rungs without {points.metric}: {', '.join(missing)}",) if missing else ()

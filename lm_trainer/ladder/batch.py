@@ -1,0 +1,66 @@
+"""The global batch of a size and its split into microbatches, for any hardware or as OLMo-core chooses it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.ladder.config import LadderConfig
+
+_NEAR = 0.1
+"""A batch may differ from its target by this part of it."""
+
+
+class BatchShape(NamedTuple):
+    """The global batch of a run and its split."""
+
+    batch_size: int
+    """Tokens."""
+    microbatch: int
+    """Tokens that a device computes at once."""
+    shards: int
+    """The most devices that can share it."""
+    devices: int
+    """Those that do."""
+
+
+def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
+    """The batch that any number of devices up to `shards` computes with the same bits.
+
+    It has the most equal parts, up to `trainer.elastic_shards`, with which it is within a tenth of its target.
+    """
+    target = ladder.run_configurator.configure_target_batch_size(num_params)
+    microbatch = ladder.model_configurator.rank_microbatch_size
+    # A power of two: the parts of a batch are added by a binary tree, and devices share equal subtrees of it.
+    shards = 1 << (ladder.trainer.elastic_shards.bit_length() - 1)
+    while True:
+        unit = shards * (microbatch or ladder.sequence_length)
+        batch = max(1, round(target / unit)) * unit
+        if shards == 1 or abs(batch - target) <= _NEAR * target:
+            break
+        shards //= 2
+    devices = min(1 << (ladder.max_devices.bit_length() - 1), shards)
+    return BatchShape(batch, microbatch or batch // shards, shards, devices)
+
+
+def olmo_batch(ladder: LadderConfig, size_spec: str, num_params: int) -> BatchShape:
+    """The batch that `ModelLadder` of OLMo-core would choose on this hardware; it depends on the devices.
+
+    Raises:
+        UserError: where OLMo-core knows nothing about the hardware, or there are too few devices.
+    """
+    target, configurator = ladder.run_configurator.configure_target_batch_size(num_params), ladder.model_configurator
+    rank = configurator.configure_rank_microbatch_size(
+        size_spec=size_spec, sequence_length=ladder.sequence_length, device_type=ladder.device_type
+    )
+    least = configurator.configure_minimal_device_mesh_spec(size_spec=size_spec)
+    if ladder.max_devices < least.world_size:
+        raise UserError(f"OLMo-core needs at least {least.world_size} devices for {size_spec}; raise max_devices")
+    rank = min(rank, target)
+    # It first rounds the batch for the fewest devices, and then again for as many copies of them as share that batch.
+    first = rank * (least.dp_world_size or least.world_size)
+    batch = max(1, round(target / first)) * first
+    copies = min(ladder.max_devices // least.world_size, batch // first)
+    unit = first * copies
+    devices = least.world_size * copies
+    return BatchShape(max(1, round(batch / unit)) * unit, rank, devices, devices)

@@ -1,0 +1,114 @@
+"""Rungs of a ladder: parameters, batch, name, directory and run configuration of each size."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any, Literal
+
+from lm_trainer.data.tokenizer import tokenizer_config
+from lm_trainer.data.tokenizer.hf import Pretrained, load_pretrained
+from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
+from lm_trainer.ladder.config import LadderConfig
+from lm_trainer.models.base import DecoderConfig
+from lm_trainer.profile.flops import parameter_count
+from lm_trainer.run.config import RunConfig
+from lm_trainer.trackers.wandb import WandbConfig
+
+
+def vocab_size_of(ladder: LadderConfig) -> int:
+    """Rows of the token embedding.
+
+    Raises:
+        UserError: when the tokenizer cannot be reached to ask it.
+    """
+    config: Any = tokenizer_config(ladder.tokenizer)
+    return _vocab_size(config)
+
+
+@functools.cache
+def _vocab_size(tokenizer: Any) -> int:
+    # Every figure of every size asks for it, and loading a tokenizer takes seconds.
+    if isinstance(tokenizer, Pretrained):
+        return load_pretrained(tokenizer).vocab_size
+    return tokenizer.vocab_size
+
+
+def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
+    """The model of a size."""
+    return ladder.model_configurator.configure_model(size_spec=size_spec, sequence_length=ladder.sequence_length)
+
+
+def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:
+    """Parameters without the token embedding; an output layer of its own counts, as in OLMo-core."""
+    vocab_size = vocab_size or vocab_size_of(ladder)
+    spec = model_config(ladder, size_spec).spec(vocab_size)
+    return parameter_count(spec) - vocab_size * spec.hidden_dim
+
+
+def batch_shape(
+    ladder: LadderConfig, size_spec: str, *, vocab_size: int | None = None, compat: Literal["olmo"] | None = None
+) -> BatchShape:
+    """The batch of a size, with `compat="olmo"` that of OLMo-core; raises as `olmo_batch`."""
+    num_params = count_params(ladder, size_spec, vocab_size)
+    return olmo_batch(ladder, size_spec, num_params) if compat == "olmo" else elastic_batch(ladder, num_params)
+
+
+def run_name(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> str:
+    """The size, and its seed where that is not the first."""
+    ladder.model_configurator.check(size_spec)
+    return size_spec if seed in (None, ladder.seed) else f"{size_spec}-seed{seed}"
+
+
+def run_folder(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> Path:
+    """The directory of a run."""
+    return Path(ladder.dir) / run_name(ladder, size_spec, seed)
+
+
+def run_config(
+    ladder: LadderConfig, size_spec: str, seed: int | None = None, vocab_size: int | None = None
+) -> RunConfig:
+    """The run of a size: an ordinary one, that `lmt train` could run as well."""
+    num_params = count_params(ladder, size_spec, vocab_size)
+    batch, _, shards, devices = elastic_batch(ladder, num_params)
+    recipe, folder = ladder.run_configurator, run_folder(ladder, size_spec, seed)
+    steps = [tokens // batch for tokens, _ in recipe.configure_checkpoint_intervals(num_params, batch)]
+    rank = ladder.model_configurator.rank_microbatch_size
+    checkpointer = {
+        **ladder.trainer.checkpointer.model_dump(mode="json", include=ladder.trainer.checkpointer.changed_fields),
+        "base_path": str(folder / "checkpoints"),
+        "append_run_id_to_base_path": False,
+        # Rounding may put two checkpoints of a short run on one step.
+        "keep": [{"every": step, "until": step} for step in dict.fromkeys(steps)],
+    }
+    trainer = {
+        **ladder.trainer.model_dump(mode="json", include=ladder.trainer.changed_fields),
+        "id": folder.name,
+        "log_dir": str(folder.parent),
+        "seed": ladder.seed if seed is None else seed,
+        "num_train_steps": steps[-1],
+        "train_batch_size": batch // ladder.sequence_length,
+        "elastic_shards": shards,
+        "max_devices": devices,
+        "per_device_parallelism": -1 if rank is None else rank // ladder.sequence_length,
+        "steps_per_eval": list(dict.fromkeys(steps)),
+        "checkpointer": checkpointer,
+        "tracker": [_tracker(ladder, tracker).model_dump(mode="json") for tracker in ladder.trainer.trackers],
+    }
+    return RunConfig.model_validate(
+        {
+            "model": model_config(ladder, size_spec).model_dump(mode="json"),
+            "data": ladder.data_config().model_dump(mode="json"),
+            "trainer": trainer,
+            "optimizer": recipe.configure_optimizer(num_params, batch).model_dump(mode="json"),
+        }
+    )
+
+
+def _tracker(ladder: LadderConfig, tracker: Any) -> Any:
+    """Puts all runs of a ladder into one project and group, unless the user named others."""
+    if not isinstance(tracker, WandbConfig):
+        return tracker
+    given = tracker.changed_fields
+    project = {} if "project" in given else {"project": ladder.project or ladder.name}
+    return tracker.model_copy(update={**project, **({} if "group" in given else {"group": ladder.name})})
