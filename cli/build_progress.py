@@ -1,4 +1,4 @@
-"""How far the tokenising of text is, on the terminal."""
+"""Progress of a tokenisation on the terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
-    """Shows how far a build is, if there is one: on a terminal a bar with rate and time left, else a line at times."""
+    """Shows the progress of a build, if there is one: a bar with rate and time left, or lines without a terminal."""
     import time
 
     from rich.console import Console
@@ -22,6 +22,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False))
     last = {"name": "", "time": 0.0}
 
+    # A line for each cache, and another one every half minute: a log file is read by eye.
     def line(at: "BuildProgress") -> None:
         if at.name != last["name"] or time.monotonic() - last["time"] > 30:
             last.update(name=at.name, time=time.monotonic())
@@ -34,6 +35,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     task = bar.add_task("", total=1.0)
 
     def draw(at: "BuildProgress") -> None:
+        # Only now, so that nothing is drawn where all is tokenised already.
         bar.start()
         bar.update(task, completed=at.share, description=str(at))
 

@@ -1,4 +1,4 @@
-"""What commands that take a configuration share: `CONFIG [KEY=VALUE]...`."""
+"""Arguments and helpers that several commands share: `CONFIG [KEY=VALUE]...`, `RUN`, `MODEL`, `--json`."""
 
 import sys
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ def _complete_key(incomplete: str) -> Iterator[str]:
             yield shown
 
 
+# Each is one Annotated type, so that an argument reads alike wherever it is taken.
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
 LadderArgument = Annotated[Path, typer.Argument(metavar="LADDER", help="The YAML file.", show_default=False)]
 OverridesArgument = Annotated[
@@ -40,6 +41,17 @@ OverridesArgument = Annotated[
         show_default=False,
     ),
 ]
+
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)]
+_MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
+ExportedArgument = Annotated[str, typer.Argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
+CheckpointOption = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="Which checkpoint of a run.", show_default="newest")
+]
+CharsOption = Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 
 def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "Loaded[RunConfig]":
@@ -61,6 +73,7 @@ def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -
 
 
 def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
+    # Unknown options are passed through as overrides, so that one may stand in the place of the file.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
 
@@ -74,7 +87,7 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
 
 
 def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """The validated configuration alone; see `load_run`."""
+    """Loads a run's configuration as `load_run`, without the origins of its values."""
     return load_run(ctx, config, overrides).config
 
 
@@ -85,14 +98,15 @@ def check_is_run(run: str) -> None:
 
 
 def load_resolved_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":
-    """As `load_run_config`, with the model section that training takes from a Hugging Face checkpoint."""
+    """Loads a run's configuration, with the model section that training takes from a Hugging Face checkpoint."""
     return resolve(load_run_config(ctx, config, overrides), config)
 
 
 def resolve(run: "RunConfig", config: Path) -> "RunConfig":
-    """The configuration of a file with the model section that training takes from a Hugging Face checkpoint."""
+    """Returns the configuration with the model section that training takes from a Hugging Face checkpoint."""
     if not run.use_hf_model_config:
         return run
+    # Imports JAX, so only where it is needed.
     from lm_trainer.run.pretrained import resolve_model
 
     return resolve_model(run, config.stem)
@@ -102,9 +116,11 @@ def report(error: UserError) -> int:
     """Prints an error for the user on stderr and returns the exit code."""
     from lm_trainer.core.errors import EXIT_PREEMPTED, ConfigError
 
+    # The output so far comes before the error, also where both go to one file.
     sys.stdout.flush()
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for line in lines:
+        # Everything is saved: no error to the person who asked for the stop.
         if error.exit_code != EXIT_PREEMPTED:
             typer.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
         typer.echo(line, err=True)

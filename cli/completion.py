@@ -1,4 +1,4 @@
-"""Keys of the configuration for completion in the shell, cached: to import the configuration imports JAX."""
+"""Keys of the configuration for completion in the shell, cached, because finding them imports JAX."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def config_keys() -> list[str]:
-    """Every dotted key that may be set; [] when it cannot be found out."""
+    """Lists every dotted key that may be set; [] if they cannot be found."""
     import lm_trainer
 
     package = Path(lm_trainer.__file__).parent
@@ -23,6 +23,7 @@ def config_keys() -> list[str]:
         return []
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
+        # By a rename, and under a name of its own: two shells may complete at once.
         new = cache.with_suffix(f".{os.getpid()}.tmp")
         new.write_text(json.dumps({"package": str(package), "newest": newest, "keys": keys}), encoding="utf-8")
         new.replace(cache)

@@ -1,4 +1,4 @@
-"""`lmt config`: show, check, compare, describe and draw configurations."""
+"""`lmt config`: shows, checks, compares, describes and draws configurations."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -47,6 +47,7 @@ def show(
 
     def where(key: "KeyPath") -> str:
         found = loaded.origin(key)
+        # A key that was written keeps its own origin, even if the checkpoint says the same.
         taken = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
         return "config.json" if taken and found == "default" else found
 
@@ -128,6 +129,7 @@ def diff(
     from lm_trainer.config.diff import differences, differences_from_defaults
 
     settings = list(overrides or [])
+    # B is optional, so that a setting may stand in its place.
     if b is not None and (b.startswith("--") or "=" in b):
         b, settings = None, [b, *settings]
     if b is None:

@@ -1,4 +1,4 @@
-"""`lmt data`: build caches ahead of training, and look into them."""
+"""`lmt data`: builds caches ahead of training, and looks into them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ import typer
 
 from cli import data_at
 from cli.build_progress import build_progress
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
+from cli.common import OVERRIDES, CharsOption, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def build(
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import Interruption
 
+    # Tokenising allocates and frees batches of text all the time.
     keep_freed_memory()
+    # With --ray alone, a cluster of this machine's cores is started.
     cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
     kept = "what was tokenised is kept, and the same command goes on"
     with Interruption(kept) as signals, build_progress() as show:
@@ -52,6 +54,7 @@ def build(
         callbacks = BuildCallbacks(show, stopped=signals.came)
         try:
             ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
+        # The build has noticed the signal itself, where Python has lost its exception.
         except Stopped:
             raise signals.error() from None
     for name, ledger in ledgers:
@@ -115,7 +118,7 @@ def inspect(
     cache: Annotated[str, _CACHE] = "train",
     first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Number of the first document.")] = 0,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many documents.")] = 3,
-    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 300,
+    chars: CharsOption = 300,
 ) -> None:
     """Print documents as the cache holds them: where they came from, their tokens, and their text.
 
@@ -175,6 +178,7 @@ def train_tokenizer(
     if not isinstance(wanted, TrainedBpe):
         kind = wanted.model_dump()["type"]
         raise UserError(f"data.tokenizer is {kind}, which is not trained; set data.tokenizer.type=trained_bpe")
+    # Before the training, which may take minutes.
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserError(f"{output} exists; choose another directory with --output")
     caches = find_caches(run.data)[1]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.build_progress import build_progress
-from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
+from cli.common import CharsOption, ConfigArgument, OverridesArgument, load_resolved_config
 
 if TYPE_CHECKING:
     from lm_trainer.data.provenance import RowDocuments
@@ -20,7 +20,7 @@ def at(
         int | None,
         typer.Option("--row", metavar="R", min=0, help="One row of its batch, counted from 0.", show_default="all"),
     ] = None,
-    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 200,
+    chars: CharsOption = 200,
 ) -> None:
     """Print the documents that a step trains on: where each comes from, from which token on, and its text.
 
@@ -34,6 +34,7 @@ def at(
     from lm_trainer.data import open_data
     from lm_trainer.data.provenance import documents_of_step
 
+    # Opening tokenises the text that has no cache yet.
     with build_progress() as show:
         data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
     if step > run.trainer.num_train_steps:
@@ -43,12 +44,12 @@ def at(
 
 
 def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
-    """Where a row of a batch comes from, and its passages.
+    """Describes the origin of a row of a batch, and its passages.
 
     Args:
         traced: the row.
-        named: whether to name its set.
-        chars: how much to show of each passage; 0: all.
+        named: name the set that it comes from.
+        chars: characters to show of each passage; 0: all.
     """
     from lm_trainer.generate.text import for_terminal
 
@@ -58,6 +59,7 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
     for passage in traced.passages:
         lines.append(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
         cut = chars and len(passage.text) > chars
+        # Text of the data may hold commands that terminals obey.
         text = for_terminal(passage.text[:chars] + " ..." if cut else passage.text)
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)

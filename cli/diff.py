@@ -4,10 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.common import JsonOption
+
 if TYPE_CHECKING:
     from lm_trainer.reproduce.compare import Comparison
 
 _NAMED = 4
+"""Parameters that are named; the rest is counted."""
 # The key of the JSON output is older than the name of the field, and scripts read it.
 _JSON_NAMES = {"divergence": "parting"}
 
@@ -15,7 +18,7 @@ _JSON_NAMES = {"divergence": "parting"}
 def diff(
     run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="A run id or a run directory.", show_default=False)],
     run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="Another one.", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the first step where two runs part, and why.
 

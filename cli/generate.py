@@ -5,16 +5,11 @@ from typing import Annotated
 
 import typer
 
+from cli.common import CheckpointOption, ModelArgument
+
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run id, a run or checkpoint directory, or a Hugging Face directory.",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     prompt: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="What to continue; may be repeated.", show_default="the start of a document"),
@@ -30,9 +25,7 @@ def generate(
     ] = 1.0,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which checkpoint of a run.", show_default="newest")
-    ] = None,
+    step: CheckpointOption = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.
@@ -54,6 +47,7 @@ def generate(
     from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts
     from lm_trainer.run.open_model import open_model
 
+    # Both are checked before the model is read.
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = read_prompts(prompt or [], prompt_file or [])
     samples = continue_texts(open_model(model, step=step), prompts, sampling, num_samples=num_samples)

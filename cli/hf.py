@@ -6,29 +6,22 @@ from typing import Annotated
 
 import typer
 
+from cli.common import CheckpointOption, ExportedArgument
+
 
 class ExportDtype(StrEnum):
-    """Values of `--dtype`."""
+    """The values of `--dtype`."""
 
     F32 = "f32"
     BF16 = "bf16"
 
 
 def export_hf(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run id, a run or checkpoint directory, or a Hugging Face directory.",
-            show_default=False,
-        ),
-    ],
+    run: ExportedArgument,
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="The directory to write; must be new or empty.", show_default=False)
     ],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which checkpoint of the run.", show_default="newest")
-    ] = None,
+    step: CheckpointOption = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Larger models are written as several files with an index.")
@@ -70,6 +63,7 @@ def export_hf(
     options = ExportOptions(
         dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
     )
+    # Before the weights are read, which takes a while for a large model.
     check_export(out, options)
     result = export_model(open_for_export(run, step=step, merge=merge), out, options, public=public)
     typer.echo(f"exported to {out}")

@@ -1,6 +1,8 @@
-"""`lmt launch`: several processes as one run, on this machine, under SLURM, on a Ray cluster."""
+"""`lmt launch`: starts several processes as one run, on this machine, under SLURM or on a Ray cluster."""
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,23 +15,43 @@ app = typer.Typer(
     help="Start the processes of a run: on this machine, or with a scheduler that is there already.",
 )
 
-Processes = Annotated[
-    int, typer.Option("--processes", "-n", metavar="N", min=1, help="How many processes.", show_default=False)
-]
+_unset = partial(typer.Option, show_default=False)
+"""An option without a default that could be shown."""
+
+Processes = Annotated[int, _unset("--processes", "-n", metavar="N", min=1, help="How many processes.")]
 Devices = Annotated[
     int | None,
-    typer.Option(
-        "--devices-per-process",
-        metavar="D",
-        min=1,
-        help="Emulate D CPU devices in each process, to try things out.",
-        show_default=False,
+    _unset(
+        "--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, to try things out."
     ),
 ]
 
 
+# The options of `slurm`, in the order in which its help lists them.
+Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")]
+GpusPerNode = Annotated[int | None, _unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
+CpusPerProcess = Annotated[int | None, _unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process.")]
+TimeLimit = Annotated[str | None, _unset("--time", metavar="LIMIT", help="Time limit, as 24:00:00.")]
+Partition = Annotated[str | None, _unset("--partition", metavar="NAME", help="Partition.")]
+Account = Annotated[str | None, _unset("--account", metavar="NAME", help="Account.")]
+Notice = Annotated[
+    int, typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop so long before the time limit.")
+]
+Requeue = Annotated[
+    bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when it was stopped, to go on.")
+]
+SbatchOptions = Annotated[
+    list[str] | None,
+    typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
+]
+ScriptFile = Annotated[
+    Path | None, _unset("--output", metavar="FILE", help="Write the script here, not to the screen.")
+]
+Submit = Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")]
+
+
 def _training(config: Path, overrides: list[str] | None) -> list[str]:
-    """What Python is called with for one process."""
+    """The arguments of Python for one process."""
     return ["-m", "cli", "train", str(config.absolute()), *(overrides or [])]
 
 
@@ -52,6 +74,7 @@ def local(
 
         lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
     """
+    # Mistakes are found here once, instead of in each process.
     load_run_config(ctx, config, overrides)
     from lm_trainer.launch.local import launch_local
 
@@ -65,39 +88,17 @@ def slurm(
     config: ConfigArgument,
     processes: Processes,
     overrides: OverridesArgument = None,
-    nodes: Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")] = 1,
-    gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.", show_default=False)
-    ] = None,
-    cpus_per_process: Annotated[
-        int | None,
-        typer.Option("--cpus-per-process", metavar="C", min=1, help="Cores of each process.", show_default=False),
-    ] = None,
-    time: Annotated[
-        str | None, typer.Option("--time", metavar="LIMIT", help="Time limit, as 24:00:00.", show_default=False)
-    ] = None,
-    partition: Annotated[
-        str | None, typer.Option("--partition", metavar="NAME", help="Partition.", show_default=False)
-    ] = None,
-    account: Annotated[
-        str | None, typer.Option("--account", metavar="NAME", help="Account.", show_default=False)
-    ] = None,
-    notice: Annotated[
-        int,
-        typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop so long before the time limit."),
-    ] = 120,
-    requeue: Annotated[
-        bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when it was stopped, to go on.")
-    ] = True,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="Write the script here, not to the screen.", show_default=False),
-    ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")] = False,
+    nodes: Nodes = 1,
+    gpus_per_node: GpusPerNode = None,
+    cpus_per_process: CpusPerProcess = None,
+    time: TimeLimit = None,
+    partition: Partition = None,
+    account: Account = None,
+    notice: Notice = 120,
+    requeue: Requeue = True,
+    sbatch: SbatchOptions = None,
+    output: ScriptFile = None,
+    submit: Submit = False,
 ) -> None:
     """Write the batch script of a run, or submit it.
 
@@ -110,9 +111,9 @@ def slurm(
 
         lmt launch slurm my.yaml -n 16 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
     """
+    # Mistakes are found here, and not after hours in a queue.
     load_run_config(ctx, config, overrides)
     from lm_trainer.launch.slurm import SlurmJob, batch_script
-    from lm_trainer.launch.slurm import submit as hand_in
 
     job = SlurmJob(
         name=config.stem,
@@ -127,9 +128,13 @@ def slurm(
         requeue=requeue,
         extra=tuple(sbatch or ()),
     )
-    import sys
+    _emit(batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd()), output, submit=submit)
 
-    script = batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
+
+def _emit(script: str, output: Path | None, *, submit: bool) -> None:
+    """Writes a batch script to a file, submits it, or both; prints it if neither is wanted."""
+    from lm_trainer.launch.slurm import submit as hand_in
+
     if output is not None:
         output.write_text(script)
         typer.echo(f"wrote {output}", err=True)
@@ -147,11 +152,10 @@ def ray(
     overrides: OverridesArgument = None,
     address: Annotated[
         str | None,
-        typer.Option(
+        _unset(
             "--address",
             metavar="ADDRESS",
             help="The cluster; else trainer.ray.address, RAY_ADDRESS, or the one of this machine.",
-            show_default=False,
         ),
     ] = None,
     cpus_per_process: Annotated[
@@ -180,6 +184,7 @@ def ray(
 
     job = RayJob(
         processes=processes,
+        # The nearest to the user decides; `auto` finds a cluster that this machine is part of.
         address=address or run.trainer.ray.address or os.environ.get("RAY_ADDRESS") or "auto",
         cpus_per_process=cpus_per_process,
         gpus_per_process=gpus_per_process,

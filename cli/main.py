@@ -1,4 +1,4 @@
-"""`lmt`: assembles the commands, and turns errors into messages and exit codes."""
+"""`lmt`: the commands together, with their errors turned into messages and exit codes."""
 
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ class _Commands(TyperGroup):
         except UserError as error:
             raise typer.Exit(report(error)) from None
         except OSError as error:
+            # A full disk is no bug, wherever it was met; any other error of the system is a crash with its traceback.
             if told := disk_error(error):
                 raise typer.Exit(report(told)) from None
             raise
@@ -42,9 +43,11 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Train language models in JAX from one YAML file.",
     epilog=_EXIT_CODES,
+    # A traceback is for a bug report: plain text, and no local variables, which may hold secrets.
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
 )
+# In the order of a user's way: train, look at configurations and plans, prove, export, write text, measure.
 app.command(context_settings=OVERRIDES)(train.train)
 app.add_typer(config.app, name="config")
 app.command(context_settings=OVERRIDES)(plan.plan)

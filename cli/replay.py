@@ -1,4 +1,4 @@
-"""`lmt replay`: one step of a run again, looked at from inside."""
+"""`lmt replay`: computes one step of a run again, and shows it from inside."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import OverridesArgument, check_is_run
+from cli.common import CharsOption, OverridesArgument, RunArgument, check_is_run
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.replay import Norms, Replay
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)],
+    run: RunArgument,
     step: Annotated[int, typer.Option("--step", metavar="N", help="The step, as metrics.jsonl counts: from 1.")],
     overrides: OverridesArgument = None,
     show_batch: Annotated[bool, typer.Option("--show-batch", help="Print the documents of the batch.")] = False,
-    chars: Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")] = 200,
+    chars: CharsOption = 200,
     dump_grads: Annotated[
         Path | None,
         typer.Option("--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors."),
@@ -39,7 +39,8 @@ def replay(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    prepare_process()  # before anything imports jax
+    # Before anything imports jax, whose allocator and threads it sets.
+    prepare_process()
     check_is_run(run)
     import json
     import sys
@@ -50,6 +51,7 @@ def replay(
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
+    # Progress goes to standard error, so that the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = run_replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
@@ -89,6 +91,7 @@ def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:
 
 
 def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
+    # A NaN is not equal to itself; such gradients come last, since they cannot be ordered.
     ordered = sorted(
         norms.items(), key=lambda item: -item[1].gradient if item[1].gradient == item[1].gradient else -1e99
     )

@@ -34,7 +34,8 @@ def train(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    tuned = prepare_process()  # before anything imports jax
+    # Before anything imports jax, whose allocator and threads it sets.
+    tuned = prepare_process()
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.health.power_off import shut_down_at_exit
     from lm_trainer.parallel.processes import is_lead
@@ -46,6 +47,7 @@ def train(
         for line in plan(run, name=config.stem):
             typer.echo(line)
         return
+    # Arranged before the run starts, so that it holds for a crash as well.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
     with Progress(run.trainer.num_train_steps) as progress:
         for change in tuned:

@@ -1,10 +1,10 @@
-"""`lmt verify`: compute parts of a run again, and compare bits."""
+"""`lmt verify`: computes parts of a run again, and compares bits."""
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import OverridesArgument, check_is_run
+from cli.common import JsonOption, OverridesArgument, RunArgument, check_is_run
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.verify import Segment
@@ -13,7 +13,7 @@ _COLUMNS = "{:<16}{:>8}{:>14}  {}"
 
 
 def verify(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)],
+    run: RunArgument,
     overrides: OverridesArgument = None,
     segments: Annotated[
         int, typer.Option("--segments", metavar="K", min=1, help="Compute so many segments again, drawn at random.")
@@ -26,7 +26,7 @@ def verify(
         int | None,
         typer.Option("--max-steps", metavar="N", min=1, help="Stop a segment after so many steps.", show_default="all"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Compute random segments of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
 
@@ -41,7 +41,8 @@ def verify(
     """
     from lm_trainer.core.runtime import prepare_process
 
-    prepare_process()  # before anything imports jax
+    # Before anything imports jax, whose allocator and threads it sets.
+    prepare_process()
     check_is_run(run)
     import json
     import random
@@ -54,6 +55,7 @@ def verify(
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
+    # Drawn here and printed, so that the same segments can be verified again.
     seed = random.randrange(10**6) if seed is None else seed
     found = find_segments(record, max_steps)
     chosen = choose_segments(found, segments, seed)
