@@ -93,13 +93,13 @@ def summary(seconds: list[float], tokens: int) -> dict[str, float]:
 
 
 def orders_of(stream: TokenStream, lengths: np.ndarray, seq_len: int) -> dict[str, TrainOrder]:
-    windows = Chunks(stream, seq_len, EOS)
+    chunks = Chunks(stream, seq_len, EOS)
 
     def single(shuffle: ShuffleConfig) -> TrainOrder:
-        return TrainOrder([TrainSet("train", windows, windows.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
+        return TrainOrder([TrainSet("train", chunks, chunks.num_rows, shuffle, 0)], Mixture([(0, (1,))]))
 
     packed = PackedRows(stream, best_fit(lengths, seq_len), seq_len, EOS)
-    sets = [TrainSet(name, windows, windows.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
+    sets = [TrainSet(name, chunks, chunks.num_rows, FullShuffle(), seed) for seed, name in enumerate("abc")]
     return {
         "no shuffle": single(NoShuffle()),
         "full shuffle": single(FullShuffle()),

@@ -111,11 +111,11 @@ def test_each_value_of_a_small_permutation_is_as_likely_anywhere() -> None:
 
 
 @pytest.mark.parametrize("shuffle", [FullShuffle(), NoShuffle(), ERAS], ids=lambda shuffle: shuffle.type)
-@pytest.mark.parametrize("windows", [1, 3, 4, 29, 100])
-def test_every_epoch_holds_each_window_once(shuffle: ShuffleConfig, windows: int) -> None:
-    order = shuffle.locate(np.arange(3 * windows), windows, seed=5)
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 29, 100])
+def test_every_epoch_holds_each_row_once(shuffle: ShuffleConfig, num_rows: int) -> None:
+    order = shuffle.locate(np.arange(3 * num_rows), num_rows, seed=5)
     for epoch in np.split(order, 3):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(windows))
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(num_rows))
 
 
 @pytest.mark.parametrize("shuffle", [FullShuffle(), ERAS], ids=lambda shuffle: shuffle.type)

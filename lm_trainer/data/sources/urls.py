@@ -106,26 +106,28 @@ def _find(url: str, key: str) -> list[File]:
                 raise UserError(f"{key}: no file matches {url}")
             return [file_at(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
         return [file_at(filesystem, path, url)]
-    except FileNotFoundError as error:
+    except UserError:
+        raise
+    # OSError, and the errors that the package of a file system has of its own.
+    except Exception as error:
+        raise UserError(f"{key}: {_explain(error, filesystem, path, url)}") from None
+
+
+def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
+    """Says why the files of a URL cannot be listed."""
+    if isinstance(error, FileNotFoundError):
         cause = error.__cause__
         # A web server that does not answer, or forbids, looks the same but for the cause.
         if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
-            raise UserError(f"{key}: cannot read {url}: {cause}") from None
-        raise UserError(f"{key}: there is no file {url}{_did_you_mean(filesystem, path)}") from None
-    except IsADirectoryError:
-        inside = f"{url.rstrip('/')}/*.jsonl"
-        raise UserError(f"{key}: {url} is a directory; write which files in it, such as {inside}") from None
-    except UserError:
-        raise
-    except Exception as error:
-        # OSError, and the errors that the package of a file system has of its own.
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        if url.startswith("hf://"):
-            raise UserError(
-                f"{key}: the Hugging Face hub gave no {url}: {type(error).__name__}: {reason}. "
-                "Without network name local files"
-            ) from None
-        raise UserError(f"{key}: cannot read {url}: {reason}") from None
+            return f"cannot read {url}: {cause}"
+        return f"there is no file {url}{_did_you_mean(filesystem, path)}"
+    if isinstance(error, IsADirectoryError):
+        return f"{url} is a directory; write which files in it, such as {url.rstrip('/')}/*.jsonl"
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if url.startswith("hf://"):
+        problem = f"the Hugging Face hub gave no {url}: {type(error).__name__}: {reason}"
+        return f"{problem}. Without network name local files"
+    return f"cannot read {url}: {reason}"
 
 
 def _did_you_mean(filesystem: Any, path: str) -> str:

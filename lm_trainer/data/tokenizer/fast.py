@@ -66,25 +66,30 @@ def choose_backend(
     name = (built_with or "fastokens") if wanted == "auto" else wanted
     if name != "fastokens":
         return tokenizer
+    optional = wanted == "auto" and built_with is None
     if importlib.util.find_spec("fastokens") is None:
-        if wanted == "auto" and built_with is None:
+        if optional:
             return tokenizer
         why = "data.tokenizer_backend asks for it" if wanted != "auto" else "the cache was built with it"
         raise UserError(f"the package fastokens is not installed, but {why}; run: pip install fastokens")
-    problem = None
-    try:
-        fast = tokenizer.with_backend(FastTokenizer)
-        problem = find_different_ids(tokenizer, fast, sources)
-    except UserError:  # of a source
-        raise
-    except Exception as error:  # what the package cannot run, it says in errors of its own
-        fast, problem = tokenizer, f"it cannot run this tokenizer ({error})"
+    fast, problem = _try_fast(tokenizer, sources)
     if problem is None:
         return fast
-    if wanted == "auto" and built_with is None:
+    if optional:
         logger.warning("tokenising with tokenizers, not with the faster fastokens: %s", problem)
         return tokenizer
     raise UserError(f"fastokens cannot be used: {problem}; set data.tokenizer_backend: tokenizers")
+
+
+def _try_fast(tokenizer: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> tuple[HfTokenizer, str | None]:
+    """Returns the tokenizer run by fastokens, and the reason why it cannot be used, if there is one."""
+    try:
+        fast = tokenizer.with_backend(FastTokenizer)
+        return fast, find_different_ids(tokenizer, fast, sources)
+    except UserError:  # of a source
+        raise
+    except Exception as error:  # the package has errors of its own for tokenizers that it cannot run
+        return tokenizer, f"it cannot run this tokenizer ({error})"
 
 
 def find_different_ids(one: HfTokenizer, other: HfTokenizer, sources: Sequence[Sequence[Shard]]) -> str | None:
