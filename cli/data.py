@@ -39,7 +39,6 @@ def build(
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.core.runtime import keep_freed_memory
-    from lm_trainer.data import RayConfig
     from lm_trainer.data.tokenize.plan import plan_caches
     from lm_trainer.data.tokenize.progress import BuildCallbacks, Stopped
     from lm_trainer.health.signals import Interruption
@@ -47,15 +46,15 @@ def build(
     # Tokenising allocates and frees batches of text all the time.
     keep_freed_memory()
     # With --ray alone, a cluster of this machine's cores is started.
-    cluster = (getattr(run.trainer, "ray", None) or RayConfig()) if ray else None
+    cluster = run.trainer.ray if ray else None
     kept = "what was tokenised is kept, and the same command goes on"
     with Interruption(kept) as signals, build_progress() as show:
         plan = plan_caches(run.data, show, cluster)
         callbacks = BuildCallbacks(show, stopped=signals.came)
         try:
             ledgers = [(cache.name, cache.run(callbacks)) for cache in plan.builds.values()]
-        # The build has noticed the signal itself, where Python has lost its exception.
         except Stopped:
+            # The build has noticed the signal itself: Python had lost its exception.
             raise signals.error() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""

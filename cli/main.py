@@ -47,7 +47,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     pretty_exceptions_show_locals=False,
 )
-# In the order of a user's way: train, look at configurations and plans, prove, export, write text, measure.
+# In the order of a user's way: train, look at configurations and plans, verify, export, write text, measure.
 app.command(context_settings=OVERRIDES)(train.train)
 app.add_typer(config.app, name="config")
 app.command(context_settings=OVERRIDES)(plan.plan)

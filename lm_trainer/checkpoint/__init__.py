@@ -1,1 +1,1 @@
-"""Checkpoints: when they are written, and how they are proved intact."""
+"""Checkpoints: the policy that writes and keeps them, their store, and the checksums that verify them."""

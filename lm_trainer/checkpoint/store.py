@@ -135,7 +135,7 @@ class CheckpointStore:
     def restore(
         self, like: Mapping[str, jax.ShapeDtypeStruct], step: int | None = None, *, partial: bool = False
     ) -> Restored | None:
-        """Reads the newest checkpoint that proves intact; None when there is none at all.
+        """Reads the newest checkpoint that is intact; None when there is none at all.
 
         One that cannot be trusted is named and moved aside, and the one before it is used. If none can be used, all
         stay where they are.

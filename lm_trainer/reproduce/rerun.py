@@ -21,8 +21,8 @@ from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.run.checkpoints import saved_arrays
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.environment import threads_again
-from lm_trainer.run.fingerprint import fingerprint, link
+from lm_trainer.run.environment import pinned_cpu_threads
+from lm_trainer.run.fingerprint import extend_chain, fingerprint
 from lm_trainer.run.hooks import scalar
 from lm_trainer.run.metrics import step_metrics
 from lm_trainer.run.train import PreparedRun, prepare
@@ -73,7 +73,7 @@ class Rerun:
         self.batch = None
         values = {name: scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
-            self._chain = link(self._chain, self.state.step, values["loss"], values["grad_norm"])
+            self._chain = extend_chain(self._chain, self.state.step, values["loss"], values["grad_norm"])
         return step_metrics(values, program.schedule(at))
 
     def hashes(self) -> dict[str, str]:
@@ -118,7 +118,9 @@ def configure_again(record: RunRecord, trainer: TrainerConfig, step: int) -> Non
     """Configures JAX to compute what the attempt at `step` did; call it before anything starts its backends, which
     reading a checkpoint does.
     """
-    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, threads_again(trainer, record.attempt(step)))
+    configure_jax(
+        trainer.jax_config, trainer.jax_compilation_cache_dir, pinned_cpu_threads(trainer, record.attempt(step))
+    )
 
 
 def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:

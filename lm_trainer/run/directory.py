@@ -20,7 +20,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
-from lm_trainer.run.environment import changes_since, environment, notes_on_start, threads_again
+from lm_trainer.run.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class RunDirectory:
         """
         # XLA on a CPU cuts sums by its number of threads: a resume with as many gives the same bits.
         attempts = [] if trainer.determinism == "fast" else self._attempts()
-        return threads_again(trainer, attempts[-1] if attempts else {})
+        return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
 
     def _attempts(self) -> list[dict[str, Any]]:
         file = self.path / "env.json"

@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def threads_again(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
+def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> int | None:
     """With how many threads to compute on a CPU what `attempt`, an entry of env.json, computed: as the configuration
     says, or as many as it had; None where neither says so.
     """

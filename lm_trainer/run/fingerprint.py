@@ -13,7 +13,7 @@ from collections.abc import Mapping
 _DIGITS = 16
 
 
-def link(chain: str, step: int, loss: float, grad_norm: float) -> str:
+def extend_chain(chain: str, step: int, loss: float, grad_norm: float) -> str:
     """The chain over all steps so far, from the chain before this step ("" at the start) and what it computed.
 
     Args:
@@ -31,7 +31,7 @@ def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
     """Of the losses and gradient norms of all steps so far, and of the parameters after the last of them.
 
     Args:
-        chain: as `link` made it of every step.
+        chain: as `extend_chain` made it of every step.
         hashes: of each parameter by name, as `lm_trainer.checkpoint.digest.hashes` makes them.
     """
     lines = [chain, *(f"{name} {hashes[name]}" for name in sorted(hashes))]

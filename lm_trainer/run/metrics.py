@@ -14,7 +14,7 @@ from lm_trainer.checkpoint.digest import hashes
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.bad_batches import BadBatchDump
-from lm_trainer.run.fingerprint import fingerprint, link
+from lm_trainer.run.fingerprint import extend_chain, fingerprint
 from lm_trainer.run.hooks import StepInfo, scalar
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.norms import Watcher
@@ -94,7 +94,7 @@ class MetricLogger:
         speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
         self.train_loss = values["loss"]
         # Before anything can fail: the chain covers every step that was applied.
-        self.chain = link(self.chain, pending.step, values["loss"], values["grad_norm"])
+        self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
         metrics = {
             **step_metrics(values, pending.learning_rate),
             "throughput/total_tokens": pending.total_tokens,

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.checkpoint.digest import digests, hashes
-from lm_trainer.run.fingerprint import fingerprint, link
+from lm_trainer.run.fingerprint import extend_chain, fingerprint
 
 
 def mixed(x: int) -> int:
@@ -63,7 +63,7 @@ def test_the_chain_knows_every_step_and_the_fingerprint_every_parameter() -> Non
     def chained(steps: list[tuple[int, float, float]]) -> str:
         chain = ""
         for step in steps:
-            chain = link(chain, *step)
+            chain = extend_chain(chain, *step)
         return chain
 
     reference = chained(steps)
