@@ -51,6 +51,7 @@ class SupervisedFormat(FormatConfig):
             if not isinstance(record[field], str):
                 raise UnusableRow(f"the field {field!r} is {kind_of(record[field])}, not a string")
         prompt, answer = (replace_surrogates(record[field]) for field in self.fields())
+        # An empty row is passed over like an empty text, but a prompt that nobody answers is a mistake.
         if not answer:
             if not prompt:
                 return PreparedRow(None, 0)

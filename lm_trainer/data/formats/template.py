@@ -94,6 +94,7 @@ class ChatTemplate:
             return value
         if any(mark in value for mark in (_OPEN, _CLOSE, _QUOTE)):
             raise UnusableRow("a message holds a noncharacter of Unicode (U+FDD0 to U+FDD2)")
+        # Longer names first, as they are sorted: one name may be a part of another.
         for index, name in enumerate(self._special):
             value = value.replace(name, f"{_QUOTE}{chr(_FIRST + index)}")
         return value
@@ -152,6 +153,7 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # Jinja's own filter escapes letters for HTML, which would then be tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def written(value: Any) -> Any:
@@ -160,6 +162,7 @@ def _environment() -> Any:
             raise jinja2.TemplateError("it would write out a null as the word None")
         return value
 
+    # Blanks are trimmed as transformers does it, for which templates are written.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, finalize=written, extensions=[Generation, jinja2.ext.loopcontrols]
     )

@@ -158,6 +158,7 @@ class PackedRows:
         return self.plan.num_rows
 
     def read(self, rows_B: np.ndarray) -> Batch:
+        """Reads some rows. All arrays are flat, [B * S], until the end: pieces are runs of them, whatever their row."""
         plan, seq_len, size = self.plan, self.seq_len, len(rows_B) * self.seq_len
         # The pieces of all rows of the batch, row by row: their numbers in the plan, and in their row from 0.
         firsts_B = plan.firsts_R[rows_B]

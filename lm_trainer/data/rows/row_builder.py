@@ -100,7 +100,8 @@ class RowBuilder:
         return EvalSet(title, cache.stream, self.seq_len, self.tokenizer.eos_id, documents, text_bytes)
 
     def _tail(self, title: str, train: OpenCache, held_out: int) -> EvalSet:
-        """The last rows of a training text. The ledger counts whole parts alone, so bytes and documents are counted."""
+        """Returns the last rows of a training text."""
+        # The ledger counts whole parts alone, so the documents and bytes of these rows are counted from their tokens.
         eos_id = self.tokenizer.eos_id
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out)
         tokens = train.stream.tail(first * self.seq_len)

@@ -95,7 +95,7 @@ class Build:
         return ledger
 
     def manifest(self) -> dict[str, Any]:
-        """Everything that decides the bytes of the cache."""
+        """Returns everything that decides the bytes of the cache."""
         return make_manifest(self.shards, self.tokenizer, self.options.part_bytes, self.format)
 
     def _build(self, lock: BuilderLock, reporter: _Reporter, background_builds: int) -> Ledger:

@@ -49,5 +49,5 @@ class FinishedCache:
         return ledger
 
     def manifest(self) -> dict[str, Any]:
-        """Everything that decided the bytes of the cache."""
+        """Returns everything that decided the bytes of the cache."""
         return self.store.read_json(MANIFEST) or {}

@@ -93,7 +93,7 @@ class ProgressMeter:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     def _share_of_stored(self, ledger: Ledger) -> float:
-        """The share of stored bytes whose shards are read to their end, for text of unknown size."""
+        """Returns the share of stored bytes whose shards are read to their end, for text of unknown size."""
         stored = sum(shard.size for shard in self._shards)
         read = sum(shard.size for shard in self._shards[: ledger.next[0]])
         return read / stored if stored else 0.0

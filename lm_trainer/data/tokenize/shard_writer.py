@@ -62,6 +62,8 @@ def write_shard(
 
 
 class _ShardWriter:
+    """Writes a shard from its first part that is not committed."""
+
     def __init__(self, job: ShardJob, on_rows: Callable[[int], None] | None, stopped: Callable[[], bool]):
         self.job, self.on_rows, self.stopped = job, on_rows, stopped
         self.eos, self.bos, self.dtype = (
