@@ -201,14 +201,14 @@ def test_an_accelerator_is_required_in_a_dry_run_too() -> None:
 
 
 def test_as_many_tokens_are_sampled_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(train, "generate", lambda *_, **options: asked.update(options) or [[104, 105]])
+    asked: list[Any] = []
+    monkeypatch.setattr(train, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
     program: Any = SimpleNamespace(model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
     state: Any = None
     assert train.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
-    assert (asked["max_new_tokens"], asked["seed"]) == (5, 3)
+    assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]
 
 
 def test_an_average_that_comes_to_rest() -> None:
