@@ -1,4 +1,4 @@
-"""`lmt plan`: what a run would take on devices that need not be there."""
+"""`lmt plan`: memory, time and cost of a run on devices that need not be there."""
 
 from typing import Annotated
 
@@ -51,7 +51,9 @@ def plan(
 
     group = parse_devices(devices)
     assumptions = Assumptions(mfu, price, None if memory is None else parse_bytes(memory), vocab_size)
+    # Before anything asks JAX for its devices: their number cannot change afterwards.
     places = emulate_devices(run.trainer, group.count)
+    # On stderr, since stdout may be JSON for another program.
     typer.echo("compiling ...", err=True)
     found = plan_run(run, group, places, assumptions)
     typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(lines(found)))

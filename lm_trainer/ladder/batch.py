@@ -33,6 +33,7 @@ def elastic_batch(ladder: LadderConfig, num_params: int) -> BatchShape:
     microbatch = ladder.model_configurator.rank_microbatch_size
     # A power of two: the parts of a batch are added by a binary tree, and devices share equal subtrees of it.
     shards = 1 << (ladder.trainer.elastic_shards.bit_length() - 1)
+    # More parts make a coarser unit, and a batch farther from its target: halve them until it is near enough.
     while True:
         unit = shards * (microbatch or ladder.sequence_length)
         batch = max(1, round(target / unit)) * unit

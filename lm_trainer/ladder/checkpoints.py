@@ -1,4 +1,4 @@
-"""Which checkpoints a ladder has."""
+"""Checkpoints of a ladder: those that it asks for, and those that lie on disk."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class RunCheckpointInfo:
     """A checkpoint that a ladder needs, or has."""
 
     name: str
-    """What it is, such as `period 2, 1xC pre-decay`."""
+    """The place in the recipe, such as `period 2, 1xC pre-decay`."""
     step: int
     tokens: int
-    """That the run has been trained on."""
+    """Tokens that the run has been trained on."""
     path: Path
     metrics_path: Path | None
     """The file with the metrics of its run, if there is one."""
     exists: bool
-    """Whether it is on disk."""
+    """True if it is on disk."""
 
     def display(self) -> str:
         """One line, with a mark for whether it exists."""
@@ -42,14 +42,15 @@ def find_checkpoints(
     """The checkpoints of a size, in order.
 
     Args:
-        ladder: whose.
+        ladder: to look at.
         size_spec: the size.
-        seed: which of its runs; by default the first.
-        discover_all: those that lie there and the ladder did not ask for as well.
-        alternative_dirs: directories of other copies of this ladder, in which to look for what is missing.
+        seed: of the run; by default the first.
+        discover_all: add checkpoints on disk that the ladder did not ask for.
+        alternative_dirs: directories of other copies of this ladder, searched for missing checkpoints.
     """
     batch = batch_shape(ladder, size_spec).batch_size
     asked = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
+    # Two checkpoints of a very short run may fall on one step; the later name is the one that holds after it.
     names = {tokens // batch: name for tokens, name in asked}
     run = run_name(ladder, size_spec, seed)
     folders = [Path(root) / run for root in (ladder.dir, *alternative_dirs)]
@@ -57,6 +58,7 @@ def find_checkpoints(
     extra = set().union(*there.values()) - set(names) if discover_all else set()
     found = []
     for step in sorted({*names, *extra}):
+        # A checkpoint that is nowhere belongs to the directory of the ladder itself, where a run would write it.
         folder = next((f for f in folders if step in there[f]), folders[0])
         metrics = folder / "metrics.jsonl"
         found.append(

@@ -29,9 +29,9 @@ class InstanceSource(SetConfig):
     """One set of documents of the ladder."""
 
     label: str | None = None
-    """What it is called in metrics; needed where there are several."""
+    """Name in metrics; needed for several sources."""
     weight: PositiveFloat = 1.0
-    """How much of training it makes up, beside the others."""
+    """Share of training, relative to the weights of the others."""
 
 
 class LadderConfig(Config):
@@ -42,23 +42,23 @@ class LadderConfig(Config):
     }
 
     name: str = Field(pattern=r"^[\w][\w.-]*$")
-    """What the ladder is called."""
+    """Name of the ladder."""
     dir: str
-    """Where its runs lie, one directory for each size; of this ladder alone."""
+    """Directory of its runs, with one directory for each size; of this ladder alone."""
     project: str | None = None
     """The project in trackers that have one; by default the name."""
     sizes: tuple[str, ...] = Field(min_length=1)
-    """Which sizes there are, by their names in `model_configurator`."""
+    """Sizes to run, by their names in `model_configurator`."""
     max_devices: PositiveInt = 1
     """Devices that a run may have. The batch and all numbers are the same on any number of them."""
     device_type: str = "cpu"
-    """What they are, as JAX names them (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
+    """Kind of these devices, as JAX names them (`NVIDIA H100 80GB HBM3`), for time and cost in `plan`."""
     model_configurator: AnyModelConfigurator
     run_configurator: AnyRunConfigurator
     data_loader: DataConfig = DataConfig()
-    """How documents become rows: shuffle, packing, cache and the like."""
+    """Way from documents to rows: shuffle, packing, cache and the like."""
     instance_sources: tuple[InstanceSource, ...] = ()
-    """What to train on; by default the text that Python itself carries."""
+    """Documents to train on; by default the text that Python itself carries."""
     sequence_length: PositiveInt = 8192
     """Tokens in a row."""
     tokenizer: str | AnyTokenizer | None = None
@@ -68,7 +68,7 @@ class LadderConfig(Config):
     num_seeds: PositiveInt = 1
     """Runs of each size: with `seed`, `seed` + 1 and so on."""
     trainer: TrainerConfig = TrainerConfig()
-    """The rest of every run: precision, trackers, sharding; what follows from the size cannot be set."""
+    """The rest of every run: precision, trackers, sharding; keys that follow from the size cannot be set."""
 
     @field_validator("trainer")
     @classmethod
@@ -87,6 +87,7 @@ class LadderConfig(Config):
     @field_validator("data_loader")
     @classmethod
     def _leaves_the_sources_alone(cls, value: DataConfig) -> DataConfig:
+        # A cache belongs to the way rows are made as much as to a source, and may stand in either place.
         own = (SetConfig.model_fields.keys() - {"cache_dir"}) | {"configs", "train_weights", "tokenizer"}
         if found := sorted(own & value.changed_fields):
             where = "tokenizer" if found[0] == "tokenizer" else "instance_sources"
@@ -105,16 +106,18 @@ class LadderConfig(Config):
         labels = [source.label for source in self.instance_sources]
         if len(labels) > 1 and (None in labels or len(set(labels)) < len(labels)):
             raise ValueError("instance_sources: give each of several sources a label of its own")
+        # Built for its checks alone: a mistake in the data is then found with the others of the file.
         self.data_config()
         return self
 
     @property
     def seeds(self) -> range:
-        """Of the runs of each size."""
+        """Seeds of the runs of each size."""
         return range(self.seed, self.seed + self.num_seeds)
 
     def data_config(self) -> DataConfig:
         """The `data` section of every run."""
+        # Written out and read again, so that the result knows which keys were set, and defaults stay defaults.
         data = self.data_loader.model_dump(mode="json", include=self.data_loader.changed_fields)
         tokenizer = self.tokenizer if isinstance(self.tokenizer, str | None) else self.tokenizer.model_dump(mode="json")
         return DataConfig.model_validate({**data, "tokenizer": tokenizer, **self._sources()})
@@ -123,6 +126,7 @@ class LadderConfig(Config):
         def plain(source: InstanceSource) -> dict[str, Any]:
             return source.model_dump(mode="json", include=source.changed_fields - {"label", "weight"})
 
+        # One source alone is the data section itself, without the names and weights of a mixture.
         if len(self.instance_sources) <= 1:
             return plain(self.instance_sources[0]) if self.instance_sources else {}
         return {

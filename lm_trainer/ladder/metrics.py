@@ -1,4 +1,4 @@
-"""What the runs of a ladder measured, read from their directories alone."""
+"""Metrics of a ladder at its checkpoints, read from the directories of its runs alone."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def rows_of(
 ) -> list[Row]:
     """One row for each step of a checkpoint at which something was measured, of every seed.
 
-    A row has the columns `FACTS` and the metrics of exactly that step (those that begin with `prefix`); what was not
-    measured then is absent.
+    A row has the columns `FACTS` and the metrics of exactly that step (those that begin with `prefix`); those that were
+    not measured then are absent.
 
     Raises:
         UserError: when a directory holds the run of another ladder, or a damaged file.
@@ -51,6 +51,7 @@ def rows_of(
         found = find_checkpoints(
             ladder, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs
         )
+        # Checkpoints of one run share a file, which may be long: it is read and checked once.
         measured: dict[Path, dict[int, Row]] = {}
         for checkpoint in found:
             if checkpoint.metrics_path is None:
@@ -68,7 +69,7 @@ def rows_of(
 
 
 def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
-    """A directory that holds another run would be read as this one."""
+    """Refuses a directory that holds another run, which would be read as this one."""
     try:
         identity = json.loads((folder / "run.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as error:
@@ -83,6 +84,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
 
 
 def _by_step(file: Path) -> dict[int, Row]:
+    """The numbers of a `metrics.jsonl`, by step: training, evaluation and others write a line each for one step."""
     found: dict[int, Row] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
@@ -91,7 +93,9 @@ def _by_step(file: Path) -> dict[int, Row]:
         except (ValueError, AttributeError):
             raise UserError(f"{file}:{number}: not a line of metrics") from None
         if isinstance(step, int):
+            # Texts such as samples and fingerprints are no columns of a table.
             values = {key: value for key, value in record.items() if isinstance(value, int | float)}
+            # Several lines of one step become one row.
             found.setdefault(step, {}).update(values)
     return found
 
@@ -110,7 +114,7 @@ def frame(rows: Sequence[Row]) -> pandas.DataFrame:
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """`FACTS`, then every metric that some row has, by name."""
+    """Names of the columns: `FACTS`, then every metric that some row has, by name."""
     return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
 
 

@@ -1,4 +1,4 @@
-"""What a size of the ladder is as a model, and how it is cut for devices."""
+"""Models of the sizes of a ladder, and the microbatch that a device computes of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lm_trainer.models.base import DecoderConfig
 
 
 class DeviceMeshSpec(NamedTuple):
-    """The least that a size needs."""
+    """The fewest devices that a size needs."""
 
     world_size: int
     """Devices."""
@@ -34,11 +34,11 @@ class ModelConfigurator(Config):
 
     @abstractmethod
     def known_sizes(self) -> tuple[str, ...]:
-        """Names of all sizes."""
+        """Returns the names of all sizes."""
 
     @abstractmethod
     def configure_model(self, *, size_spec: str, sequence_length: int) -> DecoderConfig:
-        """The model of a size."""
+        """Returns the model of a size."""
 
     def configure_rank_microbatch_size(self, *, size_spec: str, sequence_length: int, device_type: str) -> int:
         """Tokens that a device computes at once where the hardware decides, as `compat: olmo` has it.
@@ -53,7 +53,7 @@ class ModelConfigurator(Config):
         return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
 
     def check(self, size_spec: str) -> None:
-        """Raises UserError for a size that does not exist, with a suggestion."""
+        """Raises `UserError` for a size that does not exist, with a suggestion."""
         known = self.known_sizes()
         if size_spec not in known:
             near = difflib.get_close_matches(size_spec, known, 1)
@@ -92,6 +92,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
 
     @model_validator(mode="after")
     def _settings_exist(self) -> Olmo3ModelConfigurator:
+        # Any size will do: a wrong setting is wrong for all of them.
         try:
             self.configure_model(size_spec=TransformerSize.size_60M, sequence_length=2048)
         except ValidationError as error:
@@ -105,6 +106,7 @@ class Olmo3ModelConfigurator(ModelConfigurator):
     def configure_model(self, *, size_spec: str, sequence_length: int) -> Olmo3Config:
         self.check(size_spec)
         shape = TransformerSize(size_spec).shape
+        # As `olmo3` of OLMo-core has them: all heads have keys of their own, and every fourth layer sees everything.
         settings = {
             **shape._asdict(),
             "num_kv_heads": shape.num_heads,

@@ -1,4 +1,4 @@
-"""What a ladder would cost, before anything of it is run; no device is needed."""
+"""The plan of a ladder: work, time, cost and memory of each size, before anything is run; no device is needed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lm_trainer.step.microbatch import MicrobatchPlan
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan assumes of the machine."""
+    """Assumptions about the machine."""
 
     device: str
-    """As JAX names it."""
+    """Kind of device, as JAX names it."""
     mfu: float = MFU
-    """Of the datasheet's peak, how much training reaches."""
+    """Part of the datasheet's peak that training reaches."""
     price: float | None = None
     """Of a device for an hour, in any currency."""
 
@@ -36,13 +36,13 @@ class RungPlan:
 
     size: str
     model_params: int
-    """All of them."""
+    """All parameters."""
     embedding_params: int
-    """Of the token embedding, which `num_params` leaves out."""
+    """Parameters of the token embedding, which `num_params` leaves out."""
     body_params: int
     """Without the token embedding and the output layer."""
     num_params: int
-    """That the recipe is a function of: all but the token embedding."""
+    """All but the token embedding: the recipe is a function of this number."""
     batch_size: int
     """Tokens."""
     target_batch_size: int
@@ -51,7 +51,7 @@ class RungPlan:
     steps: int
     tokens: int
     learning_rate: float
-    """Its peak."""
+    """Peak of the schedule."""
     warmup: int
     """Steps."""
     devices: int
@@ -67,7 +67,7 @@ class RungPlan:
     """None where the device has no datasheet."""
     cost: float | None
     checkpoints: tuple[tuple[int, str], ...]
-    """(step, what it is)."""
+    """(step, place in the recipe)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -96,12 +96,12 @@ def plan_rung(
     compat: Literal["olmo"] | None = None,
     compiled: bool = False,
 ) -> RungPlan:
-    """What a run of a size would be.
+    """The plan of one size.
 
     Args:
-        ladder: whose.
+        ladder: to plan.
         size_spec: the size.
-        hardware: what to assume of the machine; by default that of the ladder.
+        hardware: assumptions about the machine; by default the device of the ladder.
         vocab_size: rows of the token embedding, where the tokenizer cannot be reached.
         compat: `olmo`: batch and devices as OLMo-core would choose them.
         compiled: compile a microbatch for a device of this machine, and take its memory from there.
@@ -118,6 +118,7 @@ def plan_rung(
     optimizer = recipe.configure_optimizer(num_params, batch)
     embedding = vocab_size * spec.hidden_dim
     total = parameter_count(spec)
+    # Batches are those of the ladder and not of a run: with `compat` no run would have them.
     work = Work(flops_per_token(spec, ladder.sequence_length).training, batch, tokens // batch, tokens)
     time = _time(ladder, hardware, work, shape.devices)
     memory = _memory(ladder, size_spec, vocab_size, shape, hardware, compiled=compiled)
@@ -125,6 +126,7 @@ def plan_rung(
         size=size_spec,
         model_params=total,
         embedding_params=embedding,
+        # A head that shares the weights of the embedding is counted once in the total.
         body_params=total - embedding * (1 if spec.head.tied else 2),
         num_params=num_params,
         batch_size=batch,
@@ -146,7 +148,7 @@ def plan_rung(
 
 
 def _time(ladder: LadderConfig, hardware: Hardware, work: Work, devices: int) -> Time | None:
-    """None for a CPU, for which no datasheet gives a figure."""
+    """The time of a size; None for a CPU, for which no datasheet gives a figure."""
     if hardware.device.lower() == "cpu":
         return None
     found = training_time(

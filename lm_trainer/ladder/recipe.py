@@ -1,4 +1,4 @@
-"""How a size is trained: batch, length, optimizer, learning rate and checkpoints as functions of its parameters."""
+"""The recipe of a ladder: batch, length, optimizer, learning rate and checkpoints as functions of the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lm_trainer.optim.schedule import Schedule
 from lm_trainer.plot import SchedulePlot, save_image, to_text
 
 _PARAMS, _BATCH, _RATE = 108e6, 2048 * 160, 0.0047
-"""Porian et al. 2024, arXiv 2406.19146, as OLMo-core has it: batch and rate of a model of so many parameters."""
+"""A reference model of Porian et al. 2024 (arXiv 2406.19146), as OLMo-core has it: its parameters, batch and rate."""
 _LARGE_BATCH = 524_288
 """Tokens from which on beta2 is 0.95 (Porian et al. 2024, table 4)."""
 _SET_HERE = (
@@ -32,7 +32,7 @@ class Period(NamedTuple):
     """One stretch of WSD-S, in steps: warm-up (in the first alone), peak, and a linear decay to 0."""
 
     multiple: float
-    """What the run has come to at its end, as a multiple of the Chinchilla-optimal number of tokens."""
+    """Length of the run at its end, as a multiple of the Chinchilla-optimal number of tokens."""
     start: int
     end: int
     decay: int
@@ -55,19 +55,19 @@ class RunConfigurator(Config):
 
     @abstractmethod
     def configure_target_batch_size(self, num_params: int) -> int:
-        """The batch to aim at; the one in use may be another, as rows and microbatches are whole."""
+        """Returns the batch to aim at; the one in use may be another, as rows and microbatches are whole."""
 
     @abstractmethod
     def configure_duration(self, num_params: int, batch_size: int) -> int:
-        """How long the run is."""
+        """Returns the length of the run."""
 
     @abstractmethod
     def configure_optimizer(self, num_params: int, batch_size: int) -> OptimizerConfig:
-        """The optimizer, its learning rate over time included."""
+        """Returns the optimizer, its learning rate over time included."""
 
     @abstractmethod
     def configure_checkpoint_intervals(self, num_params: int, batch_size: int) -> list[tuple[int, str]]:
-        """(tokens, what it is) of every checkpoint that the ladder needs, in order."""
+        """Returns (tokens, name) of every checkpoint that the ladder needs, in order."""
 
     def configure_lr_scheduler(self, num_params: int, batch_size: int) -> Schedule:
         """The learning rate as a function of the step."""
@@ -102,9 +102,9 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
 
     type: Literal["wsds_chinchilla"] = "wsds_chinchilla"
     chinchilla_multiple: float = Field(ge=0.5)
-    """How long each run is, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
+    """Length of each run, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
     decay_fraction: float = Field(default=0.1, gt=0, lt=0.5)
-    """Of each period, how much of it is the decay at its end."""
+    """Part of each period that is the decay at its end."""
     tokens_per_param: PositiveInt = 20
     """Tokens of a Chinchilla-optimal run for each parameter."""
     lr_multiplier: PositiveFloat = 1.0
@@ -134,13 +134,14 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return tuple(2.0**power for power in range(-1, int(math.log2(self.chinchilla_multiple)) + 1))
 
     def configure_target_batch_size(self, num_params: int) -> int:
+        # B = 327,680 (N / 108e6)^(2/3): Porian et al. 2024, in the form that OLMo-core has.
         return round(_BATCH * (num_params / _PARAMS) ** (2 / 3))
 
     def configure_duration(self, num_params: int, batch_size: int) -> int:
         return batch_size * self._steps(num_params, batch_size, self.chinchilla_multiple)
 
     def learning_rate(self, num_params: int) -> float:
-        """The peak of the learning rate; half of what Porian et al. give, as OLMo-core found to be better."""
+        """The peak of the learning rate: that of Porian et al., halved, as OLMo-core found to be better."""
         return _RATE * (num_params / _PARAMS) ** (-1 / 3) / 2 * self.lr_multiplier
 
     def periods(self, num_params: int, batch_size: int) -> tuple[Period, ...]:
@@ -152,12 +153,14 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         ends = [self._steps(num_params, batch_size, multiple) for multiple in self.multiples]
         found = []
         for multiple, start, end in zip(self.multiples, (0, *ends), ends, strict=False):
+            # In tokens first, as OLMo-core counts; -(-a // b) divides and rounds up.
             decay = -(-round(self.decay_fraction * (end - start) * batch_size) // batch_size)
             if end - start <= decay:
                 raise UserError(
                     f"{num_params:,} parameters with a batch of {batch_size:,} tokens have {end - start} steps in the "
                     f"period up to {multiple:g}xC, too few for a decay; raise tokens_per_param or the size"
                 )
+            # The rate is assumed to be right at 1xC, and to fall with the square root of the length.
             peak = 1 / math.sqrt(multiple) if self.stepped_schedule else 1.0
             found.append(Period(multiple, start, end, decay, peak))
         return tuple(found)
@@ -189,6 +192,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         }
         if self.stepped_schedule:
             values["cycle_peaks"] = [period.peak for period in periods]
+        # Small batches have noisier gradients, of which the second moment must average more.
         if "beta2" in type(self.optimizer).model_fields and "beta2" not in self.optimizer.changed_fields:
             values["beta2"] = 0.95 if batch_size >= _LARGE_BATCH else 0.99
         return type(self.optimizer).model_validate(values)
@@ -202,6 +206,7 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return names
 
     def _steps(self, num_params: int, batch_size: int, multiple: float) -> int:
+        # Tokens first, cut to whole ones, and then steps to the nearest: the order that OLMo-core has.
         return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
 
 

@@ -20,6 +20,7 @@ from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identi
 from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
 
+# Lists with one entry for each period, which a longer run only adds to.
 _GROWS = ("optimizer.cycles", "optimizer.decay", "optimizer.cycle_peaks")
 
 
@@ -50,13 +51,15 @@ def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
             + "\n  ".join(found)
             + "\nSet dir of the ladder to a directory of its own, or undo these changes"
         )
+    # All differences that are left are those of a longer run.
     return bool(numeric_differences(identity, wanted, config))
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """How two identities of a run differ beyond their length: one being the beginning of the other is no difference."""
+    """Lines about how two identities of a run differ beyond their length: one may be the beginning of the other."""
     pairs = [(_at(old, key), _at(new, key)) for key in _GROWS]
     steps = old["trainer"]["num_train_steps"], new["trainer"]["num_train_steps"]
+    # A list that changed while the length did not is another recipe, even if it begins like the other.
     one_begins = all(_begins(*pair) for pair in pairs)
     length = {"trainer.num_train_steps", *_GROWS} if one_begins and steps[0] != steps[1] else set()
     found = numeric_differences(dict(old), dict(new), config)
@@ -71,6 +74,7 @@ def _at(identity: Mapping[str, Any], key: str) -> Any:
 def _begins(a: list[float] | None, b: list[float] | None) -> bool:
     if a is None or b is None:
         return a is b
+    # The shorter one ends the comparison.
     return all(x == y for x, y in zip(a, b, strict=False))
 
 

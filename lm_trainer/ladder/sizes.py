@@ -1,4 +1,4 @@
-"""The sizes of OLMo-core's ladder, and how its hardware limited them."""
+"""The sizes of OLMo-core's ladder, and the microbatches and devices that it has for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TransformerSize(StrEnum):
 
     @property
     def approx_num_params(self) -> int:
-        """What the name says."""
+        """The number in the name."""
         return int(self[:-1]) * {"M": 10**6, "B": 10**9}[self[-1]]
 
     @property
@@ -67,6 +67,7 @@ def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str)
         UserError: for a size, a sequence length or a device for which it has no figure.
     """
     name = device_type.lower()
+    # A B200 has about twice the memory of an H100, and OLMo-core doubles the microbatch.
     factor = 2 if "b200" in name else 1 if "h100" in name else None
     if size_spec not in list(TransformerSize) or sequence_length not in _SEQUENCE_LENGTHS or factor is None:
         raise UserError(
@@ -75,6 +76,7 @@ def olmo_microbatch_size(size_spec: str, sequence_length: int, device_type: str)
             f"B200); set model_configurator.rank_microbatch_size"
         )
     params = TransformerSize(size_spec).approx_num_params
+    # The table has entries up to 13B, the largest size: some key is at least as large.
     limit = next(name for name in _MICROBATCH if params <= TransformerSize(name).approx_num_params)
     return _MICROBATCH[limit] * 4096 * factor
 

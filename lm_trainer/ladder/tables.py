@@ -9,7 +9,7 @@ from lm_trainer.ladder.plan import RungPlan
 
 
 def plan_table(plans: Sequence[RungPlan]) -> str:
-    """One line for each size, and the sum."""
+    """A line for each size, and the sum."""
     head = ["size", "body", "embedding", "total", "N", "tokens", "steps", "batch", "peak lr", "FLOPs", "GiB/device"]
     rows = [
         [
@@ -29,6 +29,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
         ]
         for plan in plans
     ]
+    # All sizes are planned for one device, so that either all have hours or none has.
     if plans[0].hours is not None:
         head.append("hours")
     if plans[0].cost is not None:
@@ -43,7 +44,7 @@ def plan_table(plans: Sequence[RungPlan]) -> str:
 
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Losses at every checkpoint."""
+    """The losses at every checkpoint."""
     losses = sorted({key for row in rows for key in row if key == "train/loss" or key.startswith("eval/")})
     head = ["size", "seed", "checkpoint", "step", "tokens", *losses]
     found = [
@@ -61,14 +62,15 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first to the left, the others to the right."""
+    """Aligns columns that are as wide as they must be; the first to the left, the others to the right."""
     widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+    # The first column is stripped and padded again, on its other side.
     lines = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)] for line in (head, *rows)]
     return "\n".join("  ".join([line[0].strip().ljust(widths[0]), *line[1:]]).rstrip() for line in lines)
 
 
 def short(number: float) -> str:
-    """Four digits and a unit: 190.4M."""
+    """Formats a number with four digits and a unit: 190.4M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.4g}{unit}"

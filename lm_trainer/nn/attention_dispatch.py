@@ -1,4 +1,4 @@
-"""From queries, keys and values to what attention returns, and the choice of what computes it.
+"""Attention dispatch: the choice of a backend for queries, keys and values, and the call of it.
 
 Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size.
 """
@@ -25,20 +25,20 @@ _KERNELS = {"cudnn": CUDNN, "splash": SPLASH}
 
 
 class BackendChoice(NamedTuple):
-    """What computes attention, and why."""
+    """A backend of attention and the reason for it."""
 
     backend: str
     reason: str
 
 
 def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendChoice:
-    """The backend for `spec` at `metadata`; one that cannot do what the spec says is not chosen.
+    """Chooses the backend for `spec` among those that support it.
 
     A backend that the spec demands is for rows that attend to themselves: where it cannot decode, xla does, so that
     text can be generated with every model, on any platform.
 
     Raises:
-        UserError: when the spec demands a backend that cannot do it.
+        UserError: when the spec demands a backend that does not support it.
     """
     wanted = spec.scores.backend
     if wanted == "xla":
@@ -49,11 +49,13 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     if able is not None:
         return BackendChoice(able, "asked for" if able == wanted else "can do all that the model asks for")
     reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items())
+    # A fallback is announced or does not happen: who demands a kernel for training gets it or an error.
     if wanted != "auto" and not metadata.cached:
         raise UserError(f"attn_backend: {reason}; write xla, or auto to let it be chosen")
     return BackendChoice("xla", reason)
 
 
+# Cached: every layer of every traced program asks, and each choice is worth one line in the log.
 @functools.cache
 def _announce(choice: BackendChoice) -> None:
     logger.info("attention is computed by %s: %s", choice.backend, choice.reason)
@@ -69,13 +71,22 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     segments_BS: jax.Array | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """softmax(q k^T + bias) v, shape of q, dtype of v.
+    """Computes softmax(q k^T + bias) v by the chosen backend, [B, S, N, H] in the dtype of v.
 
-    `q_BSNH` is scaled already; the float32 bias may have one head for all, and holds the mask. Rows that attend to
-    themselves come with the segments that the mask was made of. With the backend xla the vectors of `v_BTKH` may have
-    another size than those of keys, and those of the result have it too.
+    Args:
+        spec: of the attention.
+        q_BSNH: queries, scaled already.
+        k_BTKH: keys; where devices share the positions of a row, those of this device.
+        v_BTKH: values likewise. With the backend xla their vectors may have another size than those of keys, and those
+            of the result have it too.
+        bias_BNST: float32, may have one head for all, and holds the mask.
+        segments_BS: int32, from which the mask was made, for rows that attend to themselves; None with a cache.
+        key: for the dropout of probabilities; None switches it off.
+
+    Raises:
+        UserError: as `choose_backend`.
     """
-    # Where devices share the positions of a row, each has the keys and values of its own.
+    # A query attends to keys of the whole row, so devices that share its positions bring theirs together.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(spec, AttentionMetadata.of(inputs, jax.default_backend()))

@@ -30,7 +30,9 @@ class KvCache(NamedTuple):
         Returns the cache, and all keys and values of that layer, [B, C, K, H]. Positions past its capacity
         are dropped.
         """
+        # Indexed by row and position together: the rows of a batch are at different positions.
         rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
+        # Shorter rows are filled up on the right, maybe past the capacity: nothing reads those positions.
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
         v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]

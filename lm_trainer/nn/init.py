@@ -1,4 +1,4 @@
-"""How parameters are born: their values and logical axes, and how those of many layers are stacked."""
+"""Initial values of parameters with their logical axes, and stacking of the parameters of many layers."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ class Initializer:
 
     rngs: nnx.Rngs
     std: float
+    """Standard deviation of weights."""
     residual_std: float
-    """Of weights that write to the residual stream."""
+    """Standard deviation of weights that write to the residual stream."""
     flat: bool = False
     """Draws one long row and reshapes it: compiles up to five times faster, but on a mesh each device first holds the
-    whole array. For what is small, such as a parameter of one layer."""
+    whole array. For small arrays, such as a parameter of one layer."""
 
     def normal(self, dims: Mapping[str, int], *, residual: bool = False) -> nnx.Param:
-        """Drawn from the normal distribution with mean 0."""
+        """Draws from the normal distribution with mean 0."""
         shape = tuple(dims.values())
+        # Both ways draw the same bits: a generator numbers the elements of an array in C order.
         draw = jax.random.normal(self.rngs.params(), (math.prod(shape),) if self.flat else shape, jnp.float32)
         std = self.residual_std if residual else self.std
         return nnx.Param((std * draw).reshape(shape), logical_axes=tuple(dims))
 
     def constant(self, dims: Mapping[str, int], value: float) -> nnx.Param:
-        """The same value everywhere."""
+        """Sets all elements to the same value."""
         return nnx.Param(jnp.full(tuple(dims.values()), value, jnp.float32), logical_axes=tuple(dims))
 
 
 def build_stacked(build: Callable[[nnx.Rngs], M], keys: jax.Array) -> M:
-    """One module for as many as there are keys: each parameter has a leading `layers` axis.
+    """Builds one module for as many layers as there are keys: each parameter has a leading `layers` axis.
 
     They are built in a loop, so that only one layer's worth of random numbers exists at a time.
     """
     module = jax.lax.map(lambda key: build(nnx.Rngs(key)), keys)
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param):
+            # The loop adds the axis to the arrays but not to their metadata.
             variable.set_metadata(logical_axes=("layers", *variable.get_metadata(LOGICAL_AXES)))
     return module

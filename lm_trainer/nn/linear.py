@@ -1,6 +1,6 @@
 """Linear maps, dropout and activations.
 
-Shape letters: M rows, I inputs of a linear map, O its outputs, all flattened.
+Shape letters: M rows, I inputs of a linear map, O its outputs, all flattened; `...` any leading dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Adapter(Protocol):
 
 
 class Linear(nnx.Module):
-    """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs."""
+    """Maps the trailing `inputs` dimensions of an array to `outputs`; the weight has the shape inputs + outputs.
+
+    The weight keeps its dimensions, (embed, heads, head_size) for example, so that a mesh can shard any of them.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Linear(nnx.Module):
         self.lora: Adapter | None = None
 
     def set_matmul(self, matmul: MatmulFn) -> None:
-        """Computes the product by `matmul` from now on, which rounds its operands, for example."""
+        """Computes the product by `matmul` from now on, for example one that rounds its operands to 8 bits."""
         self.matmul = matmul
 
     def set_adapter(self, adapter: Adapter) -> None:
@@ -56,7 +59,10 @@ class Linear(nnx.Module):
         self.lora = nnx.data(adapter)
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Computes in the dtype of `x`; the key is for the dropout of an adapter, None switches it off."""
+        """Maps [..., *inputs] to [..., *outputs] in the dtype of `x`, to which weight and bias are cast.
+
+        The key is for the dropout of an adapter, None switches it off.
+        """
         lead = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
         w_IO = self.weight[...].astype(x.dtype).reshape(math.prod(self.in_shape), -1)
@@ -77,12 +83,12 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def gelu_new(x: jax.Array) -> jax.Array:
-    """The tanh approximation of GELU."""
+    """Computes the tanh approximation of GELU (Hendrycks and Gimpel 2016, section 2)."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The exact form: the cumulative distribution function of the normal distribution at x, times x."""
+    """Computes GELU exactly: the cumulative distribution function of the normal distribution at x, times x."""
     return jax.nn.gelu(x, approximate=False)
 
 

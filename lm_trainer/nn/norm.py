@@ -1,6 +1,6 @@
 """Normalization.
 
-Shape letters: `...` any leading dimensions; the last one is normalized.
+Shape letters: `...` any leading dimensions, D the last one, which is normalized.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ class Norm(nnx.Module):
         self.bias = init.constant(axis, 0.0) if spec.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalizes [..., D]."""
+        # bfloat16 has 8 bits of precision, too few for sums over the dimension and for differences from their mean.
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
+        # Of centred values the mean square is the variance, so both kinds share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
             scale = self.scale[...].astype(jnp.float32)
@@ -40,10 +43,10 @@ class Norm(nnx.Module):
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """What stands where a norm is absent."""
+    """Returns its argument; stands in the place of an absent norm."""
     return x
 
 
 def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializer) -> Callable[[jax.Array], jax.Array]:
-    """The norm of `spec`; the identity for None."""
+    """Makes the norm of `spec`; the identity for None."""
     return identity if spec is None else Norm(spec, axis, init=init)

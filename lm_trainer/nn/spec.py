@@ -1,4 +1,4 @@
-"""What a decoder is made of, as plain values.
+"""Description of a decoder as plain values.
 
 A family of models is a function from its own settings to a `DecoderSpec`; everything else (modules, parameter and
 FLOP counts, shardings, file formats) follows from the spec. A field enters only when it is orthogonal to the others
@@ -15,24 +15,26 @@ Activation = Literal["gelu", "gelu_new", "relu", "silu"]
 """`gelu` is the exact form, `gelu_new` its tanh approximation."""
 
 BlockInternal = Literal["attention", "mlp"]
-"""What attention and what the MLP returns."""
+"""The results of a block's two parts, before norm and residual connection."""
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """What the backward pass finds of a block, some of it in the memory of the host; the rest it computes again."""
+    """Rematerialisation that keeps some values of a block in the memory of the host, and computes the rest again."""
 
     host: tuple[BlockInternal | Literal["input"], ...]
-    """`input` is what enters the block. What is not on the host is on the device."""
+    """Kept on the host; `input` is the block's. Everything that is not named is computed again."""
     device: tuple[BlockInternal, ...] = ()
+    """Kept on the device."""
 
 
 Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[BlockInternal, ...] | OffloadPolicy
-"""What the backward pass recomputes inside a block: nothing; everything; all but the results of matrix products;
-all but the results of those with weights (attention scores are recomputed); all but what is named."""
+"""Rematerialisation of a block in the backward pass: nothing is computed again; everything; all but the results of
+matrix products; all but the results of those with weights (attention scores are computed again); all but the named
+results."""
 
 Backend = Literal["xla", "cudnn", "splash", "auto"]
-"""What computes attention; `auto` takes the fastest that can do what the spec says."""
+"""The implementation of attention; `auto` takes the fastest that can do what the spec says."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,12 @@ class NormSpec:
     """Normalization over the hidden dimension."""
 
     eps: float = 1e-5
+    """Added to the variance or mean square."""
     bias: bool = True
     kind: Literal["layer", "rms"] = "layer"
     """`rms` divides by the root mean square (Zhang and Sennrich 2019) and subtracts no mean."""
     scale: bool = True
-    """Whether there is a gain to learn."""
+    """A gain to learn."""
     unit_offset: bool = False
     """Multiplies by 1 + scale, which starts at 0, instead of by scale, which starts at 1."""
 
@@ -96,7 +99,7 @@ class RopeSpec:
 
     theta: float = 10_000.0
     fraction: float = 1.0
-    """Of each head's dimensions, from the first, that are rotated."""
+    """The share of each head's dimensions, from the first, that is rotated."""
     scaling: LinearScaling | WavelengthScaling | YarnScaling | LongRopeScaling | None = None
 
 
@@ -110,7 +113,7 @@ class AlibiSpec:
 
 @dataclass(frozen=True)
 class QkNormSpec:
-    """Normalizes queries and keys before they are rotated."""
+    """Normalization of queries and keys before they are rotated."""
 
     norm: NormSpec
     over: Literal["head", "heads"] = "head"
@@ -119,7 +122,7 @@ class QkNormSpec:
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """How scores become probabilities."""
+    """Attention scores, and their way to probabilities."""
 
     scale: float | None = None
     """Multiplies the scores; None: 1 / sqrt(head_dim)."""
@@ -128,7 +131,7 @@ class ScoreSpec:
     softcap: float | None = None
     """Bounds the scores c to softcap * tanh(c / softcap)."""
     dropout: float = 0.0
-    """Of the probabilities."""
+    """Rate for the probabilities."""
     upcast: bool = False
     """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
     backend: Backend = "xla"
@@ -146,14 +149,14 @@ class AttentionSpec:
     num_kv_heads: int | None = None
     """Each key and value head serves num_heads / num_kv_heads query heads (Ainslie et al. 2023); None: one each."""
     bias: bool = True
-    """Of queries, keys and values."""
+    """Biases of queries, keys and values."""
     out_bias: bool = True
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
     clip: float | None = None
     """Bounds the elements of queries, keys and values."""
     window: int | None = None
-    """How many positions a query sees, its own included; None: all before it."""
+    """Positions that a query sees, its own included; None: all before it."""
     scores: ScoreSpec = ScoreSpec()
 
     @property
@@ -175,7 +178,9 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Gated MLPs without biases, of which a router chooses a few for each token (Shazeer et al. 2017)."""
+    """Mixture of experts: gated MLPs without biases, a few of which a router chooses for each token (Shazeer et al.
+    2017).
+    """
 
     hidden_dim: int
     """Width of one expert."""
@@ -186,9 +191,9 @@ class MoeSpec:
     renormalize: bool = True
     """Makes the weights of a token's experts sum to 1."""
     balance_coef: float = 0.0
-    """Of the loss for experts that do not share the tokens equally, a mean over layers."""
+    """Coefficient of the loss for experts that do not share the tokens equally, a mean over layers."""
     z_coef: float = 0.0
-    """Of the loss for large router logits, a mean over layers."""
+    """Coefficient of the loss for large router logits, a mean over layers."""
     dense: bool | None = None
     """Computes every expert for every token instead of the chosen ones; None: where that takes fewer operations."""
 
@@ -202,7 +207,7 @@ class BlockSpec:
     pre_norm: NormSpec | None = None
     post_norm: NormSpec | None = None
     dropout: float = 0.0
-    """Of what each f adds to the residual stream."""
+    """Rate for the result of each f, before it is added to the residual stream."""
     parallel: bool = False
     """Both f read the same x."""
 
@@ -214,9 +219,10 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSpec:
-    """What happens to token embeddings before the first layer, in the order of the fields."""
+    """Token embeddings on their way to the first layer, in the order of the fields."""
 
     scale: float | None = None
+    """Multiplies the rows of the token table."""
     learned_positions: bool = False
     """Adds a table with a row for each position."""
     norm: NormSpec | None = None
@@ -225,7 +231,7 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """How the last hidden state becomes logits."""
+    """The map from the last hidden state to logits."""
 
     tied: bool = True
     """The matrix is that of the token embedding."""
@@ -235,21 +241,22 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class SenseSpec:
-    """Several vectors for each token, whatever stands around it, whose sum the head reads (Hewitt et al. 2023).
+    """Sense vectors: several for each token, independent of its neighbours, whose sum the head reads (Hewitt et al.
+    2023).
 
-    The trunk only says how much each of them weighs.
+    The trunk only gives the weight of each.
     """
 
     attention: AttentionSpec
     """A head for each sense: its probabilities are the weights. There are no values and no output."""
     mlp: MlpSpec
-    """Of the residual layer that token embeddings go through first."""
+    """The residual layer that token embeddings go through first."""
     out: MlpSpec
-    """Makes all senses of a token from what comes out there."""
+    """Makes all senses of a token from the result of that layer."""
     norm: NormSpec
-    """Of the input and of both MLPs' inputs."""
+    """Normalizes the input and the inputs of both MLPs."""
     dropout: float = 0.0
-    """Of what is added in the residual layer."""
+    """Rate for the terms of the residual layer."""
 
 
 @dataclass(frozen=True)
@@ -265,19 +272,23 @@ class DecoderSpec:
     embedding: EmbeddingSpec = EmbeddingSpec()
     head: HeadSpec = HeadSpec()
     senses: SenseSpec | None = None
-    """What the head reads; None: the last hidden state."""
+    """The source of the head's input; None: the last hidden state."""
     init_std: float = 0.02
-    """Of every weight but those that write to the residual stream."""
+    """Standard deviation of every initial weight but those that write to the residual stream."""
     scan: bool = False
     """Runs the repeats of the layer period as one loop: compiles fast, runs a little slower. Same parameters."""
     remat: Remat = "none"
     remat_groups: int = 0
-    """Into how many groups the turns of the loop are put: the backward pass then finds what enters a group alone, and
-    computes again what enters each layer. 0: it finds what enters each layer."""
+    """Number of groups that the iterations of the loop form: only the input of each group is kept for the backward
+    pass, which computes the input of each layer again. 0: the input of each layer is kept."""
 
     @property
     def residual_std(self) -> float:
-        """Of weights that write to the residual stream: smaller, since every layer adds to it twice."""
+        """Standard deviation of initial weights that write to the residual stream.
+
+        Every layer adds to the stream twice, so 2L terms divided by sqrt(2L) leave its variance as it would be with
+        one (Radford et al. 2019, section 2.3).
+        """
         return self.init_std / math.sqrt(2 * len(self.blocks))
 
     @property
@@ -295,5 +306,6 @@ class DecoderSpec:
         return next(p for p in range(1, n + 1) if all(self.blocks[i] == self.blocks[i % p] for i in range(n)))
 
     def repeats(self, slot: int) -> int:
-        """How many layers have the place `slot` of the period; the last repeat of the period may be cut short."""
+        """Number of layers at the place `slot` of the period; the last repeat of the period may be cut short."""
+        # Ceiling division: layers slot, slot + p, slot + 2p, ... below the number of layers.
         return -(-(len(self.blocks) - slot) // self.period)

@@ -1,4 +1,4 @@
-"""The devices of a plan: what is asked for, how much of their memory a run may use, and CPUs in their place."""
+"""The devices of a plan: their number and kind, the memory that a run may use, and CPUs in their place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lm_trainer.profile.devices import device_kind, device_memory, device_platfo
 from lm_trainer.run.trainer_config import TrainerConfig
 
 _MOST = 4096
-"""Emulated devices; beyond it, making them and planning collectives takes minutes."""
+"""Emulated devices at most; with more, making them and planning collectives takes minutes."""
 _UNITS = {
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
@@ -29,11 +29,11 @@ documentation."""
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """So many devices of one kind."""
+    """A number of devices of one kind."""
 
     count: int
     kind: str
-    """As `jax.Device.device_kind`."""
+    """The same text as `jax.Device.device_kind`."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Budget:
 
 
 def parse_devices(text: str) -> DeviceGroup:
-    """`8xH100` or `8xNVIDIA H100 80GB HBM3`.
+    """Reads `8xH100` or `8xNVIDIA H100 80GB HBM3`.
 
     Raises:
         UserError: for another form, or a device that is not known.
@@ -57,7 +57,7 @@ def parse_devices(text: str) -> DeviceGroup:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `24 GB`: a number and a unit.
+    """Reads a number and a unit: `80GiB`, `24 GB`.
 
     Raises:
         UserError: for another form.
@@ -70,7 +70,7 @@ def parse_bytes(text: str) -> int:
 
 
 def budget(kind: str, memory: int | None = None) -> Budget | None:
-    """What a run may use on a device of a kind: `memory`, else what JAX takes of the datasheet's figure.
+    """The memory of a device for a run: `memory` in bytes, else the part of the datasheet's figure that JAX takes.
 
     None where neither is there.
 
@@ -80,6 +80,7 @@ def budget(kind: str, memory: int | None = None) -> Budget | None:
     if memory is not None:
         return Budget(memory, "--memory")
     found = device_memory(kind)
+    # On a GPU, JAX allocates a part of the memory at the start and manages it; on a TPU it has all of it.
     if found is None or device_platform(kind) != "gpu":
         return None if found is None else Budget(found.bytes, found.source)
     given = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -94,11 +95,12 @@ def budget(kind: str, memory: int | None = None) -> Budget | None:
 
 
 def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
-    """So many CPU devices in place of the accelerators; applies the JAX settings of a run but for its platform.
+    """Makes `count` CPU devices in place of the accelerators; applies the JAX settings of a run but for its platform.
 
     Raises:
         UserError: when JAX runs already, with other devices.
     """
+    # JAX fixes platform and number of devices when it is first used: all settings have to come before.
     settings = {**trainer.jax_config, "jax_platforms": "cpu", "jax_num_cpu_devices": count}
     configure_jax(settings, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
     found = jax.devices()

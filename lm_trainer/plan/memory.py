@@ -23,12 +23,12 @@ from lm_trainer.step.state import TrainState, abstract_state
 
 @dataclass(frozen=True)
 class ProgramBytes:
-    """What a compiled program takes on each of its devices, in bytes."""
+    """The memory of a compiled program on each of its devices, in bytes."""
 
     arguments: int
     outputs: int
     aliased: int
-    """Outputs that lie where arguments were."""
+    """Outputs that lie where donated arguments were."""
     temporary: int
     """Only while it runs."""
 
@@ -74,7 +74,7 @@ class MemoryPlan:
     """One device over a training step."""
 
     state: Mapping[str, int]
-    """What lies there between steps, name -> bytes: exactly, from shapes and shardings."""
+    """The state between steps, name -> bytes: exact, from shapes and shardings."""
     phases: tuple[PhaseBytes, ...]
     """In the order in which they run."""
 
@@ -85,7 +85,7 @@ class MemoryPlan:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """What arrays or shapes with shardings take on the first of their devices: the part that lies there, in bytes."""
+    """Bytes of arrays, or of shapes with shardings, on one of their devices: all hold parts of one size."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
@@ -143,6 +143,7 @@ class StepMemory:
         trainer: dict[str, Any] = {} if rows is None else {"per_device_parallelism": rows}
         devices = self._devices
         if self._elastic:
+            # One shard of the batch: its devices compile the same program on every mesh, so the smallest one will do.
             mesh = self.program.sharding.mesh
             devices = devices[: mesh.devices.size // batch_shards(mesh)]
             trainer |= {"replica_ici_axis_size": 1, "replica_dcn_axis_size": 1}
@@ -152,7 +153,7 @@ class StepMemory:
         return compile_programs(step.phases(self._batch, largest, self._platform), grows=True)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
-        """The batch that takes most memory, of those that the run has over its steps; `rows` as for `compile`."""
+        """The batch of the run that takes most memory; `rows` as for `compile`."""
         trainer = self.config.trainer
         if rows is not None:
             trainer = trainer.model_copy(update={"per_device_parallelism": rows})
@@ -161,6 +162,7 @@ class StepMemory:
     def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
         """The memory of a step with these programs, which `compile(rows)` gave."""
         plan = self.largest_step(rows)
+        # The rows of all microbatches of a device are sent to it before the first is computed.
         batch = plan.per_shard(self.program.sharding.mesh) * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
         return MemoryPlan(self.state, phase_bytes(self._phases(plan), {**self._fixed, **programs}, held))
@@ -188,6 +190,7 @@ def phase_bytes(
     """
     found, held = [], dict(held)
     for phase in phases:
+        # A phase finds the arrays that the one before left.
         inside = _with(held, phase.adds, programs)
         temporary = _bytes(phase.at_once * phase.program.temporary, programs)
         found.append(PhaseBytes(phase.name, {**inside, "temporary": temporary}))

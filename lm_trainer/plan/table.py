@@ -15,7 +15,7 @@ _CAVEAT = (
 
 
 def lines(plan: RunPlan) -> Iterator[str]:
-    """What is asked for, the memory of a device phase by phase, and what the run costs."""
+    """Lines of a plan: the devices, the memory of one of them phase by phase, and the cost of the run."""
     yield from aligned(list(_rows(plan)))
     yield f"note: {_CAVEAT}"
     if plan.assumed is not None:
@@ -81,7 +81,7 @@ def _fits(plan: RunPlan) -> bool:
 
 
 def _way_out(plan: RunPlan) -> str:
-    """What would make the largest part of the peak smaller."""
+    """Advice on the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.determinism == "elastic":
         return (
@@ -92,6 +92,7 @@ def _way_out(plan: RunPlan) -> str:
 
 
 def _count(number: int, noun: str) -> str:
+    """`1 row`, `2 rows`, `2 microbatches`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
@@ -100,6 +101,7 @@ def _time(seconds: float) -> str:
 
 
 def _size(count: int) -> str:
+    """A number of bytes in binary units: `1.50 GiB`."""
     for unit in ("GiB", "MiB", "KiB"):
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}[unit]
         if count >= scale:

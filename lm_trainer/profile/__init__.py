@@ -1,1 +1,1 @@
-"""How fast a run is and how fast it could be: FLOPs from the spec, peaks, throughput, MFU."""
+"""Speed of a run and limits of its devices: FLOPs from the spec, peaks, throughput, MFU."""

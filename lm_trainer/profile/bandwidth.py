@@ -1,4 +1,4 @@
-"""The bytes per second that a plain copy moves on this machine: what a memory-bound operation can be measured against.
+"""Bytes per second of a plain copy on this machine: the limit of every operation that is bound by memory.
 
 Shape letters: N elements.
 """
@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 _CPU_BYTES, _ACCELERATOR_BYTES = 256 << 20, 2 << 30
+"""More than the caches of each: what fits into a cache is copied faster than memory is."""
 
 
 class CopyProbe:
     """Reads an array and writes another of the same size, on one device.
 
     Args:
-        device: which.
+        device: to measure.
         num_bytes: of the array; by default 256 MiB on a CPU, more than its caches hold, and 2 GiB on an accelerator.
     """
 
@@ -28,6 +29,7 @@ class CopyProbe:
         # The result takes the place of the one before it: fresh pages would be measured otherwise. Nothing of the old
         # one is read, or XLA would have to copy it first.
         self._copy = jax.jit(lambda x_N, _old_N, shift: x_N + shift, donate_argnums=1, keep_unused=True)
+        # Both arrays exist before the first run, which compiles and is not timed.
         self._y_N = jnp.copy(self._x_N)
         self.num_bytes = 2.0 * self._x_N.nbytes
         """Read and written by one `run`."""

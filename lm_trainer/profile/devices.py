@@ -1,4 +1,4 @@
-"""The devices that can be named without being there: their short names, and their memory by the vendor's datasheet."""
+"""Devices that can be named without being there: their short names, and their memory by the vendor's datasheet."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GIGABYTES: dict[str, tuple[float, str]] = {
     "TPU v5": (95, _TPU),
     "TPU v6 lite": (32, _TPU),
 }
-"""Of one JAX device. A gigabyte is 10^9 bytes here, as a datasheet may mean it; a driver shows a little more."""
+"""Memory of one JAX device. A gigabyte is 10^9 bytes here, as a datasheet may mean it; a driver shows a little more."""
 
 _SHORT = {
     "cpu": "cpu",
@@ -82,6 +82,7 @@ def device_kind(name: str) -> str:
     Raises:
         UserError: for a device that is not known.
     """
+    # Case is ignored, and the answer keeps that of the table: only exact kinds have figures.
     kinds = {kind.lower(): kind for kind in (*known_devices(), *_SHORT.values())}
     names = kinds | {short.lower(): kind for short, kind in _SHORT.items()}
     if (found := names.get(name.strip().lower())) is not None:

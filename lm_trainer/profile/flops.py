@@ -29,7 +29,7 @@ class FlopsCount(NamedTuple):
     head: int
     """2 * hidden * vocabulary."""
     senses: int = 0
-    """What makes senses, the queries and keys that weigh them, and the weighted sum."""
+    """Products that make senses, the queries and keys that weigh them, and the weighted sum."""
 
     @property
     def forward(self) -> int:
@@ -44,6 +44,7 @@ class FlopsCount(NamedTuple):
     @property
     def training(self) -> int:
         """Forward and backward, per token: three times the forward pass."""
+        # The backward pass has two products for each of the forward pass: gradients of its input and of its weight.
         return 3 * self.forward
 
     def adapted(self, adapters: int) -> int:
@@ -79,6 +80,8 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
+    # Of the weights, one multiply-add each: the MLP, its output for one vector and for every sense, query and key. Then
+    # for each of seq_len positions: the scores, and the sum over all senses.
     count, width = spec.attention.num_heads, spec.attention.num_heads * spec.attention.head_dim
     weights = 2 * hidden * spec.mlp.hidden_dim + (1 + count) * hidden * spec.out.hidden_dim + 2 * hidden * width
     return 2 * weights + 2 * seq_len * (width + count * hidden)
@@ -87,6 +90,7 @@ def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
 def parameter_count(spec: DecoderSpec) -> int:
     """Trainable parameters; a head that shares the token embedding counts once."""
     positions = spec.num_positions if spec.embedding.learned_positions else 0
+    # Everything that has one row of hidden_dim: tokens, learned positions, a head of its own.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
@@ -108,6 +112,7 @@ def _block_parameters(block: BlockSpec, hidden: int) -> int:
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
     width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    # Query and output are hidden x width, key and value hidden x kv_width.
     total = 2 * hidden * (width + kv_width)
     if spec.bias:
         total += width + 2 * kv_width
@@ -121,7 +126,9 @@ def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
 
 def _mlp_parameters(spec: MlpSpec | MoeSpec, hidden: int) -> int:
     if isinstance(spec, MoeSpec):
+        # A row of the router and the three matrices of each expert.
         return spec.num_experts * (hidden + 3 * hidden * spec.hidden_dim)
+    # Up and down, and the gate where there is one.
     weights = (2 + spec.gated) * hidden * spec.hidden_dim
     return weights + ((1 + spec.gated) * spec.hidden_dim + hidden if spec.bias else 0)
 

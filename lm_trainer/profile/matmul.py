@@ -1,4 +1,4 @@
-"""The FLOP/s that a plain matrix product reaches on this machine: what a training step can be measured against.
+"""FLOP/s of a plain matrix product on this machine: a limit that a training step can be measured against.
 
 Shape letters: N rows and columns of the square operands.
 """
@@ -15,6 +15,7 @@ import numpy as np
 
 _CPU_SIZE, _ACCELERATOR_SIZE = 2048, 8192
 _CPU_PRODUCTS, _ACCELERATOR_PRODUCTS = 2, 16
+"""A chain on an accelerator is long, so that the time to enqueue it is none of what is measured."""
 
 
 class MatmulProbe:
@@ -23,10 +24,10 @@ class MatmulProbe:
     Devices that share hardware (emulated CPU devices) therefore share its peak.
 
     Args:
-        devices: which devices; all of one kind.
+        devices: all of one kind.
         dtype: of the operands and results, as JAX multiplies it by default (on NVIDIA GPUs float32 is TF32).
         size: N; by default 2048 on a CPU and 8192 on an accelerator.
-        products: how many products follow one another in a call.
+        products: number of products that follow one another in a call.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MatmulProbe:
         self.dtype = jnp.dtype(dtype)
         self.size = size or (_CPU_SIZE if cpu else _ACCELERATOR_SIZE)
         self.products = products or (_CPU_PRODUCTS if cpu else _ACCELERATOR_PRODUCTS)
+        # N^3 multiply-adds for each product.
         self.flops = 2.0 * self.size**3 * self.products * len(devices)
         """Operations of one `run`, over all devices."""
         generator = np.random.default_rng(0)
@@ -54,6 +56,7 @@ class MatmulProbe:
     def run(self) -> float:
         """Seconds of one chain on every device, from the first call to the last result."""
         started = time.perf_counter()
+        # All devices are started before any is waited for.
         results = [self._chain(*operands) for operands in self._operands]
         jax.block_until_ready(results)
         return time.perf_counter() - started

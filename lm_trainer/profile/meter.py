@@ -16,7 +16,7 @@ class Meter:
     Args:
         flops_per_token: of a training step, forward and backward.
         peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
-        window: how many steps tokens per second and MFU are taken over.
+        window: number of last steps that tokens per second and MFU are taken over.
         clock: seconds that only grow.
     """
 
@@ -49,13 +49,16 @@ class Meter:
         now, last = self._clock() if done is None else done, self._last
         self._last = now
         metrics: dict[str, float] = {"throughput/loading_time": loading}
+        # A clock that did not advance gives no rate.
         if last is not None and now > last:
+            # A sum of tokens over a sum of seconds: a mean of rates would weigh short steps too much.
             self._steps.append((tokens, now - last, loading))
             all_tokens, seconds, waited = (sum(column) for column in zip(*self._steps, strict=True))
             speed = all_tokens / seconds
             metrics |= {
                 "throughput/step_time": now - last,
                 "throughput/tokens_per_second": speed,
+                # Loading is timed by another clock reading than the step, and may come out longer by a hair.
                 "throughput/data_wait": min(waited / seconds, 1.0),
             }
             if self._peak:

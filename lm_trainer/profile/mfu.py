@@ -15,7 +15,7 @@ from lm_trainer.profile.timing import Spread, si
 
 
 class Workload(Protocol):
-    """What is measured."""
+    """A training step to measure."""
 
     @property
     def run_step(self) -> Callable[[], None]:
@@ -38,7 +38,7 @@ class Workload(Protocol):
 
     @property
     def dtype(self) -> str:
-        """What the model computes in."""
+        """Precision of the computation."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class MfuReport:
-    """What was measured; rates and fractions follow from the medians."""
+    """Measurements; rates and fractions follow from the medians."""
 
     workload: Workload
     step_seconds: Spread
@@ -144,9 +144,9 @@ def measure(
     """Times training steps and the probe in turn.
 
     Args:
-        workload: what to measure.
+        workload: to measure.
         probe: the peak to compare with, on the same devices.
-        samples: how often each is timed.
+        samples: number of times that each is timed.
         warmup: steps that run first and do not count; the first of them compiles.
         sample_seconds: steps that are shorter are timed in groups that take about as long as this.
 
@@ -155,9 +155,12 @@ def measure(
     """
     if samples < 1 or warmup < 1:
         raise ValueError(f"expected at least one sample and one warm-up step, got {samples} and {warmup}")
+    # The last warm-up step compiles nothing any more, and says how many steps make up a sample.
     last = [_time(workload.run_step, 1) for _ in range(warmup)][-1]
+    # Steps of a millisecond would be timed with the noise of the clock and of the scheduler.
     steps = max(1, round(sample_seconds / max(last, 1e-9)))
     seconds, matmul = [], []
+    # Once for nothing: caches and clock rates are then those of a probe that runs.
     probe.run()
     for _ in range(samples):
         seconds.append(_time(workload.run_step, steps))
@@ -177,7 +180,7 @@ def measure(
 
 
 def table(report: MfuReport) -> list[tuple[str, str]]:
-    """The report for people: what, and how much."""
+    """The report for people: names and values."""
     work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
     grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
     if report.peak is None:

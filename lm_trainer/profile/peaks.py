@@ -1,4 +1,4 @@
-"""What devices can do at most, by the vendor's datasheet: dense matrix products, without structured sparsity."""
+"""Peaks of devices by the vendor's datasheet: dense matrix products, without structured sparsity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 
 Format = Literal["bfloat16", "float16", "tf32", "float32"]
-"""What the matrix units multiply; `tf32` is what JAX uses for float32 arrays on NVIDIA GPUs unless told otherwise."""
+"""Formats that matrix units multiply; JAX takes `tf32` for float32 arrays on NVIDIA GPUs unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class _Device:
 def _tera(
     *, bf16: float | None = None, f16: float | None = None, tf32: float | None = None, f32: float | None = None
 ) -> dict[Format, float]:
+    # The order is that of the search: TF32 is taken before float32 where both may be.
     formats: dict[Format, float | None] = {"bfloat16": bf16, "float16": f16, "tf32": tf32, "float32": f32}
-    return {name: value for name, value in formats.items() if value is not None}  # tf32 before float32
+    return {name: value for name, value in formats.items() if value is not None}
 
 
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet; figures with sparsity halved"
@@ -104,5 +105,5 @@ def known_devices() -> tuple[str, ...]:
 
 
 def tf32_allowed(default_matmul_precision: str | None) -> bool:
-    """Whether float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
+    """True if float32 products may run in TF32 under a value of `jax_default_matmul_precision`."""
     return default_matmul_precision in (None, "default", "high", "bfloat16", "tensorfloat32", "TF32_TF32_F32")

@@ -1,4 +1,4 @@
-"""Where the time of a compiled program must go at least: its operations against two limits of the device.
+"""Least times of the operations of a compiled program, by two limits of the device.
 
 The model is the roofline (Williams, Waterman and Patterson 2009, "Roofline: an insightful visual performance model").
 An operation takes at least its FLOPs by the FLOP/s of a matrix product, and at least its bytes by the bytes per second
@@ -17,8 +17,11 @@ from lm_trainer.profile.hlo import ARRAY, array_bytes
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+# Instructions that move no data: they name, group or reinterpret it.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+# They read as much as they return, whatever the size of the array they are given.
 _SLICES = {"dynamic-slice", "slice", "gather"}
+# Inside a fusion they cost nothing: the values go through registers.
 _THROUGH = {"bitcast", "reshape", "copy", "convert", "transpose"}
 _OTHER = "other"
 
@@ -54,7 +57,7 @@ class Bound:
 
     @property
     def bound_by(self) -> str:
-        """What most of the time is bound by."""
+        """The limit, `compute` or `memory`, that most of the time is bound by."""
         return "compute" if self.compute_seconds >= self.memory_seconds else "memory"
 
 
@@ -68,16 +71,17 @@ def bounds(
         compute, memory = op.flops / flops_per_second, op.num_bytes / bytes_per_second
         sums[0] += op.flops
         sums[1] += op.num_bytes
+        # Each operation waits for the slower of the two; sums of the slower ones are not the slower of the sums.
         sums[2 if compute >= memory else 3] += max(compute, memory)
     return sorted((Bound(name, *sums) for name, sums in found.items()), key=lambda bound: -bound.seconds)
 
 
 def operations(hlo: str, parts: Collection[str]) -> list[Operation]:
-    """What an optimised program does, instruction by instruction; the body of a loop counts for each of its turns.
+    """The operations of an optimised program; the body of a loop counts for each of its turns.
 
     Args:
         hlo: the text of the program.
-        parts: names of `jax.named_scope` to tell apart; what stands in none of them is `other`.
+        parts: names of `jax.named_scope` to tell apart; operations in none of them are `other`.
     """
     program = _parse(hlo)
     return list(_visit(program.entry, 1.0, program.computations, parts))
@@ -124,7 +128,7 @@ def _parse(hlo: str) -> _Program:
 
 
 def _closing(text: str) -> tuple[str, str]:
-    """What stands before the parenthesis that closes an open one, and after it."""
+    """Splits a text at the parenthesis that closes one which was opened before it."""
     depth = 1
     for at, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -181,6 +185,7 @@ def _part(rest: str, parts: Collection[str]) -> str:
 
 def _flops(op: _Instruction, computation: _Computation) -> float:
     """Of a matrix product: 2 x the elements of the result x what is summed over; 0 for anything else."""
+    # Two spellings of one attribute, by the version of XLA.
     summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
     if summed is None or op.operands[0] not in computation:
         return 0.0
@@ -196,6 +201,7 @@ def _dims(shape: str) -> list[int]:
 
 
 def _bytes_of(op: _Instruction, computation: _Computation) -> float:
+    # A slice is read and written.
     if op.opcode in _SLICES:
         return 2 * op.size
     if op.opcode == "dynamic-update-slice":
@@ -204,7 +210,8 @@ def _bytes_of(op: _Instruction, computation: _Computation) -> float:
 
 
 def _fused_bytes(op: _Instruction, inside: _Computation) -> float:
-    """What a fusion reads and writes: of arrays that it only cuts slices from, or writes slices into, those alone."""
+    """Bytes that a fusion reads and writes: of arrays that it only slices, or writes slices into, the slices alone."""
+    # An update in place writes its slice, and the rest of the array stays where it is.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
     into = {_origin(i.operands[0], inside) for i in updates}
     written = sum(inside[i.operands[1]].size for i in updates) if updates else op.size
@@ -213,13 +220,14 @@ def _fused_bytes(op: _Instruction, inside: _Computation) -> float:
         users = [i for i in inside.values() if parameter.name in i.operands]
         if parameter.name in into:
             continue
+        # Every use is a slice of this array, and not a slice at a position that the array gives.
         cut = bool(users) and all(i.opcode in _SLICES and i.operands[0] == parameter.name for i in users)
         read += sum(i.size for i in users) if cut else parameter.size
     return written + read
 
 
 def _origin(name: str, inside: _Computation) -> str:
-    """What an instruction passes on unchanged."""
+    """The array that an instruction passes on unchanged."""
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]
     return name

@@ -1,4 +1,4 @@
-"""Times of things that are measured in turn, so that a machine whose speed drifts slows all of them."""
+"""Times of functions that are measured in turn, so that a machine whose speed drifts slows all of them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Needs one value at least."""
+        # Inclusive: the quartiles of few values lie among them, and not beyond.
         lower, median, upper = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
         )
@@ -38,16 +39,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a bench command found."""
+    """The result of a bench command."""
 
     rows: list[tuple[str, str]]
-    """For people: what, and how much."""
+    """Names and values for people."""
     values: dict[str, Any]
     """For `--json`: plain values in SI units; names are stable."""
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """What, and how much, one row a line."""
+    """Lines of names and values, with the values below one another."""
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
@@ -62,16 +63,17 @@ def timed(run: Callable[[], object]) -> float:
 def interleaved(
     runs: Mapping[str, Callable[[], float]], repeats: int, *, on_turn: Callable[[int], object] = lambda _: None
 ) -> dict[str, list[float]]:
-    """What each of `runs` returns, `repeats` times, in turns; every other turn goes backwards.
+    """The results of each of `runs`, `repeats` times, in turns; every other turn goes backwards.
 
     Args:
         runs: name -> a function that measures once.
-        repeats: how often, at least once.
+        repeats: number of turns, at least one.
         on_turn: called before each turn with its number, from 0.
     """
     found: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         on_turn(turn)
+        # Backwards and forwards, so that none is always measured right after the same other one.
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             found[name].append(runs[name]())
     return found

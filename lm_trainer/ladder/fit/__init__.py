@@ -1,1 +1,1 @@
-"""Scaling laws: fitted to what a ladder measured, and what they predict."""
+"""Scaling laws: fits to the losses of a ladder, and predictions of larger runs."""

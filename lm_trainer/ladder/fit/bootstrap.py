@@ -1,4 +1,7 @@
-"""Intervals by resampling."""
+"""Intervals of a fit by the bootstrap (Efron and Tibshirani 1993): the law is fitted again to resampled measurements.
+
+Dimensions: R resamples, P points, K constants.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from lm_trainer.ladder.fit.solver import Design, refine
 
 _FEWEST_RUNS = 8
 _ATTEMPTS = 100
+"""Resamples tried for each one that is wanted."""
 
 
 def resample(points: Points, law: Law, settings: Settings) -> Law:
@@ -29,6 +33,7 @@ def resample(points: Points, law: Law, settings: Settings) -> Law:
     """
     draws, unit = settings.draws, settings.resample
     design, rng = Design.of(points.num_params, points.tokens), np.random.default_rng([settings.seed, 1])
+    # All start from the law of the points themselves, near which theirs lie: no grid is searched again.
     start_RK = np.tile(design.constants(law), (draws, 1))
     if unit == "residuals":
         errors_P = residual_errors(points, law) * student_factor(len(points), settings.level)
@@ -42,17 +47,22 @@ def resample(points: Points, law: Law, settings: Settings) -> Law:
 
 
 def residual_errors(points: Points, law: Law) -> np.ndarray:
-    """Errors of log L, corrected for how much each point pulls the law towards itself, and centred."""
+    """Errors of log L (P,), corrected for how much each point pulls the law towards itself, and centred.
+
+    A residual has the variance s^2 (1 - leverage) of the noise s^2 (Davison and Hinkley 1997, section 6.2).
+    """
     errors_P = np.log(points.loss / law.loss(points.num_params, points.tokens))
     return (corrected := errors_P / np.sqrt(1 - leverage(points, law))) - corrected.mean()
 
 
 def leverage(points: Points, law: Law) -> np.ndarray:
-    """Of each point, between 0 and 1: the diagonal of the hat matrix of the linearised law."""
+    """Leverage of each point (P,), between 0 and 1: the diagonal of the hat matrix of the linearised law."""
     design = Design.of(points.num_params, points.tokens)
     predicted_P, slopes_PK = design.predict(design.constants(law))
+    # J (J'J)^-1 J' = U U' without inverting anything; directions that the points do not determine are left out.
     u_PK, size_K, _ = np.linalg.svd(slopes_PK / predicted_P[:, None], full_matrices=False)
     kept_PK = u_PK[:, size_K > 1e-12 * size_K[0]]
+    # A point that decides a constant alone has leverage 1 and no residual; the bound keeps the division finite.
     return np.minimum((kept_PK**2).sum(-1), 1 - 1 / len(points))
 
 
@@ -63,7 +73,7 @@ def student_factor(count: int, level: float) -> float:
 
 
 def _weights(points: Points, unit: str, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """How often each point is drawn; resamples that no law can be fitted to are drawn again."""
+    """Counts of each point in each resample (R, P); resamples that no law can be fitted to are drawn again."""
     names = points.runs if unit == "runs" else range(len(points))
     units, of_P = np.unique(np.array(names), return_inverse=True)
     if unit == "runs" and len(units) < _FEWEST_RUNS:
@@ -73,6 +83,7 @@ def _weights(points: Points, unit: str, draws: int, rng: np.random.Generator) ->
         )
     found = []
     for _ in range(draws * _ATTEMPTS):
+        # Drawing units with replacement is weighting points by counts: all resamples keep the shape of the points.
         count_P = np.bincount(rng.integers(0, len(units), len(units)), minlength=len(units))[of_P]
         chosen = count_P > 0
         if len(np.unique(points.num_params[chosen])) >= 3 and chosen.sum() > NUM_CONSTANTS:
@@ -84,6 +95,7 @@ def _weights(points: Points, unit: str, draws: int, rng: np.random.Generator) ->
 
 def interval(values: Any, level: float) -> tuple[float, float]:
     """The central interval that holds `level` of the draws."""
+    # A draw without an optimum is NaN, and not part of the interval.
     with np.errstate(invalid="ignore"):
         low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

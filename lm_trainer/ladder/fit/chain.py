@@ -1,4 +1,4 @@
-"""From the loss to an accuracy.
+"""The sigmoid from the loss to an accuracy.
 
 acc = a / (1 + exp(k (L - L0))) + b (Bhagia et al. 2024, arXiv 2412.04403, step 2).
 """
@@ -15,6 +15,7 @@ from lm_trainer.core.errors import UserError
 _LOWER = (0.0, 1e-3, 0.0, 0.0)
 _UPPER = (1.0, 1e3, 1e3, 1.0)
 _FEWEST = 6
+"""Points for four constants and an estimate of their spread."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Chain:
     b: Any
 
     def accuracy(self, loss: Any) -> Any:
-        """Between b, far above L0, and a + b."""
+        """The accuracy at a loss: near b far above L0, near a + b far below."""
+        # Beyond 500 the exponential would overflow, and the sigmoid has long been flat.
         return self.a / (1 + np.exp(np.clip(self.k * (loss - self.L0), -500, 500))) + self.b
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
     rows = []
     while len(rows) < draws:
         chosen = rng.integers(0, len(loss), len(loss))
+        # A resample of few different points, or of one accuracy, determines no sigmoid: it is drawn again.
         if len(np.unique(chosen)) >= _FEWEST - 1 and np.ptp(accuracy[chosen]) > 0:
             rows.append(_fit(loss[chosen], accuracy[chosen], best))
     return Chain(*best), Chain(*np.array(rows).reshape(-1, 4).T)
@@ -58,6 +61,7 @@ def fit_chain(loss: np.ndarray, accuracy: np.ndarray, *, draws: int, seed: int) 
 def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np.ndarray:
     from scipy.optimize import least_squares
 
+    # The ideal point ties down the upper end, which no measured model is near.
     loss, accuracy = np.append(loss, 0.0), np.append(accuracy, 1.0)
 
     def errors(x: np.ndarray) -> np.ndarray:
@@ -65,6 +69,8 @@ def _fit(loss: np.ndarray, accuracy: np.ndarray, start: np.ndarray | None) -> np
 
     middle, spread = float(np.median(loss[:-1])), max(float(np.ptp(loss[:-1])), 1e-3)
     low = float(accuracy.min())
+    # Least squares of a sigmoid has several minima: steepness and middle start from a grid, and a resample from the fit
+    # of all points.
     starts = (
         [start]
         if start is not None

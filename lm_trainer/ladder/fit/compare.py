@@ -1,4 +1,4 @@
-"""How much compute one recipe saves over another."""
+"""Compute multipliers: the compute that one recipe saves over another."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from lm_trainer.ladder.fit.predict import MAX_EXTRAPOLATION, Range, check_range
 from lm_trainer.ladder.tables import table
 
 _REACH = 30.0
+"""Half the range of the bisection, in log FLOPs."""
 _HALVINGS = 60
+"""They leave 60 / 2^60 = 5e-17 of log FLOPs, less than a double can tell apart."""
 
 
 @dataclass(frozen=True)
 class Multiplier:
-    """At one compute of A."""
+    """The comparison at one compute of A."""
 
     flops: float
     loss: float
-    """Of A there."""
+    """Loss of A at this compute."""
     difference: Range
     """The loss of B less that of A, at the same compute."""
     multiplier: Range
     """B reaches the loss of A with 1 / this of its compute; 0 where it never does."""
     ratio: float
-    """Of the compute to that of the largest rung of both ladders that is the smaller."""
+    """Ratio of the compute to that of the largest rung of the smaller ladder."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits."""
@@ -64,8 +66,10 @@ def compare(
         raise UserError(f"A is a fit of {a.points.metric}, B of {b.points.metric}; a comparison needs one metric")
     if a.settings.level != b.settings.level:
         raise UserError(f"A has intervals of {a.settings.level:.0%}, B of {b.settings.level:.0%}; fit with one --level")
+    # Ratios are averaged in logarithms, like everything that a power law takes.
     each = np.concatenate([f.points.tokens / f.points.num_params for f in (a, b)])
     per_param = tokens_per_param or float(np.exp(np.log(each).mean()))
+    # A comparison goes as far as the weaker of the two fits.
     nearer = a if a.max_flops < b.max_flops else b
     if not flops:
         least = max(float(f.points.flops.min()) for f in (a, b))
@@ -98,6 +102,7 @@ def _at(a: Fit, b: Fit, flops: float, per_param: float, ratio: float) -> Multipl
 
 
 def _loss(law: Law, flops: Any, per_param: float) -> Any:
+    # C = 6 N D with D = per_param N.
     num_params = np.sqrt(flops / (FLOPS_PER_PARAM * per_param))
     return law.loss(num_params, per_param * num_params)
 
@@ -109,6 +114,7 @@ def _multiplier(law: Law, loss: Any, flops: float, per_param: float) -> Any:
         middle = (low + high) / 2
         above = _loss(law, np.exp(middle), per_param) > loss
         low, high = np.where(above, middle, low), np.where(above, high, middle)
+    # A law whose floor E lies above that loss never reaches it, with any compute.
     reached = _loss(law, np.exp(np.log(flops) + _REACH), per_param) <= loss
     return np.where(reached, np.exp(np.log(flops) - (low + high) / 2), 0.0)
 
@@ -130,7 +136,7 @@ def compare_text(found: Sequence[Multiplier], level: float) -> str:
 
 
 def verdict(found: Sequence[Multiplier], level: float) -> str:
-    """What the intervals allow to say."""
+    """The conclusion that the intervals allow."""
     better = [m.multiplier.low > 1 for m in found]
     worse = [m.multiplier.high < 1 for m in found]
     if all(better):

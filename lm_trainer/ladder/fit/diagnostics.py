@@ -1,4 +1,7 @@
-"""What speaks against a fit: constants that are not determined, points that decide alone, and hold-outs."""
+"""Evidence against a fit: constants that are not determined, points that decide alone, and hold-outs.
+
+Dimensions: R laws, one for each point that is left out, and P points.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ from lm_trainer.ladder.fit.predict import Range, predict
 from lm_trainer.ladder.fit.solver import EXPONENTS, Design, refine
 
 _AHEAD = 10.0
+"""Compute over that of the largest rung, at which the effect of single points is measured."""
 _STRANGE = 0.01
 """The chance of calling a point of a right law an outlier, over all points."""
 _FLAT = 0.98
+"""Correlation of two constants over the draws, from which on they are said to trade off."""
 _DECISIVE = 0.5
+"""Part of the half-width of the interval, from which on the shift by a single point is said."""
 
 
 class Held(NamedTuple):
-    """A point that was left out, and what the law of the others says of it."""
+    """A point that was left out, and its prediction by the law of the others."""
 
     label: str
     measured: float
@@ -37,7 +43,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Influence:
-    """How much the fit depends on single points."""
+    """Dependence of a fit on single points; arrays have shape (P,)."""
 
     shifts: np.ndarray
     """Of each point: the relative change, without it, of the loss at ten times the compute of the largest rung."""
@@ -55,6 +61,7 @@ def backtest(found: Fit) -> list[Held]:
         try:
             rest = fit(points.where(~held), found.settings)
         except UserError:
+            # Too few sizes or points remain without these: try the smaller hold-out.
             continue
         chosen = points.where(held)
         return [
@@ -65,23 +72,26 @@ def backtest(found: Fit) -> list[Held]:
 
 
 def influence(found: Fit) -> Influence:
-    """Leaves every point out once."""
+    """Fits without each point in turn."""
     points, count = found.points, len(found.points)
     design = Design.of(points.num_params, points.tokens)
     start_RK = np.tile(design.constants(found.law), (count, 1))
+    # Law r has weight 0 for point r, so that all are refined as one batch.
     weights_RP = 1.0 - np.eye(count)
     loss_RP = np.tile(points.loss, (count, 1))
     laws = design.law(refine(design, loss_RP, weights_RP, start_RK, found.settings.objective)[0])
     ahead = _ahead(found)
     shifts = laws.loss(*ahead) / found.law.loss(*ahead) - 1
     errors_RP = np.log(points.loss / laws.at(np.s_[:, None]).loss(points.num_params, points.tokens))
+    # An error in a law that did not see the point is larger than its residual by 1 / (1 - leverage), and its standard
+    # deviation is that of the noise by 1 / sqrt(1 - leverage): an externally studentized residual.
     inflated = np.sqrt(1 / (1 - leverage(points, found.law)))
     others = np.sqrt((errors_RP**2 * weights_RP).sum(-1) / max(count - len(CONSTANTS) - 1, 1))
     return Influence(shifts, np.diagonal(errors_RP) / np.maximum(others * inflated, 1e-12))
 
 
 def notes(found: Fit, effect: Influence | None = None) -> list[str]:
-    """What the reader has to know before believing the constants, one sentence each."""
+    """Sentences that a reader has to know before believing the constants."""
     return [*found.points.notes, *_bounds(found), *_undetermined(found), *_points(found, effect or influence(found))]
 
 
@@ -104,6 +114,7 @@ def _undetermined(found: Fit) -> list[str]:
     said, wide, level = [], [], found.settings.level
     for name in ("E", "alpha", "beta"):
         low, high = found.interval(name)
+        # Wider than a factor of two, and not only by rounding.
         if high > 2 * max(low, 1e-12) and high - low > 1e-6:
             wide.append(name)
     if wide:
@@ -112,6 +123,7 @@ def _undetermined(found: Fit) -> list[str]:
             f"{', '.join(wide)} {verb} not identified: the {level:.0%} interval spans more than a factor of two; trust "
             "predictions near the rungs, not these constants"
         )
+    # Logarithms: the constants multiply and divide one another, so that their trade-offs are straight there.
     table = np.log(np.maximum([getattr(found.draws, name) for name in CONSTANTS], 1e-300))
     for one, other in (("E", "alpha"), ("E", "beta"), ("alpha", "beta")):
         pair = table[[CONSTANTS.index(one), CONSTANTS.index(other)]]
@@ -128,6 +140,7 @@ def _undetermined(found: Fit) -> list[str]:
 def _points(found: Fit, effect: Influence) -> list[str]:
     points = found.points
     count = len(points)
+    # Bonferroni: the chance is that of any outlier among all points, tested on both sides.
     limit = stats.t.ppf(1 - _STRANGE / (2 * count), max(count - len(CONSTANTS) - 1, 1))
     far = f"the loss at {_AHEAD:g} times the largest compute changes by"
     said = [
@@ -138,6 +151,7 @@ def _points(found: Fit, effect: Influence) -> list[str]:
     drawn = predict(found, *_ahead(found), extrapolate=True).law
     half = (drawn.high - drawn.low) / 2 / drawn.value
     worst = int(np.argmax(np.abs(effect.shifts)))
+    # An outlier has been named with its effect already.
     if half > 1e-9 and abs(effect.shifts[worst]) > max(_DECISIVE * half, 1e-4) and not said:
         said.append(
             f"the most influential point is {points.labels[worst]}: without it {far} {effect.shifts[worst]:+.2%}"
@@ -148,4 +162,5 @@ def _points(found: Fit, effect: Influence) -> list[str]:
 def _ahead(found: Fit) -> tuple[float, float]:
     largest = int(np.argmax(found.points.flops))
     n, d = found.points.num_params[largest], found.points.tokens[largest]
+    # Ten times the compute, shared equally between size and length.
     return float(n * np.sqrt(_AHEAD)), float(d * np.sqrt(_AHEAD))

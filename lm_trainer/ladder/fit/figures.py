@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SIZE = (7.2, 4.4)
+"""Inches."""
 _STYLE: dict[Any, Any] = {
+    # Without a salt, the identifiers of an SVG are random, and a report would differ each time it is written.
     "svg.hashsalt": "ladder",
     "font.size": 10,
     "axes.spines.top": False,
@@ -33,7 +35,9 @@ _STYLE: dict[Any, Any] = {
 }
 _BAND = "0.6"
 _BEYOND = 10.0
+"""Compute over that of the largest rung, up to which laws are drawn."""
 _COMPUTES = 6
+"""Curves of the picture of losses at one compute."""
 
 
 @contextlib.contextmanager
@@ -49,6 +53,7 @@ def _drawing(found: list[str]) -> Iterator[Axes]:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("pictures need matplotlib: pip install 'lm_trainer[ladder]'") from None
+    # Figures without pyplot: it keeps every figure, and sets a backend for the whole process.
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=_SIZE, layout="constrained")
         FigureCanvasSVG(figure)
@@ -60,6 +65,7 @@ def _drawing(found: list[str]) -> Iterator[Axes]:
 
 def inline(svg: str, number: int) -> str:
     """An SVG file as an element of a page, with identifiers of its own."""
+    # The XML header and document type belong to a file, not to an element.
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", body)
@@ -68,11 +74,12 @@ def inline(svg: str, number: int) -> str:
 def _colors(count: int) -> list:
     from matplotlib import colormaps
 
+    # Up to 0.88: the yellow at the end can hardly be seen on white.
     return [colormaps["viridis"](x) for x in np.linspace(0, 0.88, count)]
 
 
 def draw(found: Fit, held: list[Held], target: Prediction | None) -> list[tuple[str, str, str]]:
-    """(title, SVG, what there is to see) of every picture."""
+    """Draws all pictures: (title, SVG, caption) of each."""
     pictures: list[str] = []
     with _drawing(pictures) as axes:
         _loss(axes, found, target)
@@ -110,6 +117,7 @@ def _loss(axes: Axes, found: Fit, target: Prediction | None) -> None:
     if law.A > 0 and law.B > 0:
         flops = np.geomspace(points.flops.min(), end, 80)
         best = law.loss(*law.optimum(flops))
+        # (draws, 1) against (computes,).
         drawn = found.draws.at((slice(None), None))
         with np.errstate(invalid="ignore"):
             losses = drawn.loss(*drawn.optimum(flops))
@@ -134,6 +142,7 @@ def _loss(axes: Axes, found: Fit, target: Prediction | None) -> None:
 
 def _residuals(axes: Axes, found: Fit) -> None:
     points = found.points
+    # Two standard deviations, in percent.
     axes.axhspan(-200 * found.noise, 200 * found.noise, color=_BAND, alpha=0.2, linewidth=0)
     axes.axhline(0, color="0.4", linewidth=0.8)
     for size, color in zip(points.sizes, _colors(len(points.sizes)), strict=True):
@@ -165,6 +174,7 @@ def _isoflop(axes: Axes, found: Fit) -> None:
     place = np.log(points.flops / flops[0]) / np.log(flops[-1] / flops[0])
     axes.scatter(points.num_params, points.loss, 14, [viridis(0.88 * x) for x in place], label="measured")
     axes.set(xscale="log", xlabel="parameters N", ylabel=points.metric)
+    # Curves of small computes rise far above what was measured, and would press the points together.
     span = np.ptp(points.loss)
     lowest = float(law.loss(*law.optimum(flops[-1]))) if law.A > 0 and law.B > 0 else points.loss.min()
     axes.set_ylim(min(lowest, points.loss.min()) - 0.1 * span, points.loss.max() + 0.4 * span)

@@ -1,4 +1,4 @@
-"""A law fitted to points, with its intervals and with what speaks against it."""
+"""Fit of the law to points, with its intervals; a fit can be written as JSON and read again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from lm_trainer.ladder.fit.solver import Design, variable_projection
 
 _FEWEST_POINTS = NUM_CONSTANTS + 1
 _FEWEST_SIZES = 3
+"""A constant, a factor and an exponent in N, and as many in D, take three values of each."""
 _CHAIN_DRAWS = 200
+"""Resamples of the sigmoid at most: each is a fit of its own."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,20 @@ class Fit:
     settings: Settings
     law: Law
     draws: Law
-    """The laws of the resamples, as arrays."""
+    """The laws of the resamples; each constant is an array (draws,)."""
     chain: Chain | None = None
     """From the loss to an accuracy."""
     chain_draws: Chain | None = None
 
     @property
     def errors(self) -> np.ndarray:
-        """log(measured / fitted) of every point."""
+        """log(measured / fitted) of every point (P,)."""
         return np.log(self.points.loss / self.law.loss(self.points.num_params, self.points.tokens))
 
     @property
     def noise(self) -> float:
         """The standard deviation of log L of one measurement, from the residuals."""
+        # Five constants were fitted to the same points, and have taken as many degrees of freedom.
         return float(np.sqrt((self.errors**2).sum() / (len(self.points) - NUM_CONSTANTS)))
 
     @property
@@ -54,7 +57,7 @@ class Fit:
         return float(self.points.flops.max())
 
     def interval(self, constant: str) -> tuple[float, float]:
-        """Of one constant."""
+        """The interval of one constant."""
         return interval(getattr(self.draws, constant), self.settings.level)
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +75,7 @@ class Fit:
         }
 
     def digest(self) -> str:
-        """SHA-256 of all that the fit consists of."""
+        """SHA-256 of the whole fit, draws included."""
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
 
 
@@ -89,6 +92,7 @@ def fit(points: Points, settings: Settings | None = None) -> Fit:
     else:
         design = Design.of(points.num_params, points.tokens)
         law = design.law(variable_projection(design, points.loss))
+    # Plain numbers, as JSON gives them back: the digest of a fit is that of the fit read again.
     law = Law(*(float(getattr(law, name)) for name in CONSTANTS))
     drawn = resample(points, law, settings)
     if points.task is None:
@@ -110,6 +114,7 @@ def _check(points: Points) -> None:
         )
     if lengths < _FEWEST_SIZES:
         raise UserError(f"{has} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
+    # With one D / N, N and D are the same variable but for a factor.
     spread = np.log(points.tokens / points.num_params)
     if np.ptp(spread) < 0.05:
         raise UserError(
@@ -125,12 +130,12 @@ def save(found: Fit, path: Path) -> None:
 
 
 def is_fit(plain: Any) -> bool:
-    """Whether JSON holds a fit."""
+    """True for JSON that holds a fit."""
     return isinstance(plain, dict) and str(plain.get("format", "")).startswith("lm_trainer ladder fit")
 
 
 def from_dict(plain: Mapping[str, Any], source: str) -> Fit:
-    """What `Fit.as_dict` gave.
+    """Reads the result of `Fit.as_dict`.
 
     Raises:
         UserError: when it is damaged.

@@ -34,6 +34,7 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
     """
     if start not in STARTS:
         raise UserError(f"--start {start}: there are {', '.join(STARTS)}")
+    # The papers minimise over (log A, log B, alpha, beta, E); x has them in this order.
     log_n, log_d, log_loss = np.log(points.num_params), np.log(points.tokens), np.log(points.loss)
 
     def objective(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -41,13 +42,15 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
         log_from_n, log_from_d = x[0] - x[2] * log_n, x[1] - x[3] * log_d
         log_predicted = np.logaddexp(np.logaddexp(log_from_n, log_from_d), np.log(max(x[4], 1e-300)))
         error = log_predicted - log_loss
+        # Huber: quadratic near zero, linear beyond, so that single bad runs pull less.
         small = np.abs(error) <= DELTA
         value = np.where(small, error**2 / 2, DELTA * (np.abs(error) - DELTA / 2)).sum()
         slope = np.where(small, error, DELTA * np.sign(error))
+        # Derivative of log L with respect to the logarithm of a term: the share of that term in L.
         n, d = slope * np.exp(log_from_n - log_predicted), slope * np.exp(log_from_d - log_predicted)
         return value, np.array([n.sum(), d.sum(), -n @ log_n, -d @ log_d, (slope * np.exp(-log_predicted)).sum()])
 
-    # The others lead nowhere that these do not.
+    # Of the grid, the eight that begin best: the others lead nowhere that these do not.
     starts = sorted(STARTS[start], key=lambda x: objective(np.array(x))[0])[:8]
     # scipy's tolerance is absolute and the objective about 1e-5; what is left of the way is for the refinement.
     options = {"maxiter": 200, "ftol": 1e-13, "gtol": 1e-9}

@@ -1,6 +1,7 @@
 """Approach 2 of Hoffmann et al. 2022 (arXiv 2203.15556): a parabola for each compute, a power law through their minima.
 
-It is biased where the sizes of a compute lie far apart (arXiv 2603.22339), so it is here to compare with.
+It is biased where the sizes of a compute lie far apart (arXiv 2603.22339): the law is no parabola in log N, and its two
+sides are not alike. So it is here to compare with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy as np
 from lm_trainer.ladder.fit.points import Points
 
 _SAME = 0.1
+"""Computes that differ by at most this part of the smaller count as one."""
 _FEWEST_SIZES = 3
+"""Sizes that a parabola takes."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class Valley:
     flops: float
     indices: tuple[int, ...]
     parabola: tuple[float, ...]
-    """Of the loss over log N, highest power first."""
+    """Coefficients of the loss over log N, highest power first."""
     num_params: float
-    """At the minimum."""
+    """N at the minimum."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,14 @@ class IsoFlop:
     scale: float
 
     def num_params(self, flops: float) -> float:
-        """Best for a compute."""
+        """The best N for a compute in FLOPs."""
         return self.scale * flops**self.exponent
 
 
 def fit_isoflop(points: Points) -> IsoFlop | None:
     """None without two computes (6 N D, within a tenth) that have three sizes each and a minimum."""
     valleys = []
+    # From the smallest compute on, each that is left gathers those within a tenth above it.
     left = np.argsort(points.flops)
     while len(left):
         near = points.flops[left] <= points.flops[left[0]] * (1 + _SAME)
@@ -50,16 +54,20 @@ def fit_isoflop(points: Points) -> IsoFlop | None:
         if len(np.unique(points.num_params[chosen])) < _FEWEST_SIZES:
             continue
         log_n = np.log(points.num_params[chosen])
+        # Centred: log N is about 20, and its square would swallow digits of the slope.
         middle = log_n.mean()
         square, slope, level = np.polyfit(log_n - middle, points.loss[chosen], 2)
+        # A parabola that opens downwards has no minimum.
         if square > 0:
             lowest = middle - slope / (2 * square)
             flops = float(np.exp(np.log(points.flops[chosen]).mean()))
+            # The same parabola over log N itself: a (x - m)^2 + b (x - m) + c, multiplied out.
             shifted = (square, slope - 2 * square * middle, level - slope * middle + square * middle**2)
             indices = tuple(int(i) for i in chosen)
             valleys.append(Valley(flops, indices, shifted, float(np.exp(lowest))))
     if len(valleys) < 2:
         return None
+    # log N = exponent log C + offset through the minima.
     exponent, offset = np.polyfit(
         np.log([valley.flops for valley in valleys]), np.log([valley.num_params for valley in valleys]), 1
     )

@@ -25,21 +25,23 @@ class Law:
     beta: Any
 
     def loss(self, num_params: Any, tokens: Any) -> Any:
-        """L(N, D)."""
+        """L(N, D) in the unit of the fitted loss; arguments broadcast against the constants."""
         return self.E + self.A * np.power(num_params, -self.alpha) + self.B * np.power(tokens, -self.beta)
 
     def optimum(self, flops: Any) -> tuple[Any, Any]:
         """N and D of the least loss for a compute C = 6 N D: N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
         G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
         """
+        # A law with A or B of 0 has no optimum: the result is then 0, infinite or NaN, which the caller checks.
         with np.errstate(divide="ignore", invalid="ignore"):
             both = self.alpha + self.beta
+            # From dL/dN = 0 with D = C / (6 N): alpha A N^-alpha = beta B D^-beta.
             scale = np.power(self.alpha * self.A / (self.beta * self.B), 1 / both)
             num_params = scale * np.power(flops / FLOPS_PER_PARAM, self.beta / both)
             return num_params, flops / (FLOPS_PER_PARAM * num_params)
 
     def at(self, index: Any) -> Law:
-        """Of many laws, one or some."""
+        """One or some of many laws."""
         return Law(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def as_dict(self) -> dict[str, Any]:

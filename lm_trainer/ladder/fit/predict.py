@@ -1,4 +1,4 @@
-"""What a law says of runs that were not made, with intervals, and how far that is from what was measured."""
+"""Predictions of runs that were not made, with intervals, and their distance from the runs that were."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class Range:
         return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
 
     def holds(self, value: float) -> bool:
-        """Whether a measurement lies within."""
+        """True for a measurement within the interval."""
         return self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one run."""
+    """The prediction of one run."""
 
     num_params: float
     tokens: float
     flops: float
     ratio: float
-    """Of its compute to that of the largest rung."""
+    """Ratio of its compute to that of the largest rung."""
     metric: str
     level: float
     law: Range
-    """What the law gives; the interval is that of the law."""
+    """Loss by the law; the interval is that of the law."""
     run: Range
-    """What a run will measure: the interval holds the noise of a single run as well."""
+    """Loss that a run will measure: the interval holds the noise of a single run as well."""
     accuracy: Range | None = None
     task_metric: str | None = None
     warnings: tuple[str, ...] = ()
-    """Where it lies outside the points other than by its compute."""
+    """Sentences on ways other than compute in which it lies outside the points."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data with all digits."""
@@ -95,10 +95,13 @@ def predict(
     ratio = check_range(found, flops, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
     level, value = found.settings.level, float(found.law.loss(num_params, tokens))
     drawn = found.draws.loss(num_params, tokens)
+    # A measurement is the law of a draw times a noise of its own. The spread of so few residuals is itself uncertain,
+    # which Student's factor covers, as it does for the draws.
     noise = found.noise * student_factor(len(found.points), level)
     single = drawn * np.exp(noise * np.random.default_rng([found.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if found.chain is not None and found.chain_draws is not None:
+        # Each draw of the law goes through a draw of the sigmoid, so that both uncertainties are in the interval.
         count = min(len(drawn), len(found.chain_draws.a))
         chained = type(found.chain)(*(column[:count] for column in vars(found.chain_draws).values()))
         likely = chained.accuracy(drawn[:count])
@@ -137,6 +140,7 @@ def optimum(
     num_params, tokens = found.law.optimum(flops)
     drawn_params, drawn_tokens = found.draws.optimum(flops)
     level = found.settings.level
+    # Draws whose A or B is 0 have no optimum, and are NaN in the interval.
     with np.errstate(invalid="ignore"):
         drawn_loss = found.draws.loss(drawn_params, drawn_tokens)
     return Optimum(
@@ -163,7 +167,7 @@ def _unseen(found: Fit, tokens_per_param: float) -> tuple[str, ...]:
 
 
 def check_range(found: Fit, flops: float, *, max_extrapolation: float, extrapolate: bool) -> float:
-    """How many times the compute of the largest rung this is."""
+    """The ratio of a compute to that of the largest rung; raises `UserError` where that is too far to predict."""
     ratio = flops / found.max_flops
     if ratio > max_extrapolation and not extrapolate:
         raise UserError(
@@ -175,7 +179,7 @@ def check_range(found: Fit, flops: float, *, max_extrapolation: float, extrapola
 
 
 def lines(prediction: Prediction) -> list[str]:
-    """For the terminal."""
+    """A prediction for the terminal."""
     low, high = prediction.law.low, prediction.law.high
     percent = f"{prediction.level:.0%}"
     found = [
@@ -192,7 +196,7 @@ def lines(prediction: Prediction) -> list[str]:
 
 
 def optimum_lines(found: Fit, best: Optimum) -> list[str]:
-    """For the terminal."""
+    """An optimum for the terminal."""
     return [
         f"best use of {best.flops:.4g} FLOPs (6 N D), {best.level:.0%} intervals:",
         f"  N {best.num_params}",
@@ -205,7 +209,7 @@ def optimum_lines(found: Fit, best: Optimum) -> list[str]:
 
 
 def distance(flops: float, ratio: float) -> str:
-    """What the reader has to know of every prediction."""
+    """A sentence on how far a prediction reaches, for every prediction."""
     if ratio <= 1:
         return f"{flops:.3g} FLOPs, within the compute of the rungs ({ratio:.2g} of the largest)"
     return (

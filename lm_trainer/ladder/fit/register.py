@@ -1,4 +1,4 @@
-"""Predictions that are written down before the run is made, and how they turned out."""
+"""Predictions that are written down before the run is made, and their scores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Score:
 
     name: str
     written: str
-    """When it was registered."""
+    """Time of registration, ISO 8601 in UTC."""
     metric: str
     predicted: Range
     level: float
@@ -54,7 +54,7 @@ class Score:
 
 
 def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
-    """What of a size can be predicted: (name, parameters, tokens) of every checkpoint after a decay.
+    """Predictable checkpoints of a size: (name, parameters, tokens) of each after a decay.
 
     Raises:
         UserError: when its run has been started.
@@ -75,7 +75,7 @@ def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
 
 
 def default_path(ladder: LadderConfig, size_spec: str) -> Path:
-    """Where the prediction of a size lies."""
+    """The file of the prediction of a size."""
     return Path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
@@ -95,6 +95,7 @@ def write(path: Path, found: Fit, predictions: Sequence[tuple[str, Prediction]],
     digest = _digest(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        # Exclusive creation: two commands at once cannot both register, and no prediction is ever overwritten.
         with path.open("x") as file:
             file.write(json.dumps({**content, "sha256": digest}, indent=1) + "\n")
     except FileExistsError:
@@ -103,11 +104,12 @@ def write(path: Path, found: Fit, predictions: Sequence[tuple[str, Prediction]],
 
 
 def _digest(content: dict[str, Any]) -> str:
+    # Sorted keys: the hash is that of the content, however the file is laid out.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A registered prediction.
+    """Reads a registered prediction.
 
     Raises:
         UserError: when it is none, or was changed since.
@@ -137,6 +139,7 @@ def scores(ladder: LadderConfig) -> list[Score]:
         for item in content["predictions"]:
             at = [row for row in rows if row["tokens"] == item["tokens"] and item["metric"] in row]
             written = content["written"]
+            # Each seed of the run is a measurement of its own; without any, the prediction is shown as open.
             for row in at or [None]:
                 name = item["name"] + (f" seed {row['seed']}" if row and ladder.num_seeds > 1 else "")
                 measured = float(row[item["metric"]]) if row else None

@@ -31,11 +31,11 @@ p.said { color: #555; margin: .2rem 0 .8rem; } li { margin: .3rem 0; }
 def write_report(
     path: Path, found: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
 ) -> None:
-    """Writes the page: what the fit says, what speaks against it, and its pictures.
+    """Writes the page: the fit, the evidence against it, and its pictures.
 
     Args:
         path: of the file.
-        found: what to show.
+        found: the fit.
         title: of the page.
         ladder: shows the learning rates of its sizes as well.
         target: a run to show beside the points.
@@ -73,10 +73,12 @@ def _list(items: Sequence[str]) -> str:
 
 def _schedules(ladder: LadderConfig) -> list[str]:
     parts = []
+    # Pictures of schedules are made as files, by the same function as everywhere.
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(ladder.sizes):
             file = Path(folder) / "rate.svg"
             num_params, batch = count_params(ladder, size), batch_shape(ladder, size).batch_size
             save_image(ladder.run_configurator.lr_plot(num_params, batch), file)
+            # Numbers from 100 on: the pictures of the fit have the ones below.
             parts += [f"<h3>{html.escape(size)}</h3>", inline(file.read_text(), 100 + number)]
     return parts

@@ -1,4 +1,4 @@
-"""How a law is fitted, and how its intervals come about."""
+"""Settings of a fit and of its bootstrap."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from lm_trainer.ladder.fit.solver import Objective
 METHODS = ("vp", "huber")
 UNITS = ("residuals", "points", "runs")
 DELTA = 1e-3
-"""Of Huber's function, in log L (Hoffmann et al. 2022)."""
+"""Threshold of Huber's function, in log L (Hoffmann et al. 2022, section 3.3)."""
 NUM_CONSTANTS = 5
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a law is fitted."""
+    """Method of the fit, and draws and level of its intervals."""
 
     method: str = "vp"
     """`vp`: variable projection with non-negative least squares; `huber`: as the papers do."""
     start: str = "hoffmann"
-    """Where `huber` starts: `hoffmann` or `olmo`."""
+    """Start of `huber`: `hoffmann` or `olmo`."""
     resample: str = "residuals"
-    """What the bootstrap draws: `residuals`, `points` or `runs`."""
+    """Unit of the bootstrap: `residuals`, `points` or `runs`."""
     draws: int = 500
-    """Of the bootstrap."""
+    """Resamples of the bootstrap."""
     seed: int = 0
-    """Of the bootstrap."""
+    """Seed of the bootstrap."""
     level: float = 0.9
-    """Of all intervals."""
+    """Probability of all intervals."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -43,5 +43,5 @@ class Settings:
 
     @property
     def objective(self) -> Objective:
-        """What is made small."""
+        """The function that the fit minimises."""
         return Objective(DELTA if self.method == "huber" else None)

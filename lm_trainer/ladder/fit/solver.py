@@ -1,4 +1,7 @@
-"""Fitting the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
+"""Solver of the law: variable projection, and Levenberg-Marquardt for many sets of losses at once.
+
+Variable projection is that of Golub and Pereyra 1973; the damping of the refinement is that of Marquardt 1963. A
+bootstrap fits hundreds of laws to the same points, which would be slow one by one: all sets are refined as one batch.
 
 Dimensions: R sets of losses or weights, P points, K the five constants E, a, b, alpha, beta, where a and b belong to N
 and D in units of their geometric means.
@@ -14,37 +17,42 @@ from scipy.optimize import nnls
 from lm_trainer.ladder.fit.law import Law
 
 EXPONENTS = (0.01, 2.0)
-"""Where alpha and beta are sought."""
+"""Bounds of alpha and beta."""
 _GRID = 24
+"""Values of each exponent in the search of `variable_projection`."""
 _STARTS = 4
+"""Cells of that grid that are refined."""
 _LOWER_K = np.array([0.0, 0.0, 0.0, EXPONENTS[0], EXPONENTS[0]])
 _UPPER_K = np.array([np.inf, np.inf, np.inf, EXPONENTS[1], EXPONENTS[1]])
 _ITERATIONS = 400
+"""Steps at most."""
 _TOLERANCE = 1e-13
+"""Relative gain of a step below which a set is done."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a fit makes small: the sum of squares of relative errors, or of Huber's function of errors of log L."""
+    """Function that a fit minimises: the sum of squares of relative errors, or Huber's function of errors of log L."""
 
     huber: float | None = None
-    """Its threshold, in log L; None for squares of relative errors."""
+    """Threshold of Huber's function, in log L; None for squares of relative errors."""
 
     def residuals(self, predicted_RP: np.ndarray, loss_RP: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The errors, and their derivatives with respect to the predicted loss."""
+        """The errors (R, P), and their derivatives with respect to the predicted loss."""
         if self.huber is None:
             return predicted_RP / loss_RP - 1, np.broadcast_to(1 / loss_RP, predicted_RP.shape)
+        # A trial step may predict a loss of 0, which has no logarithm.
         safe_RP = np.maximum(predicted_RP, 1e-30)
         return np.log(safe_RP / loss_RP), 1 / safe_RP
 
     def weights(self, errors_RP: np.ndarray) -> np.ndarray:
-        """By which squares of errors are reweighted."""
+        """Weights (R, P) with which squares of errors have the gradient of the objective."""
         if self.huber is None:
             return np.ones_like(errors_RP)
         return self.huber / np.maximum(np.abs(errors_RP), self.huber)
 
     def value(self, errors_RP: np.ndarray, weights_RP: np.ndarray) -> np.ndarray:
-        """Half the sum of squares, or the sum of Huber's function."""
+        """Half the sum of squares, or the sum of Huber's function, of each set (R,)."""
         half_RP = errors_RP**2 / 2
         if self.huber is not None:
             size_RP = np.abs(errors_RP)
@@ -54,7 +62,11 @@ class Objective:
 
 @dataclass(frozen=True)
 class Design:
-    """N and D of the points as the solver has them: logarithms, less their means."""
+    """Logarithms of N and D of the points, less their means.
+
+    Centred, a and b are the sizes of the terms in the middle of the points, and hardly depend on the exponents. With N
+    and D in units of one, A and B would change by powers of ten for a small step in an exponent.
+    """
 
     log_n_P: np.ndarray
     log_d_P: np.ndarray
@@ -63,12 +75,12 @@ class Design:
 
     @classmethod
     def of(cls, num_params_P: np.ndarray, tokens_P: np.ndarray) -> Design:
-        """From numbers in units of one."""
+        """Takes N and D in units of one."""
         n_P, d_P = np.log(num_params_P), np.log(tokens_P)
         return cls(n_P - n_P.mean(), d_P - d_P.mean(), float(n_P.mean()), float(d_P.mean()))
 
     def law(self, constants_RK: np.ndarray) -> Law:
-        """The constants in units of one."""
+        """The law in units of one, of constants (R, K) in units of the means."""
         e, a, b, alpha, beta = np.moveaxis(constants_RK, -1, 0)
         return Law(e, a * np.exp(alpha * self.log_n_mean), b * np.exp(beta * self.log_d_mean), alpha, beta)
 
@@ -82,6 +94,7 @@ class Design:
         """Losses (R, P), and their derivatives (R, P, K)."""
         e, a, b, alpha, beta = (column[..., None] for column in np.moveaxis(constants_RK, -1, 0))
         n_RP, d_RP = np.exp(-alpha * self.log_n_P), np.exp(-beta * self.log_d_P)
+        # d/dE, d/da, d/db, d/dalpha, d/dbeta.
         slopes = (np.ones_like(n_RP), n_RP, d_RP, -a * n_RP * self.log_n_P, -b * d_RP * self.log_d_P)
         return e + a * n_RP + b * d_RP, np.stack(slopes, -1)
 
@@ -93,6 +106,7 @@ def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarra
     are sought on a grid, and from its best cells by `refine`.
     """
     weights_P = np.ones_like(loss_P) if weights_P is None else weights_P
+    # Rows are divided by the loss: squares of relative errors are ordinary least squares of the scaled rows.
     scale_P = np.sqrt(weights_P) / loss_P
     exponents = np.geomspace(*EXPONENTS, _GRID)
     found = []
@@ -102,6 +116,7 @@ def variable_projection(design: Design, loss_P: np.ndarray, weights_P: np.ndarra
             columns_PK = np.stack([np.ones_like(n_P), n_P, np.exp(-beta * design.log_d_P)], -1)
             linear, norm = nnls(columns_PK * scale_P[:, None], loss_P * scale_P)
             found.append((norm, *linear, alpha, beta))
+    # Every eighth of the best: neighbours on the grid would all be refined to one place.
     best_RK = np.array(sorted(found)[: 8 * _STARTS : 8])[:, 1:]
     shape = (len(best_RK), len(loss_P))
     fitted_RK, values_R = refine(
@@ -123,10 +138,12 @@ def refine(
     values_R, normal_RKK, gradient_RK = _quadratic(design, loss_RP, weights_RP, constants_RK, objective)
     active_R = np.ones(len(constants_RK), bool)
     for _ in range(_ITERATIONS):
+        # Sets that are done leave the batch.
         rows = np.flatnonzero(active_R)
         if not len(rows):
             break
         step_RK = _step(constants_RK[rows], normal_RKK[rows], gradient_RK[rows], damping_R[rows])
+        # The clipped step may be worse than the whole one; then it is refused like any other that gains nothing.
         tried_RK = np.clip(constants_RK[rows] + step_RK, _LOWER_K, _UPPER_K)
         new = _quadratic(design, loss_RP[rows], weights_RP[rows], tried_RK, objective)
         better_R = new[0] < values_R[rows]
@@ -135,8 +152,10 @@ def refine(
         accepted = rows[better_R]
         constants_RK[accepted] = tried_RK[better_R]
         values_R[accepted], normal_RKK[accepted], gradient_RK[accepted] = (part[better_R] for part in new)
+        # Towards Gauss-Newton after a step that helped, towards a short step down the gradient after one that did not.
         damping_R[rows] = np.clip(np.where(better_R, damping_R[rows] / 5, damping_R[rows] * 4), 1e-15, 1e12)
         small_R = better_R & (gain_R < _TOLERANCE) & (change_R < 1e-8)
+        # Done: a step that no longer changes anything, none that helps however short, or a perfect fit.
         active_R[rows] = ~(small_R | (~better_R & (damping_R[rows] > 1e8)) | (values_R[rows] < 1e-28))
     return constants_RK, values_R
 
@@ -144,7 +163,7 @@ def refine(
 def _quadratic(
     design: Design, loss_RP: np.ndarray, weights_RP: np.ndarray, constants_RK: np.ndarray, objective: Objective
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The objective with its gradient and Gauss-Newton matrix."""
+    """The objective (R,), its Gauss-Newton matrix J'WJ (R, K, K) and its gradient J'We (R, K)."""
     predicted_RP, slopes_RPK = design.predict(constants_RK)
     errors_RP, inner_RP = objective.residuals(predicted_RP, loss_RP)
     slopes_RPK = slopes_RPK * inner_RP[..., None]
@@ -157,7 +176,8 @@ def _quadratic(
 def _step(
     constants_RK: np.ndarray, normal_RKK: np.ndarray, gradient_RK: np.ndarray, damping_R: np.ndarray
 ) -> np.ndarray:
-    """The damped step; a constant that leans against its bound stays."""
+    """The damped step (R, K): solves (J'WJ + damping diag(J'WJ)) step = -gradient for the constants that may move."""
+    # A constant that leans against its bound stays: its row and column become those of the identity.
     fixed_RK = ((constants_RK <= _LOWER_K) & (gradient_RK > 0)) | ((constants_RK >= _UPPER_K) & (gradient_RK < 0))
     free_RK = ~fixed_RK
     diagonal_RK = np.einsum("rkk->rk", normal_RKK)
@@ -165,6 +185,7 @@ def _step(
     added_RK = damping_R[:, None] * diagonal_RK + 1e-300
     index = np.arange(constants_RK.shape[-1])
     matrix_RKK[:, index, index] = np.where(free_RK, diagonal_RK + added_RK, 1.0)
+    # A constant without any effect, such as alpha where a is 0, has a zero row; 1 there keeps the matrix regular.
     matrix_RKK[:, index, index] += np.where(matrix_RKK[:, index, index] > 1e-200, 0.0, 1.0)
     step_RK = np.linalg.solve(matrix_RKK, np.where(free_RK, -gradient_RK, 0.0)[..., None])[..., 0]
     return np.where(np.isfinite(step_RK), step_RK, 0.0)

@@ -18,7 +18,7 @@ _UNITS = {
 
 
 def fit_text(found: Fit, held: Sequence[Held], effect: Influence, said: Sequence[str], iso: IsoFlop | None) -> str:
-    """Constants, points, hold-out and what is to be said against them."""
+    """Constants, points, hold-out and notes."""
     parts = [law_text(found), points_text(found, effect), held_text(held), iso_text(found, iso)]
     if said:
         parts.append("Notes:\n" + "\n".join(f"- {note}" for note in said))
@@ -92,6 +92,7 @@ def iso_text(found: Fit, iso: IsoFlop | None) -> str:
     if iso is None:
         return ""
     both = found.law.alpha + found.law.beta
+    # The exponent of N in the optimum of the law: Hoffmann et al. 2022, equation 4.
     own = found.law.beta / both
     return (
         f"Approach 2, {len(iso.valleys)} computes: best N = {iso.scale:.4g} C^{iso.exponent:.4f}; the law has exponent "
