@@ -44,7 +44,7 @@ class MetricLogger:
     Attributes:
         train_loss: of the last step that was read.
         eval_losses: of the last evaluation, by name.
-        chain: over the losses and gradient norms of all steps of the run that were read; see `fingerprint.link`.
+        chain: over the losses and gradient norms of all steps of the run that were read (`extend_chain`).
     """
 
     def __init__(  # noqa: PLR0913 - a step reports to all of them

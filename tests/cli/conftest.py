@@ -1,4 +1,4 @@
-"""A tiny model in both layouts, and what a refusal looks like."""
+"""A tiny model in both formats, and the form of a refusal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint(hf_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 class Outcome(NamedTuple):
-    """What a command left behind; the fields of a finished process."""
+    """The outcome of a command, with the fields of a finished process."""
 
     returncode: int
     stdout: str

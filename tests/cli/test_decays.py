@@ -1,4 +1,4 @@
-"""Which parameters decay, as `lmt config` lists and checks it."""
+"""Parameters that decay, as `lmt config` lists and checks them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `lmt` says of itself, how quickly, and how it ends."""
+"""The help of `lmt`, its speed, and its exit codes."""
 
 import errno
 import subprocess

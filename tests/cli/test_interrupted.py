@@ -1,4 +1,4 @@
-"""What ends a command from outside while it tokenises."""
+"""Signals that end a command while it tokenises."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Adam(Config):
 
 
 class Run(Config):
-    """What is loaded in these tests."""
+    """The configuration that these tests load."""
 
     model: Annotated[SmallModel | WideModel, Field(discriminator="type")] = SmallModel()
     trainer: Trainer = Trainer()
@@ -142,7 +142,7 @@ class Files:
         return load(self.write(text), overrides, Run, options=OPTIONS)
 
     def problems(self, text: str, *overrides: str) -> list[str]:
-        """What is wrong with a file; the file's name is left out of the positions."""
+        """Lists the problems of a file; the file's name is left out of the positions."""
         self.write(text)
         return self.problems_of("run.yaml", *overrides)
 

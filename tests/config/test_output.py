@@ -1,4 +1,4 @@
-"""What leaves a configuration: YAML, differences and the JSON schema."""
+"""Output from a configuration: YAML, differences and the JSON schema."""
 
 from datetime import timedelta
 from typing import Any

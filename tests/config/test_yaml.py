@@ -1,4 +1,4 @@
-"""What a file's text means: numbers, text, positions, and text that is refused."""
+"""The text of a file: numbers, text, positions, and text that is refused."""
 
 import os
 from pathlib import Path

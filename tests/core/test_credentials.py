@@ -1,4 +1,4 @@
-"""What is taken out of URLs, and what is left as it is."""
+"""Credentials in URLs are blanked, and everything else stays as it is."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class FakeHub:
     """An HTTP status that every request gets instead of service."""
 
     def environment(self, token: str | None = TOKEN) -> dict[str, str]:
-        """What a client in a subprocess needs in order to see this hub alone."""
+        """The environment of a client in a subprocess, in which it sees this hub alone."""
         base = {"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return base | ({"HF_TOKEN": token} if token is not None else {})
 

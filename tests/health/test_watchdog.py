@@ -1,4 +1,4 @@
-"""What is noticed of a run that hangs."""
+"""Warnings of the watchdog about a run that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SLURM is asked for, and what a process finds in the environment that SLURM gives it."""
+"""The request to SLURM, and the environment that SLURM gives to a process."""
 
 from __future__ import annotations
 

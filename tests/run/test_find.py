@@ -1,4 +1,4 @@
-"""Where a run and its checkpoints are found."""
+"""Discovery of runs and their checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a file, a bar on a terminal."""
+"""Progress as a person sees it: plain lines in a file, a bar on a terminal."""
 
 from __future__ import annotations
 

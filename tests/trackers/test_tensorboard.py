@@ -32,7 +32,7 @@ def events(directory: Path) -> list[Any]:
 
 
 def scalars(directory: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard shows: a session start hides what came before it at its step or later."""
+    """Events as TensorBoard shows them: a session start hides earlier ones of its step or later."""
     shown: dict[str, dict[int, float]] = {}
     for event in events(directory):
         if event.HasField("session_log") and event.session_log.status == PB.SessionLog.START:
