@@ -39,6 +39,8 @@ os.environ.update(
         "XLA_FLAGS": _xla_flags(DEVICES),
         "JAX_COMPILATION_CACHE_DIR": f"{_SHARED}/compiled",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        # Arrays of different ranks in one operation are mostly a forgotten axis, which broadcasting would hide.
+        "JAX_NUMPY_RANK_PROMOTION": "raise",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -89,6 +91,11 @@ def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}  # a run in this process sets it
     return {**inherited, "XLA_FLAGS": _xla_flags(devices), "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
+
+
+def users_environment() -> dict[str, str]:
+    """This process's environment for a program of a user or a peer, which may broadcast as JAX does by default."""
+    return {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_RANK_PROMOTION"}
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -14,10 +16,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PlainSerializer,
+    WrapValidator,
 )
+from pydantic_core import CoreSchema, core_schema
+
+from lm_trainer.core.files import HUB_NAME, url_problem
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Reason for which a key has no effect, and the values for which that is so; None: all."""
+
+    reason: str
+    values: tuple[Any, ...] | None = None
 
 
 class Config(BaseModel):
@@ -38,6 +53,29 @@ class Config(BaseModel):
 
     refused_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of other frameworks' configurations that are refused here, each with the reason or the replacement."""
+    ignored_keys: ClassVar[Mapping[str, Ignored]] = {}
+    """Such keys that may stand in a file and have no effect; said in a note. With another value than those that are
+    named they are refused."""
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
+    """Such keys that mean the same as one of the keys here; said in a note."""
+
+    respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {}
+    """Such keys that with some value mean that one of the keys here has another; by key and value."""
+
+    replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Keys of which an override, or a foreign one among them also in the file, takes the place of others that the file
+    holds; those are dropped with a note."""
+
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Methods and properties that other frameworks' configurations have and these have not, each with what to use."""
+
+    # Hidden from type checkers, for which any attribute would exist otherwise.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).absent:
+                raise AttributeError(f"there is no {type(self).__name__}.{name}: {type(self).absent[name]}")
+            return super().__getattr__(name)
 
     @property
     def changed_fields(self) -> set[str]:
@@ -46,13 +84,24 @@ class Config(BaseModel):
         return {name for name, field in fields if getattr(self, name) != field.get_default(call_default_factory=True)}
 
 
-_UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION_PATTERN = r"^\s*(?=\d)(\d+(\.\d+)?(ms|s|m|h|d)|(\d+d)?(\d+h)?(\d+m)?(\d+(\.\d+)?s)?)\s*$"
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
+def or_instance_of(base: type[Config]) -> WrapValidator:
+    """Takes objects of `base` that were made in Python as they are, and checks all else as the annotation says."""
+    return WrapValidator(lambda value, listed: value if isinstance(value, base) else listed(value))
+
+
+Name = Annotated[str, "name"]
+"""A key of a mapping that names one of several things, such as an axis: `token` there is no secret."""
+
+_UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION_PATTERN = (
+    r"^\s*(?=\d)(\d+(\.\d+)?\s*(ms|s|m|h|hr|d|w)"
+    r"|(\d+\s*w\s*)?(\d+\s*d\s*)?(\d+\s*(h|hr)\s*)?(\d+\s*m\s*)?(\d+(\.\d+)?\s*s)?)\s*$"
+)
+_DURATION = re.compile(r"(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)hr?)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
 def parse_duration(value: Any) -> timedelta:
-    """Reads `15m`, `1h30m`, `90s`, `0.5h` or `2d`.
+    """Reads `15m`, `1h30m`, `90s`, `0.5h`, `2d`, `1w2d` or `172 hr`.
 
     Raises:
         ValueError: for a bare number (its unit would be a guess) or anything else.
@@ -62,12 +111,12 @@ def parse_duration(value: Any) -> timedelta:
     if isinstance(value, int | float) and not isinstance(value, bool):
         raise ValueError(f"a bare number is ambiguous; write {value}s, {value}m or {value}h")
     if isinstance(value, str):
-        text = value.strip().lower()
-        if single := re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", text):
+        text = re.sub(r"(?<=\d)\s+(?=[a-z])|(?<=[a-z])\s+(?=\d)", "", value.strip().lower())
+        if single := re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|w)", text.removesuffix("r")):
             return timedelta(seconds=float(single[1]) * _UNIT_SECONDS[single[2]])
         if text and (parts := _DURATION.fullmatch(text)) and any(parts.groups()):
-            days, hours, minutes, seconds = (float(p or 0) for p in parts.groups())
-            return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+            weeks, days, hours, minutes, seconds = (float(p or 0) for p in parts.groups())
+            return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
     raise ValueError(f"expected a duration such as 90s, 15m or 1h30m, got {value!r}")
 
 
@@ -114,6 +163,35 @@ def _is_fraction_or_steps(value: float) -> float:
     fraction_or_steps(value, 1)
     return value
 
+
+def _path_as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+@dataclass(frozen=True)
+class Takes:
+    """The mark of a key that takes a path as text; callers in Python may give a `Path`."""
+
+    schemes: tuple[str, ...] = ()
+    """Schemes of the URLs that work in its place."""
+    name: str = ""
+    """A name that works in its place."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        text = core_schema.no_info_before_validator_function(_path_as_text, handler(source))
+        return core_schema.no_info_after_validator_function(self._checked, text)
+
+    def _checked(self, value: str) -> str:
+        if problem := url_problem(value, self.schemes, self.name):
+            raise ValueError(problem)
+        return value
+
+
+LocalPath = Annotated[str, Takes()]
+"""A path on this machine; a URL, which would be taken for the name of a directory, is refused."""
+
+LocalPathOrHubName = Annotated[str, Takes(name=HUB_NAME)]
+"""A path on this machine, or a name on the Hugging Face hub."""
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """Seed of random numbers; JAX takes no more than 32 bits of it."""

@@ -4,9 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+
+AnyPath = str | os.PathLike[str]
+"""A path as callers in Python write it."""
+
+TAKE_URLS = (
+    *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
+    *("trainer.tracker.logdir", "trainer.jax_compilation_cache_dir"),
+)
+"""Keys that take URLs."""
+
+HUB_NAME = "a name on the Hugging Face hub"
+"""Stands in the place of a path in keys and arguments that take models and tokenizers."""
+
+# With one slash as well, which is what `pathlib` makes of two. A drive of Windows has one letter.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
+
+
+def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
+    """Says why a path that is a URL cannot be used, and what to write instead; None where it can be.
+
+    Args:
+        path: what was written.
+        schemes: of the URLs that work in the place of a path.
+        name: what else works in its place.
+    """
+    text = os.fspath(path)
+    found = _URL.match(text)
+    if found is None or (found[1].lower() in schemes and found[2] == "//"):
+        return None
+    if found[1].lower() in schemes:
+        return f"{text} has lost a slash of its URL, as in pathlib.Path; write it as text, with {found[1]}://"
+    if found[1].lower() == "file":
+        return f"{text} is a URL; write the path alone: /{text[found.end() :].lstrip('/')}"
+    if found[2] == "/" and not isinstance(path, str):
+        text = f"{found[1]}://{text[found.end() :]}"
+    works = ["a path on this machine", *([name] if name else []), *(f"{each}://" for each in schemes)]
+    return (
+        f"{text} is a URL, and only {' or '.join(works)} works here; copy the files or mount the bucket, and write "
+        f"that path. Keys that take URLs: {', '.join(TAKE_URLS)}"
+    )
+
+
+def local_path(path: AnyPath) -> Path:
+    """Returns a path on this machine.
+
+    Raises:
+        UserError: for a URL, which would be taken for the name of a directory.
+    """
+    if problem := url_problem(path):
+        raise UserError(problem)
+    return Path(path)
 
 
 def write_atomically(path: Path, text: str) -> None:

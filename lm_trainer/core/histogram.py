@@ -10,6 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from lm_trainer.core.broadcast import with_rank_of
+
 BINS = 64
 
 
@@ -52,5 +54,6 @@ def _edges(low: jax.Array, high: jax.Array) -> jax.Array:
     # A width of 17 bits makes its products with k / B exact, so that they are the same whether or not a compiler
     # contracts them and the addition to one instruction.
     width = jax.lax.reduce_precision(high - low, exponent_bits=8, mantissa_bits=16)
-    inner = low[..., None] + width[..., None] * (jnp.arange(BINS, dtype=jnp.float32) / BINS)
+    fractions_B = jnp.arange(BINS, dtype=jnp.float32) / BINS
+    inner = low[..., None] + width[..., None] * with_rank_of(fractions_B, width[..., None])
     return jnp.concatenate([inner, high[..., None]], axis=-1)

@@ -6,9 +6,9 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import AfterValidator, BeforeValidator, NonNegativeInt, PositiveInt, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from lm_trainer.core.config import Config
@@ -82,6 +82,19 @@ def piecewise_int(value: IntSchedule) -> Piecewise[int]:
     """Turns the value of a configuration into values over steps."""
     phases = (IntPhase(start=0, value=value),) if isinstance(value, int) else value
     return Piecewise.make([(phase.start, phase.value) for phase in phases])
+
+
+def _is_no_multiple_of_the_devices(value: Any) -> Any:
+    if value == -1:
+        raise ValueError(
+            "-1 would be per_device_parallelism rows for each device, and a batch here does not depend on the devices; "
+            "write per_device_parallelism times elastic_shards: with 4 and 8 of them, 32"
+        )
+    return value
+
+
+BatchSizes = Annotated[IntSchedule, BeforeValidator(_is_no_multiple_of_the_devices)]
+"""Rows in a global batch, as a schedule."""
 
 
 @dataclass(frozen=True)

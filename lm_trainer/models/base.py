@@ -1,25 +1,42 @@
-"""What every decoder family's configuration shares."""
+"""Settings that all decoder families share."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
+import jax
 from flax import nnx
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_table import HfFamily, NoHfFormat
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import Backend, BlockInternal, DecoderSpec, OffloadPolicy, Remat, ScoreSpec
+from lm_trainer.nn.spec import Activation, Backend, BlockInternal, DecoderSpec, OffloadPolicy, Remat, ScoreSpec
+from lm_trainer.profile.flops import flops_per_token, parameter_count
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
 
 
+_ACTIVATION_ALIASES = {"swish": "silu", "gelu_fast": "gelu_new"}
+_BACKEND_ALIASES = {"vanilla": "xla", "jax_flash": "xla", "nvte": "cudnn", "default": "auto"}
+
+
+def _renamed(names: Mapping[str, str]) -> BeforeValidator:
+    """Reads other names of a choice as its own."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
+
+ActivationName = Annotated[Activation, _renamed(_ACTIVATION_ALIASES)]
+"""An activation by its name here; `swish` is read as `silu`, and `gelu_fast` as `gelu_new`."""
+BackendName = Annotated[Backend, _renamed(_BACKEND_ALIASES)]
+"""An implementation of attention by its name here, or by Levanter's."""
+
+
 class CheckpointPolicy(Config):
-    """What the backward pass keeps of each block instead of computing it again, and where."""
+    """Values of a block that are kept for the backward pass, on the device or its host; the rest is computed again."""
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         "save_inputs": "the parameters of a block are always there, and what enters it is `save_carries`; remove it",
@@ -36,11 +53,16 @@ class CheckpointPolicy(Config):
     """Where what enters each block is kept: `true`: on the device; `offload`: in the memory of its host, which costs
     the time of two copies."""
     offload_block_internals: tuple[BlockInternal, ...] = ()
-    """What else is kept in the memory of the host; names as in `save_block_internals`."""
+    """Values that are kept in host memory as well; names as in `save_block_internals`, `true`: all of them."""
     nested: bool | Annotated[int, Field(gt=1)] = False
     """Puts the layers into groups and keeps only what enters a group; what enters each of its layers is computed again
     (one more forward pass, and the memory of about 2 sqrt(layers) blocks' inputs). `true`: about sqrt(layers) groups;
     or how many. The layers must run as a loop (`scan_layers`)."""
+
+    @field_validator("offload_block_internals", mode="before")
+    @classmethod
+    def _all_or_none(cls, value: Any) -> Any:
+        return (get_args(BlockInternal) if value else ()) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _kept_once(self) -> "CheckpointPolicy":
@@ -60,7 +82,7 @@ class CheckpointPolicy(Config):
 
     @property
     def remat(self) -> Remat:
-        """As a policy of the trunk."""
+        """The rematerialisation policy for `DecoderSpec`."""
         if self.disable or self.save_block_internals is True:
             return "none"
         if self.save_carries == "offload":
@@ -69,6 +91,17 @@ class CheckpointPolicy(Config):
             return OffloadPolicy(self.offload_block_internals, self.save_block_internals or ())
         return self.save_block_internals or "full"
 
+
+_AXES = {
+    "Pos": "seq_len",
+    "KeyPos": "seq_len",
+    "Embed": "hidden_dim",
+    "Heads": "num_heads",
+    "Layers": "num_layers",
+    "Mlp": "spec(vocab_size).blocks[0].mlp.hidden_dim",
+    "HeadSize": "spec(vocab_size).blocks[0].attention.head_dim",
+}
+"""Axes that Levanter's models have as properties -> the number here."""
 
 _NAMED = {"offload": CheckpointPolicy(save_carries="offload"), "nested": CheckpointPolicy(nested=True)}
 
@@ -81,13 +114,25 @@ class DecoderConfig(Config):
     module: ClassVar[type[Decoder]] = Decoder
     """Built from the spec; a family whose wiring differs names a subclass."""
 
+    absent: ClassVar[Mapping[str, str]] = {
+        **{name: f"axes have no objects; use {use}" for name, use in _AXES.items()},
+        "model_type": "use the class attribute `module`",
+        "to_hf_config": "use config_to_hf(config, vocab_size=..., eos_id=..., bos_id=...) of lm_trainer.models.hf",
+        "from_hf_config": "use config_from_hf(config_json) of lm_trainer.models.hf",
+        "hf_checkpoint_converter": "use `lmt export-hf` and `lmt import-hf`",
+        "attention_config": "use spec(vocab_size).blocks[0].attention",
+        "mk_LayerNorm": "use spec(vocab_size).final_norm",
+        "norm_config": "use spec(vocab_size).final_norm",
+        "actual_head_size": "use spec(vocab_size).blocks[0].attention.head_dim",
+    }
+
     type: str
     """The family."""
     seq_len: int = Field(default=1024, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=12, gt=0)
     """How many blocks the model has."""
-    reference_checkpoint: str | None = None
+    reference_checkpoint: LocalPathOrHubName | None = None
     """What `initialize_from_hf: true` starts from: a directory, or a name on the hub. Unset: the family's best known
     checkpoint, if it has one."""
     gradient_checkpointing: (
@@ -100,11 +145,12 @@ class DecoderConfig(Config):
     `nested`: everything, and most of what enters a block as well; or a block that says what is kept."""
     scan_layers: bool | None = None
     """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. Unset: as
-    a loop when there are more than 12. Both have the same parameters, and numbers equal up to rounding."""
+    a loop when there are more than 12, or `gradient_checkpointing` puts them into groups. Both have the same
+    parameters, and numbers equal up to rounding."""
     cross_entropy_block_size: int | None = Field(default=None, gt=0)
     """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
-    attn_backend: Backend | None = None
+    attn_backend: BackendName | None = None
     """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16) or `splash` (TPUs, sequences of
     a multiple of 128), refused where they cannot do what the model asks for; `auto`: the platform's own where it can,
     else xla. The log says which and why. Where a backend cannot decode with a cache, xla generates text. Unset: xla.
@@ -120,9 +166,32 @@ class DecoderConfig(Config):
     def spec(self, vocab_size: int) -> DecoderSpec:
         """The model as data."""
 
-    def build(self, vocab_size: int, *, rngs: nnx.Rngs) -> Decoder:
-        """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`."""
-        return self.module(self.spec(vocab_size), rngs=rngs)
+    def build(self, vocab_size: int, *, rngs: nnx.Rngs | None = None, key: jax.Array | None = None) -> Decoder:
+        """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`.
+
+        Args:
+            vocab_size: rows of the token embedding.
+            rngs: make the initial weights, or
+            key: stands for `nnx.Rngs(key)`.
+
+        Raises:
+            ValueError: unless exactly one of `rngs` and `key` is given.
+        """
+        if (rngs is None) == (key is None):
+            raise ValueError("give either rngs or key")
+        return self.module(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
+
+    def flops_per_token(self, vocab_size: int, context_length: int | None = None) -> int:
+        """Operations of a forward pass for one token of sequences of `context_length`, by default `seq_len`, tokens."""
+        return flops_per_token(self.spec(vocab_size), context_length or self.seq_len).forward
+
+    def total_trainable_params(self, vocab_size: int) -> int:
+        """Parameters; a head that shares the token embedding counts once."""
+        return parameter_count(self.spec(vocab_size))
+
+    def differs_from_hf(self) -> str | None:
+        """Says of which sequences transformers computes something else; None where it computes the same of all."""
+        return None
 
     @classmethod
     def hf_family(cls) -> HfFamily:
@@ -149,26 +218,31 @@ class DecoderConfig(Config):
 
     @property
     def remat(self) -> Remat:
-        """`gradient_checkpointing` as a policy of the trunk."""
+        """`gradient_checkpointing` as a policy for `DecoderSpec`."""
         if self._policy is not None:
             return self._policy.remat
         value = self.gradient_checkpointing
+        # `dots` and `dots_no_batch` have the same names in the spec.
         names: dict[bool | str, Remat] = {True: "full", "recompute": "full", False: "none", "save_all": "none"}
         return names.get(value) or value  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
 
     @property
     def remat_groups(self) -> int:
-        """Groups of layers, for the trunk."""
+        """Number of groups of layers for `DecoderSpec`; 0: none."""
         nested = False if self._policy is None else self._policy.nested
+        # sqrt(layers) groups keep the fewest arrays: an input of each group, and of each layer of one group (Chen et
+        # al. 2016, arXiv 1604.06174).
         return round(math.sqrt(self.num_layers)) if nested is True else int(nested)
 
     @property
     def scan(self) -> bool:
         """`scan_layers` with its default resolved."""
-        return self.num_layers > SCAN_ABOVE if self.scan_layers is None else self.scan_layers
+        if self.scan_layers is not None:
+            return self.scan_layers
+        return self.num_layers > SCAN_ABOVE or (self._policy is not None and bool(self._policy.nested))
 
     def scores(self, scale: float | None = None, *, dropout: float = 0.0) -> ScoreSpec:
-        """What these settings say about the scores of attention; the arguments as in `ScoreSpec`."""
+        """The `ScoreSpec` of these settings; `scale` and `dropout` are its fields."""
         return ScoreSpec(
             scale=scale,
             dropout=dropout,

@@ -1,4 +1,4 @@
-"""What families share whose heads divide the hidden dimension among themselves: no groups, no size of their own."""
+"""Settings of families whose heads share the hidden dimension equally, each with its own keys and values."""
 
 from typing import Self
 
@@ -9,7 +9,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, HeadSpec, 
 
 
 class EqualHeadsConfig(DecoderConfig):
-    """Settings of a decoder with such heads and dropout."""
+    """Settings of a decoder with heads of size hidden_dim / num_heads, and with dropout."""
 
     hidden_dim: int = Field(default=768, gt=0)
     """Width of the residual stream; a multiple of num_heads."""
@@ -33,7 +33,7 @@ class EqualHeadsConfig(DecoderConfig):
 
     @property
     def head_size(self) -> int:
-        """Of each head."""
+        """Dimensions of each head."""
         return self.hidden_dim // self.num_heads
 
     def decoder(
@@ -45,7 +45,7 @@ class EqualHeadsConfig(DecoderConfig):
         embedding: EmbeddingSpec | None = None,
         tied: bool = True,
     ) -> DecoderSpec:
-        """The whole model of equal blocks; `norm` is the last one."""
+        """The whole model, with `num_layers` equal blocks; `norm` stands after the last one."""
         return DecoderSpec(
             vocab_size=vocab_size,
             hidden_dim=self.hidden_dim,

@@ -1,4 +1,4 @@
-"""What families with a mixture of experts share."""
+"""Settings and tensors that families with a mixture of experts share."""
 
 from collections.abc import Mapping
 
@@ -44,7 +44,8 @@ class ExpertsConfig(RotaryConfig):
 
 
 def expert_tensors(router: str, names: Mapping[str, str]) -> tuple[HfTensor, ...]:
-    """Router and experts of a layer; `names` gives theirs, with `{expert}`, for gate, up and down."""
+    """Router and experts of a layer; `names` gives the name in the file, with `{expert}`, of gate, up and down."""
+    # Linear layers in the file, outputs before inputs and one for each expert; here one array with an `experts` axis.
     return (
         HfTensor(f"{router}.weight", (f"{BLOCK}.mlp.router",), transposed=True),
         *(HfTensor(f"{hf}.weight", (f"{BLOCK}.mlp.{ours}",), transposed=True) for ours, hf in names.items()),

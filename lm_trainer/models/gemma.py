@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lm_trainer.models.base import ActivationName
 from lm_trainer.models.hf_table import HfFamily, HfField
 from lm_trainer.models.rope import AnyRope, DefaultRope, local_theta_from_hf, rope_from_hf, ropes_to_hf
 from lm_trainer.models.rotary import (
+    ACTIVATIONS,
     ATTENTION,
     EMBEDDING,
     HEAD,
@@ -27,8 +29,9 @@ from lm_trainer.models.rotary import (
     pattern_from_hf,
     shared_to_hf,
 )
-from lm_trainer.nn.spec import Activation, BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
+from lm_trainer.nn.spec import BlockSpec, DecoderSpec, EmbeddingSpec, NormSpec, QkNormSpec, RopeSpec
 
+# `post_attention_layernorm` is the norm after attention here; in files of Llama it is the one before the MLP.
 _FOUR_NORMS = layer_norms(
     attention_pre_norm="input_layernorm",
     attention_post_norm="post_attention_layernorm",
@@ -37,6 +40,8 @@ _FOUR_NORMS = layer_norms(
 )
 _FIXED = {"attention_dropout": 0.0, "attention_bias": False, "use_bidirectional_attention": False}
 _SHARED = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "tie_word_embeddings": True}
+_LEGACY_GELU = {"gelu": "gelu_new"}
+"""The first files of Gemma say gelu, and mean its tanh approximation; transformers reads them so."""
 _CAPS = (
     HfField("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     HfField("sliding_window", "sliding_window", 4096),
@@ -44,25 +49,32 @@ _CAPS = (
 
 
 class _GemmaConfig(RotaryConfig):
-    """What all generations share."""
+    """Settings that all generations share."""
 
     seq_len: int = Field(default=8192, gt=0)
     """The longest sequence, in tokens."""
     head_dim: int | None = Field(default=256, gt=0, multiple_of=2)
     """Size of a head. `null`: hidden_dim / num_heads."""
-    activation_function: Activation = "gelu_new"
-    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    activation_function: ActivationName = "gelu_new"
+    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     layer_norm_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the mean square in the norms."""
     tie_word_embeddings: bool = True
     """Whether the output layer has the weights of the token embedding."""
 
     def norm(self) -> NormSpec:
+        # Files store gains less 1, and so do the parameters: nothing is added or subtracted on the way.
         return replace(super().norm(), unit_offset=True)
 
     def embedding(self) -> EmbeddingSpec:
-        """Embeddings as large as the square root of their size."""
+        """Token embeddings multiplied by sqrt(hidden_dim)."""
         return EmbeddingSpec(scale=math.sqrt(self.hidden_dim))
+
+
+def _gemma_to_hf(config: "GemmaConfig") -> dict[str, Any]:
+    if config.activation_function == "gelu":
+        raise ValueError("transformers takes hidden_act: gelu of a gemma model for its tanh approximation")
+    return shared_to_hf(config)
 
 
 class GemmaConfig(_GemmaConfig):
@@ -73,14 +85,19 @@ class GemmaConfig(_GemmaConfig):
         reference="google/gemma-2b",
         architecture="GemmaForCausalLM",
         fields=hf_fields(
-            **_SHARED, hidden_size=3072, intermediate_size=24576, num_hidden_layers=28, num_attention_heads=16
+            read={**ACTIVATIONS, **_LEGACY_GELU},
+            **_SHARED,
+            hidden_size=3072,
+            intermediate_size=24576,
+            num_hidden_layers=28,
+            num_attention_heads=16,
         ),
         tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
         computed_from_hf=lambda hf: {"rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=16, head_dim=256)},
-        computed_to_hf=shared_to_hf,
+        computed_to_hf=_gemma_to_hf,
         tied=TIED,
     )
 
@@ -146,7 +163,7 @@ def _gemma3_to_hf(config: "Gemma3Config") -> dict[str, Any]:
 
 
 class _WindowedGemmaConfig(_GemmaConfig):
-    """What the second and third generation share."""
+    """Settings that the second and third generation share."""
 
     hidden_dim: int = Field(default=2304, gt=0)
     """Width of the residual stream."""
@@ -169,6 +186,7 @@ class _WindowedGemmaConfig(_GemmaConfig):
 
     def block(self, softcap: float | None = None) -> BlockSpec:
         """A layer that sees all positions; `softcap` bounds its scores."""
+        # Not the size of a head: in some sizes of Gemma 2 the two differ.
         scores = replace(self.scores(self.query_pre_attn_scalar**-0.5), softcap=softcap)
         attention = replace(self.attention(), scores=scores)
         return BlockSpec(attention, self.mlp(), pre_norm=self.norm(), post_norm=self.norm())
@@ -188,6 +206,7 @@ _WINDOWED = {
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
 }
+# Files of these generations name the activation so.
 _WINDOWED["hidden_activation"] = _WINDOWED.pop("hidden_act")
 
 
@@ -236,6 +255,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         tensors=(*EMBEDDING, HEAD, *_FOUR_NORMS, *ATTENTION, *QK_NORM, *MLP),
         prefix="model.",
         unprefixed=(HEAD.hf,),
+        # A field that Gemma 3 has from Gemma 2; it normalizes queries and keys instead.
         fixed={**_FIXED, "attn_logit_softcapping": None},
         computed_from_hf=_gemma3_from_hf,
         computed_to_hf=_gemma3_to_hf,

@@ -12,6 +12,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     inner, width = hf.get("n_inner"), hf.get("n_embd", 768)
     if inner is not None and inner % width:
         raise ValueError(f"n_inner={inner} is not supported, only multiples of n_embd={width} are")
+    # Null is how transformers writes four times the width.
     return {"mlp_scale": 4 if inner is None else inner // width}
 
 
@@ -53,6 +54,8 @@ _HF = HfFamily(
         HfTensor("h.{}.ln_1.bias", ("blocks.{}.attention_pre_norm.bias",)),
         HfTensor("h.{}.ln_2.weight", ("blocks.{}.mlp_pre_norm.scale",)),
         HfTensor("h.{}.ln_2.bias", ("blocks.{}.mlp_pre_norm.bias",)),
+        # These layers are `Conv1D` in transformers, with inputs before outputs as here: nothing is transposed. `c_attn`
+        # has queries, keys and values side by side.
         *(
             HfTensor(f"h.{{}}.{theirs}.{kind}", tuple(f"blocks.{{}}.{name}.{kind}" for name in ours))
             for theirs, ours in {
@@ -68,6 +71,7 @@ _HF = HfFamily(
     fixed={"scale_attn_weights": True, "add_cross_attention": False, "tie_word_embeddings": True},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
+    # Causal masks, which earlier versions of transformers saved with the weights.
     ignored=r"h\.\d+\.attn\.(bias|masked_bias)",
     tied={"lm_head.weight": "wte.weight"},
 )

@@ -37,6 +37,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     Raises:
         UserError: for a family that is not known, or a setting with no counterpart here.
     """
+    # Families without a format are here too, so that a file of theirs is refused with the reason.
     families = {config.hf.model_type: config for config in MODEL_CONFIGS}
     config_class = families.get(str(hf.get("model_type")))
     if config_class is None:
@@ -45,11 +46,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     family = config_class.hf_family()
     fields = read_config(family, hf)
     vocab_size = hf.get("vocab_size")
+    # A bool is an int in Python, but no number in JSON.
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size < 1:
         raise UserError(f"config.json: vocab_size={vocab_size!r} is not a positive number")
     try:
         return config_class(**fields), vocab_size
     except ValidationError as error:
+        # The person has the file, so its names are told and not ours.
         names = {entry.ours: entry.hf for entry in family.fields}
         lines = [
             ".".join(names.get(str(at), str(at)) for at in problem["loc"]) + f": {problem['msg']}"
@@ -95,6 +98,7 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     Raises:
         UserError: for a setting that the format has no place for, or parameters of another configuration.
     """
+    # For its errors: a setting that the format has no place for must not get lost in silence.
     write_config(model_config.hf_family(), model_config)
     named = named_leaves(params)
     vocab_size = named["embed.tokens"].shape[0]
@@ -107,6 +111,7 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
 
 def check_writable(model_config: DecoderConfig) -> None:
     """Raises `UserError` where the format has no place for a setting or a parameter of the model."""
+    # One token is enough: no table depends on the size of the vocabulary.
     family, vocab_size = model_config.hf_family(), 1
     write_config(family, model_config)
     leaves = param_infos(model_config, vocab_size)
@@ -120,10 +125,10 @@ def _check_places(family: HfFamily, leaves: Mapping[str, ParamInfo], placed: Col
 
 
 class ReadPlan(NamedTuple):
-    """What of a file belongs where."""
+    """The tensors of a file that each parameter is read from."""
 
     pieces: dict[str, list[SourceSlice]]
-    """By parameter of ours."""
+    """By dotted name of the parameter."""
     repeated: dict[str, str]
     """Tensors of the file that must equal another one, since this model has one for both."""
 
@@ -131,7 +136,7 @@ class ReadPlan(NamedTuple):
 def plan_reading(
     model_config: DecoderConfig, vocab_size: int, shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, str]
 ) -> ReadPlan:
-    """How the tensors of a file make up the parameters; reads none of them.
+    """Assigns the tensors of a file to the parameters that they make up; reads none of them.
 
     Args:
         model_config: the model.

@@ -52,7 +52,7 @@ def adopt_hf_config(
 def compare_with_hf_config(
     section: DecoderConfig, given: Collection[str], theirs: DecoderConfig, vocab_size: int
 ) -> list[str]:
-    """What the section says otherwise than config.json because the user wrote so; one text for each key.
+    """Lists the keys that the user wrote with another value than config.json has; one text for each key.
 
     Raises:
         UserError: for another family, and for keys that differ because nothing is written: their defaults would change
@@ -85,8 +85,10 @@ def _differences(section: DecoderConfig, theirs: DecoderConfig, vocab_size: int)
         ours, value = getattr(section, key), getattr(theirs, key)
         if ours == value:
             continue
+        # Equal specs compute the same: a default that is written out, for example, is no difference.
         try:
             same = type(theirs).model_validate({**theirs.model_dump(), key: ours}).spec(vocab_size) == spec
+        # The key alone may contradict the others of the file.
         except ValidationError:
             same = False
         if not same:
@@ -108,5 +110,5 @@ _OF_TRAINING = frozenset(
 
 
 def _any_length(config: DecoderConfig, vocab_size: int) -> bool:
-    """Whether rows may be of another length than the checkpoint's: no parameter has a row for each position."""
+    """Returns true if rows may be longer or shorter than the checkpoint's: no parameter has a row for each position."""
     return not config.spec(vocab_size).embedding.learned_positions

@@ -1,4 +1,4 @@
-"""Which region of which tensor of a file each block of a parameter is: what reading slice by slice needs.
+"""Reading of parameters slice by slice: finds the regions of a file's tensors that make up a block of a parameter.
 
 A block is a slice, with start and stop, for each dimension of a parameter or of the part of it that the file has in one
 piece; a region is the same of a tensor of the file.
@@ -25,7 +25,7 @@ class SourceSlice(NamedTuple):
     """Its name in the file."""
     entry: FileTensor
     position: int
-    """Which of the entry's parts."""
+    """The index of the part among those of the entry."""
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -38,13 +38,13 @@ class SourceSlice(NamedTuple):
 
     @property
     def _merged(self) -> int | None:
-        """The dimension of heads, which the file has as one with the size of a head."""
+        """The dimension of heads, which in the file is one with the dimension of head_size; None without heads."""
         axes = self.entry.parts[self.position].leaf.part_axes
         return next((at for at in range(len(axes) - 1) if axes[at : at + 2] in _HEADS), None)
 
     @property
     def slow(self) -> int:
-        """The dimension of ours that comes first in the file: blocks that are thin along it are read in one go."""
+        """Our dimension that comes first in the file: a block that is thin along it is one contiguous range there."""
         if not self.entry.table.transposed:
             return 0
         last = len(self.shape) - 1
@@ -57,11 +57,13 @@ class SourceSlice(NamedTuple):
         region: list[slice] = []
         for at, cut in enumerate(block):
             if merged is not None and at == merged:
+                # Interleaved: each head in the file is followed by the same head of the other parts.
                 scale = size * parts if interleaved else size
                 region.append(slice(cut.start * scale, cut.stop * scale))
             elif merged is None or at != merged + 1:
                 region.append(cut)
         if not interleaved:
+            # Parts that are joined one after another: this one starts where those before it end.
             before = sum(part.leaf.file_shape[-1] for part in self.entry.parts[: self.position])
             region[-1] = slice(region[-1].start + before, region[-1].stop + before)
         transposed = self.entry.table.transposed
@@ -95,13 +97,13 @@ def source_slices(entries: Iterable[FileTensor], names: Mapping[str, str]) -> di
 def read_block(
     pieces: Iterable[SourceSlice], block: Slices, read: ReadRegion, *, max_elements: int
 ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """What a block of a parameter consists of, a little at a time.
+    """Reads a block of a parameter in pieces of at most `max_elements` elements.
 
     Args:
         pieces: all of the parameter.
         block: of the parameter.
         read: reads a region of the file.
-        max_elements: how much is read at once, where rows of the file are not longer.
+        max_elements: of a piece; a row of the file that is longer is read whole.
 
     Yields:
         The place inside the block, and an array for it with as many dimensions, in the dtype of the file.
@@ -118,7 +120,7 @@ def read_block(
 
 
 def _thin(block: Slices, along: int, max_elements: int) -> Iterator[Slices]:
-    """The block in parts that are at most so large, cut along one dimension."""
+    """Cuts a block along one dimension into parts of at most `max_elements` elements."""
     cut = block[along]
     others = int(np.prod([each.stop - each.start for at, each in enumerate(block) if at != along]))
     step = max(1, max_elements // max(1, others))

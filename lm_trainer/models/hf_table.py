@@ -25,7 +25,7 @@ class HfField:
     hf: str
     ours: str
     default: Any
-    """What transformers takes when the key is absent."""
+    """The value that transformers takes when the key is absent."""
     old_names: tuple[str, ...] = ()
     """Names that earlier versions wrote; read when `hf` is absent, never written."""
     read: Mapping[Any, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class HfFamily:
     fields: tuple[HfField, ...]
     tensors: tuple[HfTensor, ...]
     prefix: str
-    """Of every tensor; a file of the bare trunk lacks it."""
+    """Prefix of every tensor's name; files of a model without its head lack it."""
     fixed: Mapping[str, Any]
     """Fields that have one value here; another one in a file is refused. Absent means this value."""
     computed_from_hf: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -90,7 +90,7 @@ class NoHfFormat:
     """Stands where a family has no format that transformers itself reads."""
 
     model_type: str
-    """What files of it call it."""
+    """Its name in the config.json of published models."""
     reason: str
 
 
@@ -107,7 +107,7 @@ class ParamInfo:
 
     @property
     def experts(self) -> int:
-        """How many experts each layer has; 0: the parameter has no such axis."""
+        """Number of experts in each layer; 0: the parameter has no such axis."""
         return self.shape[self.stacked] if self.axes[self.stacked] == "experts" else 0
 
     @property
@@ -142,7 +142,7 @@ class ParamSlice(NamedTuple):
 
 
 class FileTensor(NamedTuple):
-    """A tensor of the file, and what of ours it holds."""
+    """A tensor of the file, and the pieces of our parameters that it holds."""
 
     name: str
     table: HfTensor
@@ -158,6 +158,7 @@ class FileTensor(NamedTuple):
         """The parts of a tensor of the file, in our shapes."""
         x = tensor.T if self.table.transposed else tensor
         if self.table.interleaved:
+            # In the file each head has its query, key and value side by side.
             size = self.parts[0].leaf.part_shape[-1]
             heads = x.reshape(*x.shape[:-1], -1, len(self.parts), size)
             pieces = [heads[..., i, :] for i in range(len(self.parts))]
@@ -192,6 +193,7 @@ def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     for entry in family.fields:
         names = (entry.hf, *entry.old_names)
         value = next((hf[name] for name in names if hf.get(name) is not None), entry.default)
+        # Only texts have other names; a list could not even be looked up.
         ours[entry.ours] = entry.read.get(value, value) if isinstance(value, str) else value
     try:
         ours |= family.computed_from_hf(hf)
@@ -203,7 +205,7 @@ def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
-    """The content of config.json, less what depends on vocabulary and tokenizer.
+    """The content of config.json without the fields that depend on vocabulary and tokenizer.
 
     Raises:
         UserError: for a setting that the format has no place for.
@@ -249,6 +251,7 @@ def read_tensors(
         for part, piece in zip(entry.parts, entry.split(tensor), strict=True):
             pieces[part.path][part.index] = piece
     _raise(problems)
+    # Popped, so that the pieces of a parameter are freed as soon as it is stacked.
     return {path: _joined(pieces.pop(path), leaf) for path, leaf in leaves.items()}
 
 
@@ -372,6 +375,7 @@ def match_names(
             problems.append(f"{names[bare]} and {name} are the same tensor")
         if not buffer.fullmatch(bare):
             names[bare] = name
+    # A head with weights of its own is expected, and so is no copy of the embedding.
     repeated = {
         names.pop(second): names[first]
         for second, first in family.tied.items()

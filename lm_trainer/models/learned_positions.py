@@ -1,13 +1,13 @@
-"""What families share that learn a vector for each position, have LayerNorm before each part and a tied head."""
+"""Settings of families with learned positions, LayerNorm before each part and a tied head."""
 
 from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from lm_trainer.models.base import ActivationName
 from lm_trainer.models.equal_heads import EqualHeadsConfig
 from lm_trainer.nn.spec import (
-    Activation,
     AttentionSpec,
     BlockSpec,
     DecoderSpec,
@@ -21,14 +21,14 @@ FLASH_BLOCK = 1024
 
 
 class LearnedPositionsConfig(EqualHeadsConfig):
-    """Settings of such a decoder."""
+    """Settings of a decoder with learned positions."""
 
     mlp_scale: int = Field(default=4, gt=0)
     """Width of the MLP, in multiples of hidden_dim."""
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout after the embeddings."""
-    activation_function: Activation = "gelu_new"
-    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    activation_function: ActivationName = "gelu_new"
+    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divides the attention scores of layer i (from 0) by i + 1."""
     use_bias: bool = True
@@ -55,7 +55,7 @@ class LearnedPositionsConfig(EqualHeadsConfig):
         return MlpSpec(hidden_dim=self.hidden_dim * scale, activation=self.activation_function, bias=self.use_bias)
 
     def probabilities(self) -> ScoreSpec:
-        """How scores become probabilities in every layer."""
+        """The `ScoreSpec` of every layer, with `use_flash_attention` resolved."""
         return replace(
             self.scores(dropout=self.attn_pdrop),
             block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),

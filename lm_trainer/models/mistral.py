@@ -24,6 +24,7 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # An absent key is the default of transformers; null is no window.
     window = hf.get("sliding_window", 4096)
     return {"sliding_window": window, "rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=8)}
 

@@ -22,6 +22,7 @@ from lm_trainer.models.rotary import (
 )
 from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
+# The names of the authors' code: w2 leads back to the stream, w3 is multiplied by the activation of w1.
 _NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
 
 

@@ -103,6 +103,7 @@ class MptConfig(EqualHeadsConfig):
     """Dropout after the embeddings."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
+        # transformers drops the biases of LayerNorm, since the published files have none.
         norm = NormSpec(eps=self.layer_norm_epsilon, bias=False)
         attention = AttentionSpec(
             self.num_heads,
@@ -113,6 +114,7 @@ class MptConfig(EqualHeadsConfig):
             clip=self.clip_qkv,
             scores=self.scores(self.softmax_scale, dropout=self.attn_pdrop),
         )
+        # transformers has the exact GELU for every MPT.
         mlp = MlpSpec(self.hidden_dim * MLP_RATIO, "gelu", bias=False)
         block = BlockSpec(attention, mlp, pre_norm=norm, dropout=self.resid_pdrop)
         return self.decoder(vocab_size, block, norm, embedding=EmbeddingSpec(dropout=self.embed_pdrop))

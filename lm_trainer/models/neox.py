@@ -5,16 +5,21 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from lm_trainer.models.base import ActivationName
 from lm_trainer.models.equal_heads import EqualHeadsConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
 from lm_trainer.models.rope import AnyRope, DefaultRope, fraction_from_hf, fraction_to_hf, rope_from_hf, rope_to_hf
 from lm_trainer.models.rotary import ACTIVATIONS
-from lm_trainer.nn.spec import Activation, AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, NormSpec
 
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # The family's own name for theta in earlier versions; beside it transformers reads no `rope_theta` at the top.
     theta = float(hf.get("rotary_emb_base") or 10_000.0)
-    return {"rope": rope_from_hf(hf, theta), "rotary_pct": fraction_from_hf(hf, 0.25, "rotary_pct")}
+    return {
+        "rope": rope_from_hf({**hf, "rope_theta": None}, theta),
+        "rotary_pct": fraction_from_hf(hf, 0.25, "rotary_pct"),
+    }
 
 
 def _to_hf(config: "GptNeoxConfig") -> dict[str, Any]:
@@ -35,6 +40,7 @@ _TENSORS = (
         }.items()
         for hf, name in {"weight": "scale", "bias": "bias"}.items()
     ),
+    # Head by head, the file has query, key and value.
     *linear(
         "layers.{}.attention.query_key_value", *(f"blocks.{{}}.attention.{name}" for name in "qkv"), interleaved=True
     ),
@@ -88,8 +94,8 @@ class GptNeoxConfig(EqualHeadsConfig):
     """Width of the MLP."""
     num_heads: int = Field(default=64, gt=0)
     """Attention heads, each of size hidden_dim / num_heads."""
-    activation_function: Activation = "gelu"
-    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    activation_function: ActivationName = "gelu"
+    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     tie_word_embeddings: bool = False
     """Whether the output layer has the weights of the token embedding."""
     use_parallel_residual: bool = True

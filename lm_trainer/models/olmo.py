@@ -48,6 +48,7 @@ def _olmo2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "rope": rope_from_hf(hf, _THETA, layers="full_attention"),
+        # One theta for the whole file is that of the layers with a window as well.
         "rope_local_base_freq": local_theta_from_hf(hf, float(hf.get("rope_theta") or _THETA)),
         "sliding_window": hf.get("sliding_window", 4096),
         "sliding_window_pattern": pattern_from_hf(hf, _PATTERN),
@@ -65,7 +66,7 @@ def _olmo3_to_hf(config: "Olmo3Config") -> dict[str, Any]:
 
 
 class _OlmoConfig(RotaryConfig):
-    """What both generations share."""
+    """The block that both generations share."""
 
     def block(self, *, window: int | None = None, rope: RopeSpec | None = None) -> BlockSpec:
         """One layer, with a window and other rotations where wanted."""
@@ -76,6 +77,7 @@ class _OlmoConfig(RotaryConfig):
             window=window,
             positions=rope or plain.positions,
         )
+        # No norm before a part: attention and MLP read the stream as it is.
         return BlockSpec(attention, self.mlp(), post_norm=self.norm())
 
 

@@ -30,7 +30,7 @@ class _Module(NamedTuple):
     in_layer: str
     """The end of the name, as it is in every layer."""
     parts: int
-    """How many of our adapters it joins."""
+    """Number of our adapters that it joins."""
     by_inputs: bool
     """The file has inputs before outputs."""
 
@@ -82,6 +82,7 @@ def _weights(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
         return []
     leaves = param_infos(model_config, vocab_size)
     entries = file_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period)
+    # Embedding and head have no place for a layer in their names, and no adapters.
     return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
 
 
@@ -120,6 +121,7 @@ def _joined(entry: FileTensor, adapted: list[tuple[np.ndarray, np.ndarray] | Non
             start += rank
         pieces.append(piece)
         parts.append(ParamSlice(part.path, (), ParamInfo(piece.shape, ("rank", *axes))))
+    # PEFT has outputs before the rank, even for layers whose weights have inputs before outputs.
     table = HfTensor(entry.table.hf, entry.table.ours, transposed=True, interleaved=entry.table.interleaved)
     return np.ascontiguousarray(a_RI), FileTensor(entry.name, table, tuple(parts)).join(pieces)
 
@@ -130,6 +132,7 @@ def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) ->
         everywhere.setdefault(module.in_layer, []).append(module)
     names = {}
     for in_layer, found in everywhere.items():
+        # PEFT matches the end of a name, so that one that is alike in all layers is written once.
         same = len(found) == layers and len({module.parts for module in found}) == 1
         names |= {in_layer: found[0].parts} if same else {module.name: module.parts for module in found}
     joined = {name: parts for name, parts in names.items() if parts > 1}
@@ -153,9 +156,10 @@ def _config(lora: LoraConfig, modules: list[_Module], layers: int, base: str) ->
 
 
 def _factor(lora: LoraConfig, parts: int) -> float:
-    """What alpha must grow by so that a rank that is `parts` times as large has the same scale."""
+    """The factor of alpha that keeps the scale when the rank grows by `parts`: alpha / rank, or alpha / sqrt(rank)."""
     return math.sqrt(parts) if lora.use_rslora else parts
 
 
 def _number(value: float) -> float:
+    # PEFT writes whole numbers, such as 8 and not 8.0.
     return int(value) if value == int(value) else value

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from lm_trainer.models.hf_table import HfFamily, HfField, linear
-from lm_trainer.models.rope import LongRope, RopeConfig, fraction_from_hf, fraction_to_hf, rope_from_hf
+from lm_trainer.models.rope import ORIGINAL_LENGTH, LongRope, RopeConfig, fraction_from_hf, fraction_to_hf, rope_from_hf
 from lm_trainer.models.rotary import (
     BLOCK,
     EMBEDDING,
@@ -25,7 +25,8 @@ from lm_trainer.nn.spec import BlockSpec, DecoderSpec
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "rope": rope_from_hf(hf),
+        # transformers takes 4096 where the length is not written beside the block, even if it is in it.
+        "rope": rope_from_hf({**hf, ORIGINAL_LENGTH: hf.get(ORIGINAL_LENGTH) or 4096}),
         "partial_rotary_factor": fraction_from_hf(hf, 1.0),
         "sliding_window": hf.get("sliding_window"),
         **heads_from_hf(hf, kv_heads=None),
@@ -36,6 +37,7 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
     if config.head_size * config.num_heads != config.hidden_dim:
         raise ValueError("its heads have the size hidden_dim / num_heads, but the model was made with another head_dim")
     shared = shared_to_hf(config)
+    # The format has no such key; the check above makes sure that none is needed.
     del shared["head_dim"]
     return {
         **fraction_to_hf(shared, config.partial_rotary_factor),
@@ -45,11 +47,13 @@ def _to_hf(config: "Phi3Config") -> dict[str, Any]:
 
 
 def _lengths(rope: RopeConfig, seq_len: int) -> dict[str, Any]:
-    """What LongRoPE has outside of its own block, which transformers 4 wants with three keys and nothing else."""
+    """LongRoPE's fields outside of its block, and the block itself with the only keys that transformers 4 accepts."""
     if not isinstance(rope, LongRope):
         return {}
     original = rope.original_max_position_embeddings
-    fields: dict[str, Any] = {"original_max_position_embeddings": original}
+    fields: dict[str, Any] = {ORIGINAL_LENGTH: original}
+    # A factor that follows from the two lengths need not be in the block, so the block can be the one that both
+    # versions of transformers read.
     if rope.attention_factor is None and rope.factor == seq_len / original:
         block = {"short_factor": list(rope.short_factor), "long_factor": list(rope.long_factor)}
         fields["rope_scaling"] = {"type": "longrope", **block}

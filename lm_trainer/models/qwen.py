@@ -31,7 +31,7 @@ _WINDOW = 4096
 
 
 class _QwenConfig(RotaryConfig):
-    """What both generations share."""
+    """Settings that both generations share."""
 
     seq_len: int = Field(default=32768, gt=0)
     """The longest sequence, in tokens."""
@@ -66,7 +66,7 @@ class _QwenConfig(RotaryConfig):
 
 def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     used = bool(hf.get("use_sliding_window", False))
-    first = hf.get("max_window_layers", 28)
+    first = 28 if hf.get("max_window_layers") is None else hf["max_window_layers"]
     check_layer_types(hf, lambda layer: used and layer >= first)
     window = hf.get("sliding_window", _WINDOW) if used else None
     return {
@@ -90,6 +90,7 @@ _FIELDS = (
 
 
 def _qwen3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    # Where the key is absent, transformers has 128, and not hidden_size / num_attention_heads.
     return {**_from_hf(hf), **heads_from_hf(hf, kv_heads=32, head_dim=128)}
 
 

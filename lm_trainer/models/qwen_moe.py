@@ -121,6 +121,7 @@ class Qwen3MoeConfig(ExpertsConfig):
         sparse = replace(plain, mlp=self.experts(self.moe_intermediate_dim, renormalize=self.norm_topk_prob))
 
         def block(layer: int) -> BlockSpec:
+            # transformers counts the layers from 1 here, from 0 in `mlp_only_layers`.
             dense = layer in self.mlp_only_layers or (layer + 1) % self.decoder_sparse_step
             return plain if dense else sparse
 

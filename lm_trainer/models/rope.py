@@ -21,18 +21,22 @@ class RopeConfig(Config):
 
     @abstractmethod
     def scaling(self, _seq_len: int) -> _Scaling:
-        """How frequencies are scaled in a model whose longest sequence has so many tokens."""
+        """The scaling of frequencies in a model whose longest sequence has this many tokens; None: there is none."""
 
     def check(self, size: int) -> None:
         """Raises ValueError where `size` dimensions of a head cannot be rotated so."""
 
+    def differs_from_hf(self, _seq_len: int) -> str | None:
+        """Says of which sequences transformers computes something else; None where it computes the same of all."""
+        return None
+
     def spec(self, seq_len: int, fraction: float = 1.0) -> RopeSpec:
-        """As a part of the trunk; `fraction` of each head's dimensions is rotated."""
+        """The `RopeSpec` of an attention layer; `fraction` of each head's dimensions is rotated."""
         return RopeSpec(self.theta, fraction, self.scaling(seq_len))
 
     @abstractmethod
     def to_hf(self) -> dict[str, Any]:
-        """As Hugging Face writes it, less theta."""
+        """The block as Hugging Face writes it, without theta."""
 
 
 class DefaultRope(RopeConfig):
@@ -110,6 +114,8 @@ class YarnRope(RopeConfig):
         return self
 
     def scaling(self, _seq_len: int) -> _Scaling:
+        # The temperature of the softmax, applied to queries and keys by scaling their rotations (Peng et al. 2023,
+        # section 3.4).
         grown = 1.0 if self.factor <= 1.0 else 0.1 * self.mscale * math.log(self.factor) + 1.0
         return YarnScaling(
             self.factor,
@@ -124,6 +130,7 @@ class YarnRope(RopeConfig):
         plain = self.model_dump(include={"factor", "original_max_position_embeddings"})
         plain |= self.model_dump(include={"beta_fast", "beta_slow"}, exclude_defaults=True)
         scaling = self.scaling(0)
+        # Written as its result, since `mscale` counts in a file only beside `mscale_all_dim`.
         if isinstance(scaling, YarnScaling) and (self.attention_factor is not None or self.mscale != 1.0):
             plain["attention_factor"] = scaling.magnitude
         return {"rope_type": "yarn", **plain, **({} if self.truncate else {"truncate": False})}
@@ -161,6 +168,15 @@ class LongRope(RopeConfig):
         factors = self.long_factor if _seq_len > original else self.short_factor
         return LongRopeScaling(factors, grown if self.attention_factor is None else self.attention_factor)
 
+    def differs_from_hf(self, _seq_len: int) -> str | None:
+        original = self.original_max_position_embeddings
+        if _seq_len <= original or self.short_factor == self.long_factor:
+            return None
+        return (
+            f"seq_len is {_seq_len:,}, so rotary positions are scaled by long_factor in sequences of every length; "
+            f"transformers takes short_factor up to {original:,} tokens, as a run with model.seq_len: {original} does"
+        )
+
     def to_hf(self) -> dict[str, Any]:
         plain = self.model_dump(exclude={"type", "theta"}, exclude_none=True)
         return {"rope_type": "longrope", **{k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}}
@@ -175,12 +191,17 @@ _KINDS: Mapping[str, type[RopeConfig]] = {
     "llama3": Llama3Rope,
     "yarn": YarnRope,
     "longrope": LongRope,
+    # The first name of LongRoPE, in early files of Phi-3.
     "su": LongRope,
 }
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+"""The key of the longest sequence before rotary positions were scaled, beside the block or in it."""
+_WITH_ORIGINAL = {"llama3", "yarn", "longrope", "su"}
 _REFUSED = {
     "dynamic": "its frequencies change with the length of what is read",
     "proportional": "only families that are not known here have it",
 }
+# Not fields of a rope: they are read by `rope_from_hf`, `parse_rope` and `fraction_from_hf`.
 _IGNORED = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
@@ -196,21 +217,29 @@ def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10_000.0, *, laye
         ValueError: for a kind of scaling that does not exist here.
     """
     block = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    if "long_factor" in block:
-        block = _with_lengths(block, hf)
     if layers is not None and layers in block:
-        block = block[layers]
-    theta = block.get("rope_theta", hf.get("rope_theta") or default_theta)
+        block = _with_lengths(block[layers], {**hf, ORIGINAL_LENGTH: None})
+    else:
+        block = _with_lengths(block, hf)
+    theta = block.get("rope_theta") or hf.get("rope_theta") or default_theta
     return parse_rope(block, float(theta))
 
 
 def _with_lengths(block: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """LongRoPE's block with what files write outside of it, or leave to be computed."""
-    original = block.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-    longest = hf.get("max_position_embeddings")
-    original = original or longest
-    factor = block.get("factor") or (longest / original if longest and original else 1.0)
-    return {**block, "original_max_position_embeddings": original, "factor": factor}
+    """A block with the lengths that files write outside of it or leave to be computed, as transformers finds them."""
+    kind, longest = _kind(block), hf.get("max_position_embeddings")
+    if kind not in _WITH_ORIGINAL:
+        return dict(block)
+    # The length beside the block comes before the one in it.
+    original = hf.get(ORIGINAL_LENGTH) or block.get(ORIGINAL_LENGTH) or longest
+    found = {**block, ORIGINAL_LENGTH: original}
+    if _KINDS[kind] is LongRope:
+        found["factor"] = block.get("factor") or (longest / original if longest and original else 1.0)
+    return found
+
+
+def _kind(block: Mapping[str, Any]) -> str:
+    return str(block.get("rope_type") or block.get("type") or "default")
 
 
 def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
@@ -219,7 +248,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     Raises:
         ValueError: for a kind of scaling that does not exist here.
     """
-    kind = str(block.get("rope_type") or block.get("type") or "default")
+    kind = _kind(block)
     rope_class = _KINDS.get(kind)
     if rope_class is None:
         reason = f" ({_REFUSED[kind]})" if kind in _REFUSED else ""
@@ -228,6 +257,7 @@ def parse_rope(block: Mapping[str, Any], theta: float) -> RopeConfig:
     if rope_class is YarnRope:
         fields = _yarn_fields(fields)
     elif kind == "default":
+        # transformers scales nothing where no kind of scaling is named, whatever the factor.
         fields.pop("factor", None)
     unknown = sorted(fields.keys() - rope_class.model_fields.keys())
     if unknown:
@@ -274,7 +304,7 @@ def ropes_to_hf(rope: RopeConfig, local_theta: float) -> dict[str, Any]:
 
 
 def fraction_from_hf(hf: Mapping[str, Any], default: float, older: str = "partial_rotary_factor") -> float:
-    """Of each head's dimensions, how many are rotated; `older` is the key of earlier versions."""
+    """The share of each head's dimensions that is rotated; `older` is its key in earlier versions."""
     block = hf.get("rope_parameters") or {}
     found = block.get("partial_rotary_factor")
     return float(next(value for value in (found, hf.get(older), default) if value is not None))

@@ -1,4 +1,4 @@
-"""What families with rotary positions and gated MLPs share: settings, parts of the spec, entries of the table.
+"""Settings, parts of the spec and tensors that families with rotary positions and gated MLPs share.
 
 A family says in its own file which parts it has; nothing here is switched by family.
 """
@@ -9,11 +9,10 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from lm_trainer.models.base import DecoderConfig
+from lm_trainer.models.base import ActivationName, DecoderConfig
 from lm_trainer.models.hf_table import HfField, HfTensor, linear
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_to_hf
 from lm_trainer.nn.spec import (
-    Activation,
     AttentionSpec,
     BlockSpec,
     DecoderSpec,
@@ -44,8 +43,8 @@ class RotaryConfig(DecoderConfig):
     """Key and value heads, each for num_heads / num_kv_heads query heads; 1 is multi-query attention."""
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
     """Size of a head. Unset: hidden_dim / num_heads."""
-    activation_function: Activation = "silu"
-    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), relu or silu."""
+    activation_function: ActivationName = "silu"
+    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
     sqrt(2 * num_layers)."""
@@ -60,6 +59,7 @@ class RotaryConfig(DecoderConfig):
     def _heads_fit(self) -> "RotaryConfig":
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        # A rotation pairs the two halves of a head, so that the size must be even.
         if self.head_dim is None and self.hidden_dim % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_dim={self.hidden_dim} is not a multiple of 2 * num_heads={2 * self.num_heads}; set head_dim"
@@ -71,9 +71,12 @@ class RotaryConfig(DecoderConfig):
         self.rope.check(int(self.head_size * self.rotated_fraction))
         return self
 
+    def differs_from_hf(self) -> str | None:
+        return self.rope.differs_from_hf(self.seq_len)
+
     @property
     def rotated_fraction(self) -> float:
-        """Of each head's dimensions."""
+        """The share of each head's dimensions that is rotated."""
         return 1.0
 
     @property
@@ -125,7 +128,9 @@ class RotaryConfig(DecoderConfig):
         )
 
 
-def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfField, ...]:
+def hf_fields(
+    *, activation: str = "hidden_act", read: Mapping[str, str] = ACTIVATIONS, **defaults: Any
+) -> tuple[HfField, ...]:
     """The fields of config.json that all these families have; `defaults` as transformers has them for the family."""
     fields = (
         HfField("max_position_embeddings", "seq_len", 2048),
@@ -133,7 +138,8 @@ def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfFie
         HfField("intermediate_size", "intermediate_dim", 11008),
         HfField("num_hidden_layers", "num_layers", 32),
         HfField("num_attention_heads", "num_heads", 32),
-        HfField(activation, "activation_function", "silu", read=ACTIVATIONS, write={"gelu_new": "gelu_pytorch_tanh"}),
+        # One function under two names; the files of these families have that of torch.
+        HfField(activation, "activation_function", "silu", read=read, write={"gelu_new": "gelu_pytorch_tanh"}),
         HfField("initializer_range", "initializer_range", 0.02),
         HfField("rms_norm_eps", "layer_norm_epsilon", 1e-6),
         HfField("tie_word_embeddings", "tie_word_embeddings", False),
@@ -144,8 +150,9 @@ def hf_fields(*, activation: str = "hidden_act", **defaults: Any) -> tuple[HfFie
 
 def heads_from_hf(hf: Mapping[str, Any], *, kv_heads: int | None, head_dim: int | None = None) -> dict[str, Any]:
     """The sizes of heads; `kv_heads` and `head_dim` are what transformers takes where the keys are absent."""
-    heads = hf.get("num_attention_heads", 32)
+    heads = hf.get("num_attention_heads") or 32
     found, size = hf.get("num_key_value_heads", kv_heads), hf.get("head_dim", head_dim)
+    # Left unset where it follows from the others, so that a configuration without it describes the same model.
     usual = size is None or size * heads == hf.get("hidden_size")
     return {"num_kv_heads": heads if found is None else found, "head_dim": None if usual else size}
 
@@ -161,6 +168,7 @@ BLOCK = "blocks.{}"
 EMBEDDING = (HfTensor("embed_tokens.weight", ("embed.tokens",)), HfTensor("norm.weight", ("final_norm.scale",)))
 HEAD = HfTensor("lm_head.weight", ("head",))
 TIED: Mapping[str, str] = {"lm_head.weight": "embed_tokens.weight"}
+# Biases are listed for all families: a tensor whose parameter a model lacks is left out of its files.
 ATTENTION = tuple(
     tensor
     for theirs, ours in {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}.items()
@@ -176,10 +184,11 @@ QK_NORM = tuple(
 
 
 def layer_norms(**names: str) -> tuple[HfTensor, ...]:
-    """The norms of a layer; `names` gives theirs for each of ours."""
+    """The norms of a layer; `names` gives the name in the file for each of ours."""
     return tuple(HfTensor(f"{LAYER}.{hf}.weight", (f"{BLOCK}.{ours}.scale",)) for ours, hf in names.items())
 
 
+# `post_attention_layernorm` comes after attention, but is the norm before the MLP.
 PRE_NORMS = layer_norms(attention_pre_norm="input_layernorm", mlp_pre_norm="post_attention_layernorm")
 
 
@@ -189,15 +198,17 @@ def layer_types(num_layers: int, pattern: int) -> list[str]:
 
 
 def pattern_from_hf(hf: Mapping[str, Any], default: int) -> int:
-    """Which layers see all positions: every n-th.
+    """The n for which every n-th layer sees all positions and the others have a window.
 
     Raises:
         ValueError: where the file has another order.
     """
+    # Files of different versions have one of these keys, or `layer_types` alone.
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or default
     kinds = hf.get("layer_types")
     if kinds is None:
         return pattern
+    # Without a full layer, a pattern that is longer than the model.
     first = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     for candidate in (pattern, first):
         if kinds == layer_types(len(kinds), candidate):

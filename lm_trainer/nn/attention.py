@@ -22,15 +22,16 @@ from lm_trainer.nn.positions import alibi_bias, apply_rope
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
 
+# 0.7 leaves room for the score and the bias of ALiBi, which are added to it and must not overflow.
 MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""
 
 Window = int
-"""How many positions a query sees; 0: no bound."""
+"""Number of positions that a query sees; 0: no bound."""
 
 
 class ForwardContext(NamedTuple):
-    """What every layer of one forward pass shares."""
+    """Arrays that all layers of one forward pass share."""
 
     positions_BS: jax.Array
     """int32, position inside the document."""
@@ -41,7 +42,7 @@ class ForwardContext(NamedTuple):
     valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
-    """int32, what the biases were made of; None where keys are those of a cache."""
+    """int32, from which the biases are made; None where the keys are those of a cache."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
@@ -50,35 +51,36 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
 
 
 def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> ForwardContext:
-    """For rows that attend to themselves."""
+    """The context of rows that attend to themselves."""
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
     return ForwardContext(positions_BS, all_gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
-    """For new positions that attend to a cache, themselves included."""
+    """The context of new positions that attend to a cache, which holds them too."""
     slots_1C = jnp.arange(capacity, dtype=jnp.int32)[None]
     biases = {window: cache_bias(positions_BT, capacity, window) for window in windows(blocks)}
     return ForwardContext(positions_BT, slots_1C, biases, jnp.ones(positions_BT.shape, bool))
 
 
 def causal_bias(segments_BS: jax.Array, window: Window = 0) -> jax.Array:
-    """[B, 1, S, T]: a query sees itself and what stands before it in the same segment of its row.
+    """float32 [B, 1, S, T]: a query sees itself and the earlier positions of its row in the same segment.
 
     T is S, or where the positions of a row are cut over devices, those of all of them.
     """
     segments_BT = all_gather(segments_BS, "context", 1)
     at_S = at_T = jnp.arange(segments_BT.shape[1])
     if axis_size("context") > 1:
+        # Positions in the whole row, as those of the keys are.
         at_S = axis_index("context") * segments_BS.shape[1] + jnp.arange(segments_BS.shape[1])
-    allowed_BST = (at_S[:, None] >= at_T[None, :]) & (segments_BS[:, :, None] == segments_BT[:, None, :])
+    allowed_BST = (at_S[None, :, None] >= at_T[None, None, :]) & (segments_BS[:, :, None] == segments_BT[:, None, :])
     if window:
-        allowed_BST = allowed_BST & (at_S[:, None] - at_T[None, :] < window)
+        allowed_BST = allowed_BST & (at_S[None, :, None] - at_T[None, None, :] < window)
     return _bias(allowed_BST)
 
 
 def cache_bias(positions_BT: jax.Array, capacity: int, window: Window = 0) -> jax.Array:
-    """[B, 1, T, C]: a query at position p sees the slots 0 to p of its row's cache."""
+    """float32 [B, 1, T, C]: a query at position p sees the slots 0 to p of its row's cache."""
     slots_C = jnp.arange(capacity)[None, None, :]
     allowed_BTC = slots_C <= positions_BT[:, :, None]
     if window:
@@ -136,8 +138,10 @@ class Attention(nnx.Module):
         q_BSNH, k_BTKH, v_BTKH = self._project(x_BSD, context.positions_BS, adapter_key)
         if cache is not None:
             cache, k_BTKH, v_BTKH = cache.write(layer, context.positions_BS, k_BTKH, v_BTKH)
+        # Before the product: scores of 16-bit operands are rounded to 16 bits before the softmax sees them.
         if self.spec.scores.upcast:
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
+        # The queries are scaled instead of the scores, which are T / H times as many; kernels expect them so.
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
         bias_BNST = self._bias(context)
         o_BSNH = dispatch_attention(
@@ -151,6 +155,7 @@ class Attention(nnx.Module):
         q_BSNH, k_BSKH, v_BSKH = (linear(x_BSD, key=key) for linear in (self.q, self.k, self.v))
         if (most := self.spec.clip) is not None:
             q_BSNH, k_BSKH, v_BSKH = (jnp.clip(x, -most, most) for x in (q_BSNH, k_BSKH, v_BSKH))
+        # Norms before rotations: the gains of a norm differ between the two dimensions that a rotation mixes.
         if self.q_norm is not None and self.k_norm is not None:
             q_BSNH, k_BSKH = self.q_norm(q_BSNH), self.k_norm(k_BSKH)
         if isinstance(self.spec.positions, RopeSpec):
@@ -169,5 +174,6 @@ class Attention(nnx.Module):
         scores = self.spec.scores
         scale = jnp.float32(self.spec.head_dim**-0.5 if scores.scale is None else scores.scale)
         if scores.inverse_layer:
+            # Arrays, since the number of the layer is traced where the layers run as a loop.
             scale = scale / (jnp.asarray(layer, jnp.float32) + 1.0)
         return scale.astype(dtype)

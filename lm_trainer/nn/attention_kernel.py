@@ -1,4 +1,4 @@
-"""What every kernel that computes attention is told, and how it is described.
+"""Inputs and description of the kernels that compute attention.
 
 Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head size.
 """
@@ -15,35 +15,35 @@ from lm_trainer.nn.spec import AttentionSpec
 
 
 class AttentionInputs(NamedTuple):
-    """What attention is computed of."""
+    """Operands of attention."""
 
     q_BSNH: jax.Array
-    """Scaled already."""
+    """Queries, scaled already."""
     k_BTKH: jax.Array
-    """Of all positions, where devices share those of a row."""
+    """Keys of the whole row, also where devices share its positions."""
     v_BTKH: jax.Array
     bias_BNST: jax.Array
     """float32, one head for all or each its own; it holds the mask."""
     segments_BS: jax.Array | None
-    """int32, what the mask is made of together with the spec; None where the keys are those of a cache."""
+    """int32, which give the mask together with the spec; None where the keys are those of a cache."""
 
 
 class AttentionMetadata(NamedTuple):
-    """Where attention is computed, and of how much."""
+    """Platform, dtype and sizes of one computation of attention."""
 
     platform: str
     """`cpu`, `gpu` or `tpu`."""
     dtype: DTypeLike
-    """Of the values."""
+    """The dtype of the values."""
     queries: int
     keys: int
     """Positions of one row."""
     cached: bool = False
-    """Whether the keys are those of a cache."""
+    """True if the keys are those of a cache."""
 
     @classmethod
     def of(cls, inputs: AttentionInputs, platform: str) -> AttentionMetadata:
-        """That of these inputs."""
+        """The metadata of these inputs on `platform`."""
         q_BSNH, k_BTKH, v_BTKH, _, segments_BS = inputs
         return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], segments_BS is None)
 
@@ -52,9 +52,9 @@ class AttentionKernel(NamedTuple):
     """One way to compute attention."""
 
     unsupported_reason: Callable[[AttentionSpec, AttentionMetadata], str | None]
-    """What hinders it from doing what a spec says, None when it can."""
+    """Gives the reason why it cannot do what a spec says; None when it can."""
     compute: Callable[[AttentionSpec, AttentionInputs], jax.Array]
-    """Attention, in the shape of the queries and the dtype of the values."""
+    """Computes attention in the shape of the queries and the dtype of the values."""
 
 
 def first_reason(reasons: Iterable[tuple[bool, str]]) -> str | None:

@@ -46,7 +46,7 @@ class Block(nnx.Module):
         key: jax.Array | None = None,
         cache: KvCache | None = None,
     ) -> tuple[jax.Array, KvCache | None, RouterStats | None]:
-        """The stream after this layer, the cache, and what the router did where there is one.
+        """The residual stream after this layer, the cache, and the statistics of the router, None without one.
 
         `key` is this layer's own; None switches dropout off.
         """
@@ -56,6 +56,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BSD = self.attention_pre_norm(x_BSD)
             a_BSD, cache = self.attention(h_BSD, context, layer, key=inner, adapter_key=adapters, cache=cache)
+            # For policies that keep this result; the norm after it is cheap, and is computed again.
             a_BSD = checkpoint_name(a_BSD, "attention")
             y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
         with jax.named_scope("mlp"):

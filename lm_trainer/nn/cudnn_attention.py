@@ -18,7 +18,7 @@ two that are masked: near the largest number, both would be infinite, and their 
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
-    """What hinders it, None when it can."""
+    """The reason why cuDNN cannot compute attention of `spec`; None when it can."""
     name, scores = jnp.dtype(metadata.dtype).name, spec.scores
     odd = not metadata.cached and (metadata.queries % 2 or metadata.keys % 2)
     return first_reason((
@@ -35,10 +35,11 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:
-    """Everything that the mask says is in the bias."""
+    """Computes attention as `AttentionKernel.compute`; the bias holds the whole mask."""
     del spec
     q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
     bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
+    # A scale of 1: the queries are scaled already.
     return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, implementation="cudnn")
 
 

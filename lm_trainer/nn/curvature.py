@@ -26,6 +26,7 @@ from lm_trainer.nn.decoder import Decoder
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
 """`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
 
+# Folded into the key, so that what is dropped and what is drawn are independent.
 _DROPOUT, _DRAWS = 0, 1
 
 
@@ -47,6 +48,7 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     signs = jax.tree.unflatten(
         structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     )
+    # Forward mode over reverse mode: one pass through the gradient gives H u, and nothing is kept for another.
     try:
         _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
     except NotImplementedError as error:
@@ -89,6 +91,8 @@ def gauss_newton_bartlett(
         key=dropout_key,
     )
     targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
+    # The same dropout as in the draw, so that the targets come from the very distribution that is differentiated. They
+    # are whole numbers: no gradient flows through the draw.
     objective, params = _as_function(loss, model, batch._replace(targets=targets_BS), dropout_key)
     return jax.grad(objective)(params)
 
@@ -101,6 +105,7 @@ def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) ->
 def _draw(model: Decoder, h_BSD: jax.Array, key: jax.Array, block_size: int | None) -> jax.Array:
     """One token for each position, int32 [B, S], from the distribution that the model predicts there."""
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
+    # As many blocks as are needed, all of one size, so that fewer tokens than blocks are filled up.
     count = -(-h_ND.shape[0] // (block_size or h_ND.shape[0]))
     size = -(-h_ND.shape[0] // count)
     padded = jnp.pad(h_ND, [(0, count * size - h_ND.shape[0]), (0, 0)])

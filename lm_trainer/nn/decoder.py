@@ -23,7 +23,7 @@ from lm_trainer.parallel.collectives import axis_size
 
 
 class Embedding(nnx.Module):
-    """The token table, and what happens to its rows before the first layer."""
+    """The token table, and the way of its rows to the first layer."""
 
     def __init__(self, spec: DecoderSpec, *, init: Initializer):
         self.spec = spec.embedding
@@ -80,7 +80,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """What the head reads, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
+        """The hidden states that the head reads, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)[0]
 
     def hidden_and_stats(
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStats | None]:
-        """What the head reads, [B, S, D] in `dtype`, and the sums over layers of what routers did, if there are any.
+        """The hidden states that the head reads, [B, S, D] in `dtype`, and the statistics of routers, None without any.
 
         Args:
             tokens_BS: int32.
@@ -102,6 +102,7 @@ class Decoder(nnx.Module):
             key: for dropout; None switches it off.
         """
         embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
+        # Embeddings are added, scaled and normalized in float32, and rounded to the compute dtype once.
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
         x_BSD = dropout(x_BSD, self.spec.embedding.dropout, embed_key)
         if axis_size("pipeline") > 1:
@@ -119,14 +120,17 @@ class Decoder(nnx.Module):
         """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""
         w_VD = self.head_weight().astype(h_BSD.dtype)
         h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
+        # Sums and results in float32: between 16 and 32, bfloat16 has steps of 1/8, too coarse for logits.
         logits_MV = jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
         if (most := self.spec.head.softcap) is not None:
+            # The reciprocal is written out because XLA may turn a division into it in one program and not in another.
             logits_MV = most * jnp.tanh(logits_MV * (1.0 / most))
         return logits_MV.reshape(*h_BSD.shape[:-1], -1)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> KvCache:
         """An empty cache of `capacity` positions for each of `batch_size` rows; `decode` computes in its dtype."""
         attention = self.spec.blocks[0].attention
+        # One array for all layers: their heads agree in number and size, whatever else differs between them.
         shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
         return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -139,7 +143,7 @@ class Decoder(nnx.Module):
         return self.logits(h_BTD), cache
 
     def decode_hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
-        """What the head reads at T more positions of each row, [B, T, D], and the cache with their keys and values.
+        """The hidden states at T more positions of each row, [B, T, D], and the cache with their keys and values.
 
         A result at position p is right when positions 0 to p of its row were given in order, here or before. Shorter
         rows are filled up on the right with any tokens at the positions that follow; what is returned there means

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.spec import Activation
 
@@ -71,7 +72,7 @@ class Linear(nnx.Module):
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
         y = y_MO.reshape(*lead, *self.out_shape)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else y + with_rank_of(self.bias[...].astype(x.dtype), y)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -92,9 +93,16 @@ def gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
 
 
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Computes the sigmoid approximation of GELU (Hendrycks and Gimpel 2016, section 2)."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_new": gelu_new,
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
+    "quick_gelu": quick_gelu,
+    "tanh": jnp.tanh,
 }

@@ -75,18 +75,18 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """What the adapter's product is multiplied by."""
+        """The factor of the adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
-        """What must each match a layer; None: all layers are meant."""
+        """The patterns of `target_modules`, each of which must match a layer; None: every layer is chosen."""
         if self.target_modules in (None, "all-linear"):
             return None
         return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
 
     def matches(self, pattern: str, name: str) -> bool:
-        """Whether one of `patterns` means the module of this dotted name."""
+        """Returns true if `pattern`, one of `patterns`, matches the module of this dotted name."""
         if isinstance(self.target_modules, str):
             return re.fullmatch(pattern, name) is not None
         parts = name.split(".")
@@ -98,14 +98,15 @@ AnyAdapter = LoraConfig
 
 
 class Lora(nnx.Module):
-    """What an adapter adds to the result of its linear layer."""
+    """The adapter of one linear layer, stacked over layers as that is; its result is added to that of the layer."""
 
     def __init__(self, linear: Linear, config: LoraConfig, *, place: int, rngs: nnx.Rngs):
         axes = linear.weight.get_metadata(LOGICAL_AXES)
+        # The leading `layers` axis, where the weight is stacked over layers: its adapter is stacked likewise.
         lead = len(axes) - len(linear.in_shape) - len(linear.out_shape)
         layers, inputs = linear.weight.shape[:lead], math.prod(linear.in_shape)
         into, out = axes[: lead + len(linear.in_shape)], axes[lead + len(linear.in_shape) :]
-        # That of torch's linear layers, which other implementations take for A.
+        # The bound of torch's linear layers, from which PEFT draws A as well: kaiming_uniform with a = sqrt(5).
         bound = 1.0 / math.sqrt(inputs)
         shape = (*layers, *linear.in_shape, config.rank)
         values = jax.random.uniform(rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound)
@@ -115,10 +116,12 @@ class Lora(nnx.Module):
         self.rank, self.scale, self.dropout, self.place = config.rank, config.scale, config.dropout, place
 
     def __call__(self, x_MI: jax.Array, key: jax.Array | None) -> jax.Array:
-        """[M, O] in the dtype of `x_MI`; `key` is that of the block."""
+        """Returns scale * (x A) B, [M, O] in the dtype of `x_MI`; `key` is that of the block."""
+        # A block hands one key to all its adapters.
         own = None if key is None else jax.random.fold_in(key, self.place)
         a_IR = self.a[...].astype(x_MI.dtype).reshape(-1, self.rank)
         b_RO = self.b[...].astype(x_MI.dtype).reshape(self.rank, -1)
+        # First x A, which is thin: A B would be as large as the weight itself.
         return self.scale * jnp.matmul(jnp.matmul(dropout(x_MI, self.dropout, own), a_IR), b_RO)
 
 
@@ -132,13 +135,14 @@ def attach_lora(model: nnx.Module, config: LoraConfig, aliases: ModuleNames, *, 
     linears = {_dotted(path): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     linears = {place: linear for place, linear in linears.items() if place.startswith("blocks.")}
     chosen = _chosen(config, list(linears), _experts(model), aliases)
+    # Every layer is counted, so that the dropout of an adapter does not depend on which others are chosen.
     for number, (place, linear) in enumerate(linears.items()):
         if place in chosen:
             linear.set_adapter(Lora(linear, config, place=number, rngs=rngs))
 
 
 def is_adapter_param(name: str) -> bool:
-    """Whether a parameter, by its dotted name, is one of an adapter."""
+    """Returns true for the dotted name of an adapter's parameter."""
     return name.split(".")[-2:-1] == [_LORA]
 
 
@@ -154,6 +158,7 @@ def merge_lora(params: Mapping[str, Any], config: LoraConfig) -> dict[str, Any]:
         weight, a, b = (params[f"{layer}.{leaf}"] for leaf in ("weight", "lora.a", "lora.b"))
         layers = weight.shape[0]
         a_LIR, b_LRO = a.reshape(layers, -1, config.rank), b.reshape(layers, config.rank, -1)
+        # In float32: the change is small beside the weight, and their sum is rounded once.
         change = (config.scale * (a_LIR.astype("float32") @ b_LRO.astype("float32"))).reshape(weight.shape)
         merged[f"{layer}.weight"] = (weight.astype("float32") + change).astype(weight.dtype)
     return merged

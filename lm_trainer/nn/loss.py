@@ -6,7 +6,7 @@ Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D h
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,30 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.parallel.collectives import group_sum
 
 
+class LossTerms(NamedTuple):
+    """Terms computed of the logits besides the cross-entropy."""
+
+    z_loss_weight: float = 0.0
+    """Of the penalty that keeps the softmax's normalizer near 1; 0: none."""
+    entropy: bool = False
+    """Asks for the sum of the entropies of the predicted distributions."""
+
+
+CROSS_ENTROPY = LossTerms()
+"""Nothing else."""
+
+
+class TokenSums(NamedTuple):
+    """Sums over tokens, each with its weight: float32 scalars, None for what `LossTerms` does not ask for."""
+
+    nll: jax.Array
+    """-log p(target), in nats."""
+    z_loss: jax.Array | None = None
+    """z_loss_weight * (log Z)^2, Z the sum of exp(logits): PaLM (Chowdhery et al. 2022, arXiv 2204.02311), part 5."""
+    entropy: jax.Array | None = None
+    """-sum_v p(v) log p(v), in nats."""
+
+
 def token_loss(
     model: Decoder,
     batch: Batch,
@@ -24,11 +48,12 @@ def token_loss(
     dtype: DTypeLike = jnp.float32,
     key: jax.Array | None = None,
     block_size: int | None = None,
+    terms: LossTerms = CROSS_ENTROPY,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """The weighted sum of -log p(target) in nats, the sum of the weights, and other sums with the same weights.
 
-    Float32 scalars; sums, because they add up over microbatches where means do not. The penalties of routers are part
-    of the gradient of the loss but not of its value, which so means the same for every model.
+    Float32 scalars; sums, because they add up over microbatches where means do not. The penalties of routers and the
+    z-loss are part of the gradient of the loss but not of its value, which so means the same for every model.
 
     Args:
         model: the decoder.
@@ -37,6 +62,7 @@ def token_loss(
         key: for dropout; None switches it off.
         block_size: how many tokens are processed together in the head; None: all. Smaller blocks need less memory
             (`block_size` x V logits at a time); from about 512 on they cost no time.
+        terms: what else is computed of the logits; `z_loss` and `entropy` are then among the other sums.
     """
     h_BSD, stats = model.hidden_and_stats(
         jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype, key=key
@@ -44,18 +70,22 @@ def token_loss(
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
-    head = model.spec.head
-    loss: jax.Array = weighted_nll(h_ND, model.head_weight(), targets_N, weights_N, block_size, head.softcap)
+    settings = _Settings(block_size, model.spec.head.softcap, terms)
+    found: Any = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
+    loss, *others = found
     weight = jnp.sum(weights_N)
+    sums = zip(TokenSums._fields[1:], others, strict=True)
+    metrics = {name: jax.lax.stop_gradient(value) for name, value in sums if value is not None}
     if stats is None:
-        return loss, weight, {}
+        return loss, weight, metrics
+    # Means over layers and tokens, times the weight of the microbatch: so they add up over microbatches as losses do.
     tokens = jnp.maximum(group_sum(jnp.sum(jnp.asarray(batch.segments) >= 0)), 1).astype(jnp.float32)
     means = jax.tree.map(lambda share: share * (group_sum(weight) / (model.spec.num_routers * tokens)), stats)
-    metrics = {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
+    metrics |= {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
+    # Adds 0 to the value, and the gradient of the penalty to the gradient.
     return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def weighted_nll(
     h_ND: jax.Array,
     w_VD: jax.Array,
@@ -64,78 +94,139 @@ def weighted_nll(
     block_size: int | None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`.
+    """sum_n weights[n] * -log softmax(cap(w h[n]))[targets[n]], a float32 scalar; `softcap` as in `HeadSpec`."""
+    sums: Any = _token_sums(h_ND, w_VD, targets_N, weights_N, _Settings(block_size, softcap))
+    return sums.nll
+
+
+class _Settings(NamedTuple):
+    """Settings of the head, as in `token_loss` and `HeadSpec`."""
+
+    block_size: int | None
+    softcap: float | None
+    terms: LossTerms = CROSS_ENTROPY
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_sums(
+    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
+) -> TokenSums:
+    """Sums over the tokens; the gradient of `nll` is that of `nll + z_loss`, and the others have none.
 
     Under differentiation the gradients are made block by block in the forward pass, while the logits are there, so
-    that no logits are kept or recomputed; without it nothing but the loss is computed. Products are in the dtype of
+    that no logits are kept or recomputed; without it nothing but the sums is computed. Products are in the dtype of
     `h_ND` and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
-    blocks = _in_blocks(h_ND, targets_N, weights_N, block_size)
+    blocks = _in_blocks(h_ND, targets_N, weights_N, settings.block_size)
 
-    def body(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+    def body(totals: TokenSums, block: Any) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
-        nll_C = _nll(h_CD, w_VD, targets_C, softcap)[0]
-        return total + jnp.sum(weights_C * nll_C), None
+        softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
+        return _add(totals, softmax.of_tokens(settings.terms), weights_C), None
 
-    return _fold(body, jnp.zeros((), jnp.float32), blocks, w_VD)[0]
+    return _fold(body, _zero_sums(settings.terms), blocks, w_VD)[0]
 
 
-def _nll(
-    h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: float | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """The losses, exp(logits - highest), the reciprocal of its row sums, and the slopes of the softcap."""
+class _Softmax(NamedTuple):
+    """The softmax of a block of tokens, in parts; float32."""
+
+    shifted_CV: jax.Array
+    """Logits - highest."""
+    e_CV: jax.Array
+    """exp(shifted)."""
+    sums_C1: jax.Array
+    """The row sums of e."""
+    log_z_C1: jax.Array
+    """The logarithms of the row sums of exp(logits)."""
+    right_C1: jax.Array
+    """The logits of the targets."""
+    slopes_CV: jax.Array | None
+    """Of the softcap."""
+
+    def of_tokens(self, terms: LossTerms) -> TokenSums:
+        """The summands of each token, float32 [C]."""
+        z_loss_C = entropy_C = None
+        nll_C = (self.log_z_C1 - self.right_C1)[:, 0]
+        if terms.z_loss_weight:
+            z_loss_C = terms.z_loss_weight * jnp.square(self.log_z_C1[:, 0])
+        if terms.entropy:
+            expected_C1 = jnp.sum(self.e_CV * self.shifted_CV, axis=-1, keepdims=True) / self.sums_C1
+            entropy_C = (jnp.log(self.sums_C1) - expected_C1)[:, 0]
+        return TokenSums(nll_C, z_loss_C, entropy_C)
+
+    def scale(self, terms: LossTerms) -> jax.Array:
+        """[C, 1]: times e, the derivative of nll + z_loss for the logits, but for the 1 of the target."""
+        reciprocal_C1 = 1.0 / self.sums_C1
+        if not terms.z_loss_weight:
+            return reciprocal_C1
+        return reciprocal_C1 * (1.0 + 2.0 * terms.z_loss_weight * self.log_z_C1)
+
+
+def _softmax(h_CD: jax.Array, w_VD: jax.Array, targets_C: jax.Array, softcap: float | None) -> _Softmax:
     logits_CV = jnp.matmul(h_CD, w_VD.astype(h_CD.dtype).T, preferred_element_type=jnp.float32)
     slopes_CV = None
     if softcap is not None:
         bounded_CV = jnp.tanh(logits_CV * (1.0 / softcap))
         logits_CV, slopes_CV = softcap * bounded_CV, 1.0 - jnp.square(bounded_CV)
+    # The largest exponent is 0, so that no exponential overflows and the sum is at least 1.
     highest_C1 = jnp.max(logits_CV, axis=-1, keepdims=True)
-    e_CV = jnp.exp(logits_CV - highest_C1)
+    shifted_CV = logits_CV - highest_C1
+    e_CV = jnp.exp(shifted_CV)
     sums_C1 = jnp.sum(e_CV, axis=-1, keepdims=True)
+    # A target past the vocabulary makes the loss NaN, which is noticed, instead of that of another token.
     right_C1 = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=-1, mode="fill")
-    return (highest_C1 + jnp.log(sums_C1) - right_C1)[:, 0], e_CV, 1.0 / sums_C1, slopes_CV
+    return _Softmax(shifted_CV, e_CV, sums_C1, highest_C1 + jnp.log(sums_C1), right_C1, slopes_CV)
+
+
+def _zero_sums(terms: LossTerms) -> TokenSums:
+    # Arrays of their own: one array in two places of a loop's start would be one value to the compiler.
+    asked = (True, bool(terms.z_loss_weight), terms.entropy)
+    return TokenSums(*(jnp.zeros((), jnp.float32) if there else None for there in asked))  # pyright: ignore[reportArgumentType]
+
+
+def _add(totals: TokenSums, tokens: TokenSums, weights_C: jax.Array) -> TokenSums:
+    return jax.tree.map(lambda total, x_C: total + jnp.sum(weights_C * x_C), totals, tokens)
 
 
 @jax.named_scope("loss")
 def _forward(
-    h_ND: jax.Array,
-    w_VD: jax.Array,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
-    block_size: int | None,
-    softcap: float | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    n, blocks = h_ND.shape[0], _in_blocks(h_ND, targets_N, weights_N, block_size)
+    h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
+) -> tuple[TokenSums, tuple[jax.Array, jax.Array, jax.Array]]:
+    # Cast here, once, and not again for every block.
+    n, blocks, terms = h_ND.shape[0], _in_blocks(h_ND, targets_N, weights_N, settings.block_size), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
-    def body(carry: tuple[jax.Array, jax.Array], block: Any) -> tuple[Any, Any]:
-        total, dw_VD = carry
+    def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
+        totals, dw_VD = carry
         h_CD, targets_C, weights_C = block
-        nll_C, e_CV, reciprocal_C1, slopes_CV = _nll(h_CD, cast_VD, targets_C, softcap)
+        softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
+        tokens = softmax.of_tokens(terms)
+        loss_C = tokens.nll if tokens.z_loss is None else tokens.nll + tokens.z_loss
+        scale_C1 = softmax.scale(terms)
+        # A comparison that fuses into the subtraction, where a scatter would be an operation of its own.
         hot_CV = targets_C[:, None] == jnp.arange(w_VD.shape[0])[None, :]
-        d_CV = weights_C[:, None] * (e_CV * reciprocal_C1 - hot_CV)
-        d_CV = (d_CV if slopes_CV is None else d_CV * slopes_CV).astype(h_CD.dtype)
+        d_CV = weights_C[:, None] * (softmax.e_CV * scale_C1 - hot_CV)
+        # Rounded to the compute dtype, so that both products of the backward pass run in it.
+        d_CV = (d_CV if softmax.slopes_CV is None else d_CV * softmax.slopes_CV).astype(h_CD.dtype)
         dw_VD = dw_VD + jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
-        return (total + jnp.sum(weights_C * nll_C), dw_VD), (d_CV @ cast_VD, nll_C)
+        return (_add(totals, tokens, weights_C), dw_VD), (d_CV @ cast_VD, loss_C)
 
-    zero = (jnp.zeros((), jnp.float32), jnp.zeros(w_VD.shape, jnp.float32))
-    (total, dw_VD), (dh, nll) = _fold(body, zero, blocks, w_VD)
-    return total, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), nll.reshape(-1)[:n])
+    zero = (_zero_sums(terms), jnp.zeros(w_VD.shape, jnp.float32))
+    (totals, dw_VD), (dh, loss) = _fold(body, zero, blocks, w_VD)
+    return totals, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), loss.reshape(-1)[:n])
 
 
 @jax.named_scope("loss")
 def _backward(
-    block_size: int | None,
-    softcap: float | None,
-    residuals: tuple[jax.Array, jax.Array, jax.Array],
-    cotangent: jax.Array,
+    settings: _Settings, residuals: tuple[jax.Array, jax.Array, jax.Array], cotangents: TokenSums
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    del block_size, softcap
-    dh_ND, dw_VD, nll_N = (r.astype(jnp.float32) * cotangent for r in residuals)
-    return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, nll_N
+    del settings
+    # The gradients are those for a cotangent of 1. The loss is linear in the weights, so that the losses are theirs.
+    dh_ND, dw_VD, loss_N = (r.astype(jnp.float32) * cotangents.nll for r in residuals)
+    return dh_ND.astype(residuals[0].dtype), dw_VD.astype(residuals[1].dtype), None, loss_N
 
 
-weighted_nll.defvjp(_forward, _backward)
+_token_sums.defvjp(_forward, _backward)
 
 
 def _in_blocks(
@@ -147,6 +238,7 @@ def _in_blocks(
     count = -(-n // size)
 
     def cut(a: jax.Array) -> jax.Array:
+        # Zeros give a finite loss, which the weight of 0 takes out of every sum exactly.
         return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
 
     return cut(h_ND), cut(targets_N), cut(weights_N)

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterStats(NamedTuple):
-    """What routers did, as sums over layers and tokens that are no padding; float32."""
+    """Statistics of routers, summed over layers and over the tokens that are no padding; float32 scalars."""
 
     balance: jax.Array
     """Times tokens: E * sum_e f_e P_e, with f the assignments of an expert per token and P its mean probability (Fedus
@@ -34,7 +34,7 @@ class RouterStats(NamedTuple):
     overload: jax.Array
     """Times tokens: the assignments of the busiest expert over their mean."""
     penalty: jax.Array
-    """Times tokens: what the spec's coefficients make of `balance` and `z`."""
+    """Times tokens: `balance` and `z`, each times its coefficient in the spec."""
 
 
 def zero_router_stats() -> RouterStats:
@@ -55,10 +55,12 @@ class Moe(nnx.Module):
         self.down = init.normal(down, residual=True)
 
     def __call__(self, x_BSD: jax.Array, valid_BS: jax.Array) -> tuple[jax.Array, RouterStats]:
-        """The result and what the router did with the tokens of `valid_BS`, which is boolean."""
+        """The result in the dtype of `x_BSD`, and the statistics over the tokens where `valid_BS`, boolean, is true."""
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        # Columns of the router are stored with their experts, but the choice is among all experts.
         router_DE = all_gather(self.router[...], "expert", 1)
+        # In float32: rounding would change which experts are chosen (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
         weights_MK, experts_MK = jax.lax.top_k(probs_ME, spec.top_k)
@@ -69,7 +71,7 @@ class Moe(nnx.Module):
         return y_MD.reshape(x_BSD.shape), stats
 
     def _mixed(self, x_MD: jax.Array, experts_MK: jax.Array, weights_MK: jax.Array) -> jax.Array:
-        """The sum of what each token's experts make of it, by weight.
+        """The sum of the results of each token's experts, by weight.
 
         Where devices share the experts, each computes its own for the tokens of all, and gets back the sums of its own
         tokens: whatever the router chooses, nothing is dropped, and nothing but tokens travels.
@@ -85,32 +87,35 @@ class Moe(nnx.Module):
         """The experts of this device side by side as one MLP, with weights of 0 for what was not chosen."""
         dtype, count = x_MD.dtype, self.gate[...].shape[0]
         first = axis_index("expert") * count if axis_size("expert") > 1 else 0
-        chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)
+        chosen_MKE = experts_MK[:, :, None] == first + jnp.arange(count)[None, None, :]
         weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
 
         def product(w: nnx.Param) -> jax.Array:
             w_DEF = w[...].astype(dtype).transpose(1, 0, 2)
             return jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
 
+        # Weighted before the last product, which is linear: it then sums over experts and their widths at once.
         h_MEF = ACTIVATIONS[self.spec.activation](product(self.gate)) * product(self.up) * weights_ME[..., None]
         down_YD = self.down[...].astype(dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
     def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
-        """What each token's experts make of it, [M, K, D]: the assignments in the order of the experts, and back.
+        """The results of each token's experts, [M, K, D]; zero for the experts of other devices.
 
-        Experts of other devices make zeros.
+        Assignments are sorted by expert, multiplied in groups, and sorted back.
         """
         dtype, top_k, shared = x_MD.dtype, self.spec.top_k, axis_size("expert") > 1
         experts_A, count = experts_MK.reshape(-1), self.gate[...].shape[0]
         if shared:
             experts_A = experts_A - axis_index("expert") * count
+            # Assignments to experts of other devices are numbered past all of ours, so that they are sorted to the end.
             experts_A = jnp.where((experts_A >= 0) & (experts_A < count), experts_A, count)
+        # Stable, so that the order of the tokens of an expert, and with it that of sums over them, is fixed.
         order_A = jnp.argsort(experts_A, stable=True)
         inverse_A = jnp.argsort(order_A, stable=True)
         counts_E = jnp.bincount(experts_A, length=count + shared)[:count].astype(jnp.int32)
         x_AD = _permute(jnp.repeat(x_MD, top_k, axis=0), order_A, inverse_A)
-        # What a product of groups makes of rows in no group is not said.
+        # `ragged_dot` does not promise anything for rows past the last group: they are zeroed before and after it.
         mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
         x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
         gate_AF = jax.lax.ragged_dot(x_AD, self.gate[...].astype(dtype), counts_E)
@@ -163,7 +168,8 @@ def _stats(
     valid_M1 = valid_M.astype(jnp.float32)[:, None]
     tokens = jnp.sum(valid_M1)
     one = 1.0 / jnp.maximum(group_sum(tokens), 1.0)
-    chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts), axis=1)
+    # Counts have no gradient: that of the balance flows through the probabilities (Fedus et al. 2021, section 2.2).
+    chosen_ME = jnp.sum(experts_MK[:, :, None] == jnp.arange(spec.num_experts)[None, None, :], axis=1)
     load_E = one * group_sum(jnp.sum(chosen_ME * valid_M1, axis=0))
     balance = spec.num_experts * jnp.sum(load_E * one * jnp.sum(probs_ME * valid_M1, axis=0)) * group_sum(tokens)
     z = jnp.sum(jnp.square(jax.nn.logsumexp(logits_ME, axis=-1, keepdims=True)) * valid_M1)

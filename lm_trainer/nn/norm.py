@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.spec import NormSpec
+
+_KINDS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 class Norm(nnx.Module):
@@ -32,13 +35,15 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
+        # Epsilon is under the root, as in the published models.
         # Of centred values the mean square is the variance, so both kinds share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
-            scale = self.scale[...].astype(jnp.float32)
+            scale = with_rank_of(self.scale[...].astype(jnp.float32), y)
+            # The sum is formed in float32: just above 1, bfloat16 has steps of 1/128.
             y = y * (1.0 + scale if self.spec.unit_offset else scale)
         if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
+            y = y + with_rank_of(self.bias[...].astype(jnp.float32), y)
         return y.astype(x.dtype)
 
 
@@ -50,3 +55,14 @@ def identity(x: jax.Array) -> jax.Array:
 def make_norm(spec: NormSpec | None, axis: Mapping[str, int], *, init: Initializer) -> Callable[[jax.Array], jax.Array]:
     """Makes the norm of `spec`; the identity for None."""
     return identity if spec is None else Norm(spec, axis, init=init)
+
+
+def norms_of(module: nnx.Module) -> dict[str, str]:
+    """Returns `LayerNorm` or `RMSNorm` for the dotted name of each parameter of a norm in a module."""
+    classes = {
+        path: _KINDS[node.spec.kind] if isinstance(node, Norm) else type(node).__name__
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, Norm | nnx.LayerNorm | nnx.RMSNorm)
+    }
+    params = [path for path, _ in nnx.to_flat_state(nnx.state(module, nnx.Param))]
+    return {".".join(map(str, path)): classes[path[:-1]] for path in params if path[:-1] in classes}

@@ -56,5 +56,7 @@ def run_stages(
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
 
     _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
+    # Row r leaves the last stage at turn r + stages - 1. The other stages contribute zeros to a sum, of which each
+    # device gets its own rows.
     y_RSD = jnp.where(stage == stages - 1, y_L1SD[stages - 1 :, 0], 0)
     return reduce_scatter(y_RSD, "pipeline", 0)

@@ -15,7 +15,8 @@ from lm_trainer.nn.spec import AlibiSpec, LinearScaling, LongRopeScaling, RopeSp
 
 
 def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position, float32 [F], and what multiplies cosine and sine."""
+    """Radians per position, float32 [F], and the factor of cosine and sine."""
+    # In NumPy's float64, rounded once at the end, so that the constants are the same for every device.
     dims = int(head_dim * spec.fraction)
     pairs_F = np.arange(0, dims, 2) / dims
     plain_F = spec.theta**-pairs_F
@@ -35,6 +36,7 @@ def rope_frequencies(spec: RopeSpec, head_dim: int) -> tuple[np.ndarray, float]:
 
 
 def _by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarray:
+    # Turns over the original positions: these over the wavelength, which is 2 pi / frequency.
     turns_F = scaling.original_positions * plain_F / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = np.clip((turns_F - low) / (high - low), 0.0, 1.0)
@@ -43,13 +45,15 @@ def _by_wavelength(scaling: WavelengthScaling, plain_F: np.ndarray) -> np.ndarra
 
 def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) -> np.ndarray:
     def dimension_of(turns: float) -> float:
-        """Where a pair makes this many turns over the original positions (Peng et al. 2023, section 3.2)."""
+        """The dimension, unrounded, that turns so often over the original positions (Peng et al. 2023, section 3.2)."""
         return dims * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
     if scaling.whole_dims:
         low, high = math.floor(low), math.ceil(high)
+    # The bounds are those of the reference implementation, although there are only dims / 2 pairs.
     low, high = max(low, 0), min(high, dims - 1)
+    # A ramp of no length would divide by 0; transformers takes 0.001 as well.
     ramp_F = np.clip((np.arange(dims // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
     return plain_F * (1.0 - ramp_F + ramp_F / scaling.factor)
 
@@ -57,7 +61,8 @@ def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) ->
 def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Rotates each head by angles that grow with the position, in float32; returns the dtype of its input."""
     frequencies_F, magnitude = rope_frequencies(spec, x_BSNH.shape[-1])
-    angles_BS1F = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_F
+    # bfloat16 represents whole numbers only up to 256, so that far positions would share their angles.
+    angles_BS1F = positions_BS.astype(jnp.float32)[:, :, None, None] * frequencies_F[None, None, None, :]
     cos_BS1F, sin_BS1F = magnitude * jnp.cos(angles_BS1F), magnitude * jnp.sin(angles_BS1F)
     pairs = len(frequencies_F)
     first, second, rest = jnp.split(x_BSNH, (pairs, 2 * pairs), axis=-1)
@@ -67,7 +72,7 @@ def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> ja
 
 
 def alibi_slopes(spec: AlibiSpec, num_heads: int) -> np.ndarray:
-    """What one position of distance takes off the scores of each head, float32 [N]."""
+    """The amount that each position of distance takes off the scores of a head, float32 [N]."""
     power = 2 ** math.ceil(math.log2(num_heads))
     slopes = 2.0 ** (-spec.max_bias * np.arange(1, power + 1) / power)
     if power != num_heads:
@@ -77,6 +82,6 @@ def alibi_slopes(spec: AlibiSpec, num_heads: int) -> np.ndarray:
 
 
 def alibi_bias(spec: AlibiSpec, num_heads: int, distances_BST: jax.Array) -> jax.Array:
-    """float32 [B, N, S, T], for how far each key lies before each query."""
-    slopes_N11 = jnp.asarray(alibi_slopes(spec, num_heads))[:, None, None]
-    return -slopes_N11 * distances_BST.astype(jnp.float32)[:, None]
+    """The bias, float32 [B, N, S, T], from the number of positions that each key lies before each query."""
+    slopes_1N11 = jnp.asarray(alibi_slopes(spec, num_heads))[None, :, None, None]
+    return -slopes_1N11 * distances_BST.astype(jnp.float32)[:, None]

@@ -22,7 +22,7 @@ from lm_trainer.nn.linear import Linear, MatmulFn
 
 
 class QuantizationConfig(Config):
-    """Which linear maps compute in 8 bits. Weights, gradients and the optimizer stay in the parameter dtype; the head,
+    """Linear maps that compute in 8 bits. Weights, gradients and the optimizer stay in the parameter dtype; the head,
     the embedding, attention scores and routed experts are not quantized.
     """
 
@@ -30,6 +30,8 @@ class QuantizationConfig(Config):
         "amax_history_length": "scales are taken from each product's own operands, so there is no history; remove it",
         "compute_dtype": "`trainer.mp` decides the dtype of everything that is not quantized; remove it",
     }
+
+    respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {"fp8": {True: ("type", "fp8")}}
 
     targets: str | tuple[str, ...] | None = None
     """Which linear maps, by their place in the model: a regular expression for the whole of it, such as `.*mlp.*`, or a
@@ -47,10 +49,10 @@ class QuantizationConfig(Config):
 
     @abstractmethod
     def dtypes(self) -> tuple[Any, Any]:
-        """Of operands, and of incoming gradients (None: not quantized)."""
+        """The dtypes of operands and of incoming gradients (None: not quantized)."""
 
     def selects(self, place: str) -> bool:
-        """Whether the linear map at a dotted place of the model computes in 8 bits."""
+        """Returns true if the linear map at this dotted place of the model computes in 8 bits."""
         match self.targets:
             case None:
                 return True
@@ -109,6 +111,7 @@ def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:
     # The part of qwix beneath its interception of modules, which finds parameters only by the objects they are.
     from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
 
+    # With gradients of 16 or 32 bits, the backward pass multiplies them with the operands as they were before rounding.
     config = DotGeneralQtConfig(
         lhs_qtype=dtype,
         rhs_qtype=dtype,

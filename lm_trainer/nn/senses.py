@@ -1,7 +1,7 @@
 """A decoder whose head reads a weighted sum of vectors that belong to single tokens.
 
 Shape letters: B rows, S positions, T keys (or new tokens), D hidden dimension, N senses, H size of a sense's queries,
-M what an MLP is wide, or all senses together.
+M width of an MLP, or of all senses together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 
 
 class SenseVectors(nnx.Module):
-    """From the embedding of a token, without its position, to its senses: a residual layer and an MLP."""
+    """Makes the senses of a token from its embedding without position, by a residual layer and an MLP."""
 
     def __init__(self, spec: SenseSpec, dim: int, *, init: Initializer):
         self.spec, axis = spec, {"embed": dim}
@@ -51,7 +51,7 @@ class SenseVectors(nnx.Module):
 
 
 class SenseCache(NamedTuple):
-    """What a decoder with senses keeps of past positions."""
+    """Keys and values of the trunk, and of the weights of senses, at past positions."""
 
     trunk: KvCache
     senses: KvCache

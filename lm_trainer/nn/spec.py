@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["gelu", "gelu_new", "relu", "silu"]
-"""`gelu` is the exact form, `gelu_new` its tanh approximation."""
+Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh"]
+"""`gelu` is the exact form, `gelu_new` its tanh approximation, `quick_gelu` its sigmoid approximation."""
 
 BlockInternal = Literal["attention", "mlp"]
 """The results of a block's two parts, before norm and residual connection."""

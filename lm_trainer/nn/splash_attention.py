@@ -21,12 +21,12 @@ from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
 
 _LANES = 128
-"""Of a TPU's vector registers: blocks of positions and head sizes are multiples of it."""
+"""Lanes of a TPU's vector registers: blocks of positions and head sizes are multiples of them."""
 _LARGEST_BLOCK = 512
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
-    """What hinders it, None when it can."""
+    """The reason why splash cannot compute attention of `spec`; None when it can."""
     name, scores, size = jnp.dtype(metadata.dtype).name, spec.scores, spec.scores.block_size
     length = metadata.keys
     block = 0 if size is None else min(size, length)
@@ -44,11 +44,11 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs, *, interpret: bool = False) -> jax.Array:
-    """The mask is made of the segments and the window; the bias is not read.
+    """Computes attention; the mask is made from the segments and the window, the bias is not read.
 
     Args:
         spec: of the attention.
-        inputs: what it is computed of.
+        inputs: its operands.
         interpret: runs the kernel by Pallas' interpreter, on any platform.
     """
     q_BSNH, k_BSKH, v_BSKH, _, segments_BS = inputs
@@ -87,6 +87,7 @@ def _run(
     interpret: bool,
 ) -> jax.Array:
     kernel = _kernel(spec, q_BSNH.shape[2], q_BSNH.shape[1], interpret=interpret)
+    # With `upcast`, queries and keys are float32 and values are not, but the kernel has one dtype.
     q_BNSH, k_BKSH, v_BKSH = (_padded(x.swapaxes(1, 2).astype(q_BSNH.dtype)) for x in (q_BSNH, k_BSKH, v_BSKH))
     o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
     return o_BNSH.swapaxes(1, 2)[..., : v_BSKH.shape[-1]].astype(v_BSKH.dtype)
@@ -96,6 +97,7 @@ def _kernel(spec: AttentionSpec, heads: int, length: int, *, interpret: bool) ->
     """A function of the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+    # The window counts the query itself, the mask of the kernel only the keys on its left.
     shape, window = (length, length), spec.window
     seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = _block(length, spec.scores.block_size)
@@ -117,7 +119,7 @@ def _kernel(spec: AttentionSpec, heads: int, length: int, *, interpret: bool) ->
 
 
 def _block(length: int, size: int | None) -> int:
-    """How many positions a block has: the most that divide the length."""
+    """Positions of a block: `size`, or the largest multiple of the lanes up to 512 that divides `length`."""
     if size is not None:
         return min(size, length)
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)

@@ -33,7 +33,7 @@ _Run = Callable[[_Carry, Block, jax.Array | int], _Carry]
 
 
 def build_blocks(spec: DecoderSpec, *, init: Initializer) -> nnx.Dict:
-    """All layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
+    """Builds all layers: entry "j" holds those at place j of the period, each parameter with a leading `layers` axis.
 
     Every layer has a key of its own, so the way of execution changes no parameter.
     """
@@ -60,7 +60,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
 
     `first` is the number of the first layer, where the spec is that of a part of a model.
 
-    Returns the stream, the cache, and the sums over layers of what routers did, None without routers.
+    Returns the stream, the cache, and the sums of router statistics over layers, None without routers.
     """
     slots = [blocks[str(j)] for j in range(len(blocks))]
     apply = _apply if cache is not None else _rematerialised(spec.remat, in_loop=spec.scan)
@@ -99,9 +99,12 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
             carry = run(carry, block, index * period + j)
         return carry, None
 
+    # The first `rest` places of the period have one layer more than there are turns.
     whole = [jax.tree.map(lambda a: a[:turns], block) if j < rest else block for j, block in enumerate(slots)]
     every, grouped = (whole, jnp.arange(turns)), 0
     if groups and (size := turns // groups):
+        # Only the input of each group is kept; the group is run again, and then keeps the inputs of its layers (Chen et
+        # al. 2016, arXiv 1604.06174). A loop needs no barrier against common subexpressions.
         grouped = groups * size
         parts = jax.tree.map(lambda a: a[:grouped].reshape(groups, size, *a.shape[1:]), every)
         carry, _ = jax.lax.scan(jax.checkpoint(lambda c, x: jax.lax.scan(body, c, x), prevent_cse=False), carry, parts)
@@ -114,6 +117,7 @@ def _run_as_loop(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: i
 
 def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Array, key: jax.Array | None) -> _Carry:
     x_BSD, cache, total = carry
+    # The name by which an `OffloadPolicy` moves it to the host.
     x_BSD = checkpoint_name(x_BSD, "input")
     x_BSD, cache, stats = block(x_BSD, context, layer, key=key, cache=cache)
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)

@@ -17,7 +17,7 @@ from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.spec import AttentionSpec
 
 _FEWEST_QUERIES, _MOST_BLOCKS = 128, 4
-"""Of a row that is cut. More and smaller blocks skip little more, and take longer to compile."""
+"""Queries of a block, and blocks of a row. More and smaller blocks skip little more, and take longer to compile."""
 
 
 def xla_attention(spec: AttentionSpec, inputs: AttentionInputs, key: jax.Array | None) -> jax.Array:
@@ -70,6 +70,7 @@ def _in_a_loop(plain: AttentionFn, size: int, inputs: AttentionInputs, key: jax.
         block_key = None if key is None else jax.random.fold_in(key, index)
         return plain(q_BCNH, k_BTKH, v_BTKH, bias_BNCT, key=block_key)
 
+    # Queries that fill up the last block have a bias of 0, so that their softmax is finite; they are cut off.
     o_LBCNH = jax.lax.map(one, (jnp.arange(count), cut(q_BSNH, 1), cut(bias_BNST, 2)))
     o_BLCNH = jnp.moveaxis(o_LBCNH, 0, 1)
     return o_BLCNH.reshape(q_BSNH.shape[0], count * size, *o_BLCNH.shape[3:])[:, :length]
@@ -90,11 +91,13 @@ def dot_product_attention(  # noqa: PLR0913 - the arguments of attention
     if softcap is not None:
         scores_BNST = softcap * jnp.tanh(scores_BNST * (1.0 / softcap))
     scores_BNST = scores_BNST + bias_BNST
+    # The softmax does not depend on what is subtracted, so that leaving out its gradient loses nothing.
     highest = jax.lax.stop_gradient(jnp.max(scores_BNST, axis=-1, keepdims=True))
     e_BNST = jnp.exp(scores_BNST - highest)
     # The result is divided instead of the probabilities, which are T / H times as many. The reciprocal is written
     # out because a compiler may turn a division into it in one program and not in another.
     r_BNS1 = 1.0 / jnp.sum(e_BNST, axis=-1, keepdims=True)
+    # After the sum, which dropout of the probabilities would not change either.
     e_BNST = dropout(e_BNST, dropout_rate, key).astype(v_BTKH.dtype)
     o_BNSH = _per_group("bkct,bkth->bkch", e_BNST, v_BTKH) * r_BNS1.astype(v_BTKH.dtype)
     return _heads_first(o_BNSH)

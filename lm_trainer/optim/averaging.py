@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
+import jax
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lm_trainer.core.config import Config
 
 
 class AveragingConfig(Config):
-    """An average that moves towards the weights after every step: a += share * (w - a), from the initial weights."""
+    """An average that moves towards the weights after every step: a += rate * (w - a), from the initial weights."""
 
     beta: float = Field(default=0.999, ge=0, lt=1)
     """How much of the average stays at each step; about 1 / (1 - beta) steps count."""
 
-    def share(self, step: int) -> float:
-        """How far the average moves towards the weights after `step` steps, counted from 1."""
+    def rate(self, step: int) -> float:
+        """The part of its distance to the weights that the average moves after `step` steps, counted from 1."""
         del step
         return 1 - self.beta
 
@@ -30,7 +31,10 @@ class EmaConfig(AveragingConfig):
 
 class EmaDecaySqrtConfig(AveragingConfig):
     """An exponential moving average that comes to rest: from `switch_step` on, with x the part of `decay_steps` that
-    has passed, weights enter with 1 - sqrt(x) times their share, so that the average changes no more at the end.
+    has passed, weights enter with 1 - sqrt(x) times their rate, so that the average changes no more at the end.
+
+    Levanter's own code divides each step's weight, 1 - beta before and 1 - sqrt(x) after the switch, by the sum of all
+    weights so far: a mean over all steps until the switch, which forgets nothing, and not a moving average.
     """
 
     type: Literal["ema_decay_sqrt"] = "ema_decay_sqrt"
@@ -39,10 +43,15 @@ class EmaDecaySqrtConfig(AveragingConfig):
     decay_steps: PositiveInt = 100_000
     """How many steps it takes to come to rest."""
 
-    def share(self, step: int) -> float:
-        """As the class says."""
+    def rate(self, step: int) -> float:
+        """(1 - beta) * (1 - sqrt(x)) with the x of the class."""
         x = min(1.0, max(0, step - self.switch_step) / self.decay_steps)
         return (1 - self.beta) * (1 - math.sqrt(x))
+
+
+def ema_update(averaged: dict[str, jax.Array], params: dict[str, jax.Array], rate: jax.Array) -> dict[str, jax.Array]:
+    """Returns a + rate * (w - a) for every parameter, in the dtype of the average; `rate` is a float32 scalar."""
+    return jax.tree.map(lambda a, p: a + rate.astype(a.dtype) * (p.astype(a.dtype) - a), averaged, params)
 
 
 AnyAveraging = Annotated[EmaConfig | EmaDecaySqrtConfig, Field(discriminator="type")]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StrictBool, field_validator, model_validator
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
@@ -25,6 +27,10 @@ class OptimizerConfig(LearningRateConfig):
     more than that, it overrides `clip_rule`, `decay_rule` or `rule`.
     """
 
+    absent: ClassVar[Mapping[str, str]] = {
+        "build_weight_decay_mask": "use decay_mask(params), with a Param of lm_trainer.optim for each name",
+    }
+
     elementwise_transform: ClassVar[bool] = False
     """True if `transform` computes each number's update from its own gradient and state and given scalars alone."""
     weights_in_state: ClassVar[bool] = False
@@ -36,8 +42,9 @@ class OptimizerConfig(LearningRateConfig):
     """Which parameters decay: a regular expression that matches a dotted name from its start, such as
     `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. `attn`, `token_embeddings`, `position_embeddings` and
     `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after a name
-    that does not end in it. `lmt config show --decays` lists the parameters that are found. A pattern that matches no
-    parameter is an error."""
+    that does not end in it; so may the classes `Linear`, `Embedding`, `LayerNorm` and `RMSNorm`, and Levanter's names
+    of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the parameters that are found. A pattern
+    that matches no parameter is an error."""
     default_weight_decay_mask: bool | None = None
     """Whether matrices and heads decay, but no biases, norms and embedding tables. null: if no weight_decay_modules
     are set; true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything
@@ -103,8 +110,13 @@ class OptimizerConfig(LearningRateConfig):
         ignores others. `optax.tree_utils.tree_map_params` finds the arrays of its state that are like parameters.
 
         Raises:
-            UserError: when `weight_decay_modules` names no parameter.
+            UserError: when `weight_decay_modules` names no parameter, and for a number of steps in place of `params`.
         """
+        if isinstance(params, int):
+            raise UserError(
+                "OptimizerConfig.build takes parameters, as {name: Param(name, shape, axes)}, not a number of steps; "
+                "lr_scheduler(num_train_steps) is the learning rate, which `update` gets as an argument"
+            )
         whole = optax.chain(self.clip_rule(), self.rule(params))
         # Skipping is outermost: a skipped step must leave no trace in any state, that of the rounding included.
         if self.state_dtype == "bfloat16":

@@ -13,7 +13,7 @@ from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
 
 _LEAST_SHARE = 1e-3
-"""Where hardly any number agrees, the others are scaled up by at most the inverse of this."""
+"""Least share of numbers that agree: where fewer do, they are scaled up by its inverse."""
 
 
 class CautiousConfig(OptimizerConfig):

@@ -32,7 +32,7 @@ class ClipUpdateState(NamedTuple):
     """State of the clipping of updates."""
 
     norms: History
-    """Of the last updates, before they were clipped."""
+    """Norms of the last updates, before they were clipped."""
     update_norm: jax.Array
     """float32 [], the norm of the last update before it was clipped."""
 

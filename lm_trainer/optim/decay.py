@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.optim.module_names import module_spellings
 from lm_trainer.optim.params import Param, Params
 
 ALIASES: Mapping[str, str] = {
@@ -45,17 +46,19 @@ def spellings(name: str) -> tuple[str, ...]:
 def matched_names(patterns: str | Iterable[str], params: Params) -> frozenset[str]:
     """Returns the parameters whose name matches a regular expression from its start, or contains a part of a list.
 
+    A name is any of `spellings` and, for the modules that the pattern names, of `module_spellings`.
+
     Raises:
         UserError: when a pattern matches no parameter.
     """
     if isinstance(patterns, str):
-        regex = re.compile(patterns)
-        return _found(patterns, [n for n in params if any(regex.match(s) for s in spellings(n))], params)
-    found = [_found(part, [n for n in params if any(part in s for s in spellings(n))], params) for part in patterns]
-    return frozenset().union(*found)
+        return _found(patterns, re.compile(patterns).match, params)
+    return frozenset().union(*(_found(part, lambda name, part=part: part in name, params) for part in patterns))
 
 
-def _found(pattern: str, names: list[str], params: Params) -> frozenset[str]:
+def _found(pattern: str, matches: Callable[[str], object], params: Params) -> frozenset[str]:
+    every = {name: (*spellings(name), *module_spellings(param, pattern)) for name, param in params.items()}
+    names = [name for name, spelt in every.items() if any(map(matches, spelt))]
     if names:
         return frozenset(names)
     words = re.findall(r"\w{3,}", pattern)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lm_trainer.parallel.ordered_sum import tree_sum
 
 _LEAST_DEVIATION = 1e-6
-"""Of equal values the deviation is 0, and the next would be refused for a change of its last digit."""
+"""The least deviation: that of equal values is 0, and a change of the last digit would be refused."""
 
 
 class History(NamedTuple):

@@ -10,17 +10,15 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from lm_trainer.core.config import Config, FractionOrSteps, fraction_or_steps
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.cycles import Lengths, cycle_ends, plan_cycles
-from lm_trainer.optim.schedule import Schedule, ScheduleName
+from lm_trainer.optim.decay_shape import DecayShape
+from lm_trainer.optim.schedule import Constants, Schedule
 
 
 class LearningRateConfig(Config):
     """The learning rate over time: cycles of warm-up, stable phase and decay."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        "cooldown": "deprecated; use `decay`",
-        "haps": "deprecated; use `cycles`",
-        "warmup_ratio": "renamed; use `warmup`",
-    }
+    refused_keys: ClassVar[Mapping[str, str]] = {"cooldown": "deprecated; use `decay`"}
+    renamed_keys: ClassVar[Mapping[str, str]] = {"haps": "cycles", "warmup_ratio": "warmup"}
 
     learning_rate: PositiveFloat = 6e-4
     """The peak learning rate."""
@@ -42,9 +40,10 @@ class LearningRateConfig(Config):
     numbers of steps. The steps left over at the end of the run are a last, shorter cycle."""
     cycle_peaks: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] | None = None
     """The peak of each cycle as a multiple of `learning_rate`; null: all 1."""
-    lr_schedule: ScheduleName = "cosine"
+    lr_schedule: DecayShape = "cosine"
     """The shape of the decay: `constant`, `linear`, `cosine`, `inv_sqrt` (inverse square root), `inv` (inverse) or
-    `power` (by the batch size and the number of tokens, with `learning_rate` as its limit)."""
+    `power` (by the batch size and the number of tokens, with `learning_rate` as its limit); or a block with its
+    constants, such as `{type: cosine, exponent: 2}`, `{type: inv_sqrt, timescale: 10000}`, `{type: power, a: 4}`."""
 
     def schedule(self, num_train_steps: int, tokens: TokenSchedule | None = None) -> Schedule:
         """Returns the learning rate as a function of the step, from 0.
@@ -59,7 +58,14 @@ class LearningRateConfig(Config):
         ends = cycle_ends(num_train_steps, cycles=self.cycles, cycle_length=self.cycle_length)
         cycles = plan_cycles(ends, Lengths(self.warmup, self.rewarmup, self.decay))
         peaks = self.cycle_peaks or ()
-        return Schedule(self.lr_schedule, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks)
+        shape = self.lr_schedule
+        name, constants = (shape, Constants()) if isinstance(shape, str) else (shape.type, shape.constants)
+        return Schedule(name, cycles, self.learning_rate, self.min_lr_ratio, tokens, peaks, constants)
+
+    def lr_scheduler(self, num_train_steps: int, override_lr: float | None = None) -> Schedule:
+        """`schedule` under the name that Levanter has, with another peak where `override_lr` is given."""
+        config = self if override_lr is None else self.model_copy(update={"learning_rate": override_lr})
+        return config.schedule(num_train_steps)
 
     @field_validator("cycle_length")
     @classmethod

@@ -33,6 +33,8 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     """The logical axis of each dimension."""
+    norm: str | None = None
+    """The class of the norm that has it, `LayerNorm` or `RMSNorm`; None for what belongs to no norm."""
 
     @property
     def lead(self) -> int:

@@ -17,7 +17,7 @@ class RmsPropConfig(OptimizerConfig):
     start at 0.
     """
 
-    refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "eps": "renamed; use `epsilon`"}
+    renamed_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.renamed_keys, "eps": "epsilon"}
     elementwise_transform: ClassVar[bool] = True
 
     type: Literal["rmsprop"] = "rmsprop"

@@ -20,6 +20,20 @@ POWER_SCALE, POWER_EXPONENT = 4.6, -0.51
 
 
 @dataclass(frozen=True)
+class Constants:
+    """Constants in the formulas of `Schedule`; each belongs to one shape."""
+
+    exponent: float = 1.0
+    """p of `cosine`."""
+    timescale: float | None = None
+    """T of `inv_sqrt`; None: the steps of the first warm-up decide."""
+    power_scale: float = POWER_SCALE
+    """a of `power`."""
+    power_exponent: float = POWER_EXPONENT
+    """b of `power`."""
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The learning rate at each step, counted from 0; after the last step the final value is held.
 
@@ -29,12 +43,12 @@ class Schedule:
 
     - `constant`: 1;
     - `linear`: 1 - (1 - m) * t / D;
-    - `cosine`: m + (1 - m) * (1 + cos(pi * t / D)) / 2, Loshchilov and Hutter 2017, equation 5;
+    - `cosine`: m + (1 - m) * ((1 + cos(pi * t / D)) / 2)^p, with p = 1 Loshchilov and Hutter 2017, equation 5;
     - `inv_sqrt`: max(m, sqrt(w / (w + t))) with w the steps of the first warm-up, at least 1, as in Vaswani et al.
-      2017, equation 3;
+      2017, equation 3; with a timescale T, max(m, min(1, sqrt(T / n))), n = t + the warm-up, at least 1;
     - `inv`: 1 / (1 + (1 / m - 1) * t / D), linear in 1 / rate, as in Wen et al. 2024, arXiv 2410.05192;
     - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the cycle began, B the rows of the
-      batch, a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.
+      batch, by default a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.
 
     In cycle i all of this is multiplied by `peaks[i]`, where there are any.
 
@@ -48,6 +62,7 @@ class Schedule:
     min_ratio: float
     tokens: TokenSchedule | None = None
     peaks: tuple[float, ...] = ()
+    constants: Constants = Constants()
 
     def __post_init__(self) -> None:
         if self.peaks and len(self.peaks) != len(self.cycles):
@@ -81,7 +96,10 @@ class Schedule:
             case "linear":
                 return 1 - slope * done
             case "cosine":
-                return self.min_ratio + slope * (1 + math.cos(math.pi * done)) / 2
+                return self.min_ratio + slope * ((1 + math.cos(math.pi * done)) / 2) ** self.constants.exponent
+            case "inv_sqrt" if self.constants.timescale is not None:
+                count = max(1, cycle.warmup + since)
+                return max(self.min_ratio, min(1.0, math.sqrt(self.constants.timescale / count)))
             case "inv_sqrt":
                 width = max(1, self.cycles[0].warmup)
                 return max(self.min_ratio, math.sqrt(width / (width + since)))
@@ -93,4 +111,5 @@ class Schedule:
     def _power(self, cycle: Cycle, step: int) -> float:
         assert self.tokens is not None
         count = self.tokens.before(step) - self.tokens.before(cycle.start)
-        return self.tokens.batch.at(step) * POWER_SCALE * count**POWER_EXPONENT if count else math.inf
+        scale, exponent = self.constants.power_scale, self.constants.power_exponent
+        return self.tokens.batch.at(step) * scale * count**exponent if count else math.inf

@@ -11,8 +11,8 @@ from optax.contrib import ScheduleFreeState
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
+from lm_trainer.optim.decay_shape import DecayShape
 from lm_trainer.optim.params import Params
-from lm_trainer.optim.schedule import ScheduleName
 
 
 class ScheduleFreeConfig(OptimizerConfig):
@@ -28,7 +28,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     type: Literal["schedule_free"] = "schedule_free"
     learning_rate: PositiveFloat = 6e-4
     """The peak learning rate. The paper finds 1 to 10 times that of AdamW best, 0.0025 for nanoGPT."""
-    lr_schedule: ScheduleName = "constant"
+    lr_schedule: DecayShape = "constant"
     """The shape of the decay; no decay is needed."""
     beta1: float = Field(default=0.9, gt=0, lt=1)
     """The part of x in y: how far y lies from z towards x."""

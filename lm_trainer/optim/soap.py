@@ -35,7 +35,7 @@ class Basis(NamedTuple):
     gram: jax.Array
     """float32, the average of G G^T [K, I, I] for the inputs, of G^T G [K, O, O] for the outputs."""
     vectors: jax.Array
-    """Of the same shape, its eigenvectors, in columns, by falling eigenvalue."""
+    """Its eigenvectors in columns, by falling eigenvalue; in the same shape."""
 
 
 class SoapState(NamedTuple):

@@ -93,11 +93,11 @@ class Cluster(NamedTuple):
 
     description: str
     several: bool
-    """Whether this process is one of several; if not, the description says why."""
+    """True if this process is one of several; if not, the description says why."""
     local_device_ids: tuple[int, ...] | None = None
     """The devices of this process among those that it sees; None: what JAX chooses."""
     uncertain: bool = False
-    """Whether this may be the only process after all."""
+    """True if this may be the only process after all."""
 
 
 # The variables that JAX itself reads: without all of them it would not find the cluster either.

@@ -26,6 +26,8 @@ MESH_AXES = (*BATCH_AXES, *MODEL_PARALLEL_AXES, "model")
 RULE_AXES = (*BATCH_AXES, "model")
 """The mesh axes that rules may shard logical axes over."""
 LOGICAL_AXES = ("batch", "position", "vocab", "embed", "heads", "kv_heads", "head_size", "mlp", "experts", "layers")
+OTHER_AXES = ("token", "token_repeat", "key_position", "hyena_filter_order")
+"""Names that Levanter gives to axes of activations, along which nothing is sharded here: their rules have no effect."""
 
 AxisRules = Mapping[str, tuple[str, ...]]
 """Logical axis -> the mesh axes over which it is sharded; an absent axis is replicated."""
@@ -56,7 +58,7 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 
 def build_abstract_mesh(shape: MeshShape, count: int) -> AbstractMesh:
-    """The sizes of the mesh that so many devices would have; otherwise as `build_mesh`."""
+    """The sizes of the mesh that `count` devices would have; otherwise as `build_mesh`."""
     return AbstractMesh(_axis_sizes(shape, count), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -102,7 +104,7 @@ def parse_rules(
 
 def check_logical_axis(name: str, *, key: str) -> None:
     """Raises ValueError when `name`, given under `key`, is no logical axis of any model."""
-    if name not in LOGICAL_AXES:
+    if name not in LOGICAL_AXES and name not in OTHER_AXES:
         raise ValueError(f"{key}: unknown logical axis {name!r}{_near(name, LOGICAL_AXES)}")
 
 

@@ -121,7 +121,7 @@ def sum_over_shards(stacked: Mapping[str, jax.Array], param_shardings: Mapping[s
 
 
 def _scatters(sharding: ParamSharding, mesh: Mesh) -> bool:
-    """Whether the batch shards of this mesh can each add a slice of their own."""
+    """Returns true if each batch shard of this mesh can add a slice of its own."""
     return sharding.scatter_dim is not None and sharding.scatter_chunks % batch_shards(mesh) == 0
 
 

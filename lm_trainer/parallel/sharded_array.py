@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 HOST_BYTES = 64 * 2**20
 """Size up to which a block is put together on the host: a few copies of it are no burden there, and one large transfer
@@ -19,6 +19,16 @@ Slices = tuple[slice, ...]
 ReadParts = Callable[[Slices], Iterable[tuple[tuple[int, ...], np.ndarray]]]
 """From a block of the array (a slice with start and stop for each dimension) to the parts that make it up, each with
 its offset inside the block."""
+
+
+def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
+    """Returns a scalar on every device of the mesh; of several processes, each gives the same value.
+
+    `jax.device_put` would make the processes compare their values, and with it wait for one another.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec())
+    devices = mesh.local_devices
+    return jax.make_array_from_single_device_arrays((), sharding, jax.device_put([value] * len(devices), devices))
 
 
 def make_sharded_array(
@@ -57,12 +67,11 @@ def _on_devices(shape: tuple[int, ...], dtype: np.dtype, devices: list[Any], par
     blocks = [jnp.zeros(shape, dtype, device=device) for device in devices]
     for offset, part in parts:
         # Offsets as arguments, not constants: one compiled program writes all parts of a shape.
-        at = tuple(np.int32(each) for each in offset)
         # The cast is done on the host, as for small blocks, and halves the transfer where it is to bfloat16.
         cast = part.astype(dtype, copy=False)
-        blocks = [
-            _write(block, jax.device_put(cast, device), at) for block, device in zip(blocks, devices, strict=True)
-        ]
+        at = tuple(np.int32(each) for each in offset)
+        placed = [jax.device_put((cast, at), device) for device in devices]
+        blocks = [_write(block, *given) for block, given in zip(blocks, placed, strict=True)]
         # Copies are asynchronous: without waiting, the parts would pile up on the host.
         jax.block_until_ready(blocks)
     return blocks

@@ -10,10 +10,11 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.elastic import LossFn
-from lm_trainer.step.executable import PerGroupExecutable
-from lm_trainer.step.microbatch import DeviceGroups, MicrobatchPlan, Sums
-from lm_trainer.step.state import ModelDef, Params
+from lm_trainer.step.gradient import LossFn, Sums
+from lm_trainer.step.groups import DeviceGroups
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.per_group import PerGroupExecutable
 
 
 class Evaluator:
@@ -21,7 +22,7 @@ class Evaluator:
 
     Args:
         model: the model.
-        loss: the training loss; called without a key.
+        loss: called without a key.
         devices: where.
         plan: the batches of evaluation.
     """
@@ -36,6 +37,7 @@ class Evaluator:
 
         def of_microbatch(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
             del step, index
+            # The key is not used: nothing is dropped in evaluation.
             return cut(params, batch, jax.random.key(0))[0]
 
         self._executable = PerGroupExecutable(of_microbatch, devices.groups)
@@ -67,8 +69,9 @@ class Evaluator:
             self._compile(batch)
             placed = self._devices.put(batch, self._plan)
             for i, microbatches in enumerate(placed.microbatches):
-                for j, rows in enumerate(microbatches):
-                    for name, x in self._executable(i, on_groups[i], rows, np.int32(0), np.int32(j)).items():
+                for rows, index in zip(microbatches, placed.indices[i], strict=True):
+                    # The program has a place for a step, and asks nothing of it.
+                    for name, x in self._executable(i, on_groups[i], rows, index, index).items():
                         parts.setdefault(name, []).append(x)
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
         sums = {name: math.fsum(gather(np.asarray(values)).ravel().tolist()) for name, values in sorted(parts.items())}

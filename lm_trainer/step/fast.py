@@ -16,14 +16,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
+from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.step.elastic import LossFn, Observer, UpdateRule, curvature_sums, loss_and_gradient, move
+from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.microbatch import DeviceGroups, MicrobatchFn, MicrobatchPlan, Sums, pad_rows
+from lm_trainer.step.gradient import LossFn, MicrobatchFn, Sums, curvature_sums, loss_and_gradient
+from lm_trainer.step.groups import DeviceGroups, pad_rows
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.model_parallel import shard_over_group
 from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.state import ModelDef, Params, StateSharding, TrainState, abstract_state
+from lm_trainer.step.state import TrainState, abstract_state
+from lm_trainer.step.state_sharding import StateSharding
 from lm_trainer.step.update import Metrics, make_update
 
 
@@ -63,13 +69,14 @@ class FastStep:
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
         self._apply = make_update(rule.optimizer, rule.tx)
         state = (*sharding.trained, self._everywhere)
+        # Parameters and optimizer state are consumed: the new ones lie in their memory.
         self._step = jax.jit(self._whole_step, out_shardings=state, donate_argnums=(0, 1))
         # To look at a gradient or an estimate is rare, so each is a program of its own.
         self._sums = self._jitted_sums(self._gradient, stream=0)
         self._curvature = None
         if rule.curvature is not None:
             self._curvature = self._jitted_sums(curvature_sums(model, rule.curvature, trainable), stream=1)
-        self._average = jax.jit(move, out_shardings=trainable, donate_argnums=0)
+        self._average = jax.jit(ema_update, out_shardings=trainable, donate_argnums=0)
         self._programs: dict[tuple[int, bool], Executable] = {}
 
     def _jitted_sums(self, function: MicrobatchFn, *, stream: int) -> Any:
@@ -79,10 +86,16 @@ class FastStep:
         shardings: Any = (self._everywhere, dict(self._sharding.trained.params))
         return jax.jit(sums, out_shardings=Sums(*shardings))
 
-    def compile(self, batch: Batch, step: int = 0) -> Executable:
-        """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`."""
+    def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
+        """Compiles the step for rows like those of `batch` (any number of rows) and the batch size of `step`.
+
+        With `observed` also the gradient by itself.
+        """
         plan, state = self.plans.at(step), self._abstract_state()
-        return self._program((state.params, state.opt_state, state.frozen), self._whole(batch, plan), plan, None)
+        rows = self._whole(batch, plan)
+        if observed:
+            self._sums.lower({**state.frozen, **state.params}, rows, self._scalar(np.int32(0))).compile()
+        return self._program((state.params, state.opt_state, state.frozen), rows, plan, None)
 
     def _abstract_state(self) -> TrainState:
         averaged = self._rule.averaging is not None
@@ -101,7 +114,7 @@ class FastStep:
         return self._programs[kind]
 
     def compiled(self, step: int) -> bool:
-        """Whether this step needs no compilation."""
+        """Returns true if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
     def local_rows(self, step: int = 0) -> range:
@@ -120,7 +133,7 @@ class FastStep:
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
-        return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, np.int32(state.step)))
+        return wait_on_cpu(self._sums({**state.frozen, **state.params}, batch, self._scalar(np.int32(state.step))))
 
     def __call__(
         self, state: TrainState, batch: Batch, learning_rate: float, observer: Observer | None = None
@@ -129,20 +142,25 @@ class FastStep:
         curvature = None
         if self._curvature is not None and state.step % self._rule.optimizer.curvature_interval == 0:
             everything = {**state.frozen, **state.params}
-            curvature = wait_on_cpu(self._curvature(everything, batch, np.int32(state.step))).tree
+            curvature = wait_on_cpu(self._curvature(everything, batch, self._scalar(np.int32(state.step)))).tree
+        # Before the step, which consumes the parameters.
         seen = None if observer is None else (observer.before(state), self.gradient(state, batch))
         arrays = (state.params, state.opt_state, state.frozen)
         program = self._program(arrays, batch, self.plans.at(state.step), curvature).compiled
-        step, rate = np.int32(state.step), np.float32(learning_rate)
+        step, rate = self._scalar(np.int32(state.step)), self._scalar(np.float32(learning_rate))
         params, opt_state, metrics = wait_on_cpu(program(*arrays, batch, step, rate, curvature))
         averaged = state.averaged
         if averaged is not None and self._rule.averaging is not None:
-            averaged = self._average(averaged, params, np.float32(self._rule.averaging.share(state.step + 1)))
+            moved = self._scalar(np.float32(self._rule.averaging.rate(state.step + 1)))
+            averaged = self._average(averaged, params, moved)
         done = TrainState(state.step + 1, params, opt_state, averaged, state.frozen)
         if observer is not None and seen is not None:
             before, sums = seen
             observer.after(before, sums.tree, sums.scalars["weight"], done)
         return done, metrics
+
+    def _scalar(self, value: np.generic) -> jax.Array:
+        return replicate(value, self._sharding.mesh)
 
     def phases(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
         """Describes `__call__`, program by program; a change of one needs a change of the other.
@@ -195,6 +213,7 @@ class FastStep:
         def one(rows: Batch, index: jax.Array | int) -> Sums:
             scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
+            # As they are stored, so that XLA may reduce-scatter gradients and no device needs to hold them whole.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})
 
         chunks = batch.tokens.shape[0] // (self._shards * self._rows_at_once(batch.tokens.shape[0]))
@@ -202,6 +221,7 @@ class FastStep:
             return one(batch, 0)
 
         def cut(x: Any) -> jax.Array:
+            # Each device's own rows are cut, so that no row changes its device.
             parts = jnp.moveaxis(x.reshape(self._shards, chunks, -1, *x.shape[1:]), 1, 0)
             parts = parts.reshape(chunks, -1, *x.shape[1:])
             return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, PartitionSpec(None, BATCH_AXES)))

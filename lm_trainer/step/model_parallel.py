@@ -55,6 +55,7 @@ def shard_over_group(
     def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
         key = jax.random.wrap_key_data(key_data)
         for axis in axes:
+            # Devices have other rows or positions, and must not all drop the same elements.
             key = jax.random.fold_in(key, axis_index(axis))
         scalars, tree = function(params, batch, key)
         added = {
@@ -100,7 +101,7 @@ def _free_dim(x: jax.Array, param_sharding: ParamSharding, mesh: Mesh, axes: Ite
 
 
 def check_length(length: int, sizes: Mapping[str, int]) -> None:
-    """Raises UserError when rows of so many positions cannot be cut over the context axis."""
+    """Raises UserError when rows of `length` positions cannot be cut over the context axis."""
     if length % sizes["context"]:
         raise UserError(
             f"rows of {length} positions cannot be cut into context_axis_size={sizes['context']} pieces; choose a "

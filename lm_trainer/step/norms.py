@@ -21,13 +21,15 @@ from lm_trainer.core.tree import leaf_name
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.ordered_sum import squares_by_layer
 from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.step.state import Params, StateSharding, TrainState
+from lm_trainer.step.model_def import Params
+from lm_trainer.step.state import TrainState
+from lm_trainer.step.state_sharding import StateSharding
 
 Target = Literal["grads", "params", "updates", "opt_state"]
 
 
 class WatchConfig(Config):
-    """What is logged of the inside of a step, beside the loss and the norm of the gradient."""
+    """Norms and histograms of the inside of a step, logged beside the loss and the norm of the gradient."""
 
     watch_targets: tuple[Target, ...] = ("grads", "params")
     """`grads`: the gradient of the mean loss, before clipping; `params`: the parameters after the step; `updates`: what
@@ -50,13 +52,13 @@ class WatchConfig(Config):
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to log."""
+        """True if there is anything to log."""
         wanted = self.include_norms or self.include_per_parameter_norms or self.include_histograms
         return bool(self.interval and self.watch_targets and wanted)
 
 
 class Watched(NamedTuple):
-    """What was seen of one step, as trackers take it."""
+    """Norms and histograms of one step, as trackers take them."""
 
     step: int
     """Steps done."""
@@ -82,11 +84,23 @@ class Watcher:
         self._pending: list[tuple[int, Any]] = []
 
     def due(self, step: int) -> bool:
-        """Whether to look at the step after which `step` steps are done."""
+        """Returns true if the step after which `step` steps are done is to be looked at."""
         return self._config.enabled and step % self._config.interval == 0
 
+    def due_between(self, step: int, last: int) -> bool:
+        """Returns true if a step after `step` and up to `last` is to be looked at."""
+        return self._config.enabled and (step // self._config.interval + 1) * self._config.interval <= last
+
+    def compile(self, state: TrainState) -> None:
+        """Compiles for states like this one, so that no step that is looked at takes longer for it."""
+        if "updates" in self._config.watch_targets:
+            self._copy.lower(state.params).compile()
+        # Gradients and copies have the shapes of the parameters, and lie as they do.
+        before = state.params if "updates" in self._config.watch_targets else None
+        self._measure.lower(self._given(before, state.params, state)).compile()
+
     def before(self, state: TrainState) -> Params | None:
-        """What is needed of the state before the step, which the step consumes."""
+        """A copy of what is needed of the state before the step, which the step consumes."""
         return self._copy(state.params) if "updates" in self._config.watch_targets else None
 
     def after(self, before: Params | None, grads: Params, weight: jax.Array, state: TrainState) -> None:
@@ -98,20 +112,24 @@ class Watcher:
             weight: what to divide them by.
             state: the state after the step.
         """
+        values = wait_on_cpu(self._measure(self._given(before, grads, state)))
+        self._pending.append((state.step, (weight, values)))
+
+    def report(self, until: int | None = None) -> list[Watched]:
+        """Reports the steps looked at since the last report, up to step `until`; waits until they are computed."""
+        due = [(step, values) for step, values in self._pending if until is None or step <= until]
+        self._pending = self._pending[len(due) :]
+        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
+
+    def _given(self, before: Params | None, grads: Params, state: TrainState) -> dict[str, Any]:
+        """The arrays that the targets are measured from."""
         targets = self._config.watch_targets
-        given = {
+        return {
             "before": before,
             "grads": grads if "grads" in targets else None,
             "params": state.params if {"params", "updates", "opt_state"} & {*targets} else None,
             "opt_state": state.opt_state if "opt_state" in targets else None,
         }
-        self._pending.append((state.step, (weight, wait_on_cpu(self._measure(given)))))
-
-    def report(self, until: int | None = None) -> list[Watched]:
-        """What was seen since the last report, up to the step `until`; waits until it is computed."""
-        due = [(step, values) for step, values in self._pending if until is None or step <= until]
-        self._pending = self._pending[len(due) :]
-        return [self._watched(step, jax.tree.map(_to_host, values)) for step, values in due]
 
     def _values(self, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """By target: `squares` [1 or layers], `counts` and `edges` by name; those of `grads` are of the sums."""
@@ -159,9 +177,11 @@ class Watcher:
         weight, targets = values
         scalars, histograms = {}, {}
         for target, seen in targets.items():
+            # A batch in which nothing has a weight has no mean gradient.
             scale = 1 / (float(weight) or math.nan) if target == "grads" else 1.0
             squares = seen.get("squares", {})
             if self._config.include_norms:
+                # Rounded once, so that the order of the parameters does not matter.
                 total = math.fsum(float(x) for each in squares.values() for x in each)
                 scalars[f"{target}/norm/total"] = math.sqrt(total) * scale
             if self._config.include_per_parameter_norms:
@@ -180,8 +200,8 @@ class Watcher:
 
 
 def _moments(opt_state: Any, params: Params) -> Iterator[tuple[str, str, jax.Array]]:
-    """What an optimizer keeps of each parameter, as (name, parameter, array): `mu/blocks.0.mlp.up.weight` or, where two
-    of its parts have such, `0.mu/blocks.0.mlp.up.weight`.
+    """The optimizer's arrays for each parameter, as (name, parameter, array). A name is `mu/blocks.0.mlp.up.weight` or,
+    where two parts of the optimizer have such an array, `0.mu/blocks.0.mlp.up.weight`.
     """
     found = []
     for path, x in jax.tree_util.tree_flatten_with_path(opt_state)[0]:

@@ -37,7 +37,7 @@ class StepProgram:
     """Programs of one step with the same name take the same memory."""
     compile: Callable[[], Executable]
     grows: bool = False
-    """Whether its memory grows with the rows that are computed at once."""
+    """True if its memory grows with the rows that are computed at once."""
 
     @property
     def arguments(self) -> Size:
@@ -56,7 +56,7 @@ class StepProgram:
 
     @property
     def temporary(self) -> Size:
-        """What the program takes only while it runs."""
+        """The memory that the program takes only while it runs."""
         return Size(((1, self.name, "temporary"),))
 
 
@@ -74,4 +74,4 @@ class Phase:
     frees: tuple[str, ...] = ()
     leaves: Mapping[str, Size] = field(default_factory=dict)
     at_once: int = 1
-    """How many of these programs a device runs at the same time."""
+    """Number of these programs that a device runs at the same time."""

@@ -16,9 +16,11 @@ from lm_trainer.optim import OptimizerConfig
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
+from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.executable import Executable, program_hash
+from lm_trainer.step.model_def import Params
 from lm_trainer.step.phases import Phase, StepProgram
-from lm_trainer.step.state import Params, TrainedShardings
+from lm_trainer.step.state_sharding import TrainedShardings
 
 Metrics = dict[str, jax.Array]
 UpdateFn = Callable[..., tuple[Params, Any, Metrics]]
@@ -39,6 +41,7 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
     ) -> tuple[Params, Any, Metrics]:
         sums = dict(scalars)
         weight, squares, learning_rate = sums.pop("weight"), sums.pop("squares"), sums.pop("learning_rate")
+        # Divided once, after all sums: a mean of means would depend on how the batch is cut.
         means = {name: total / weight for name, total in sums.items()}
         grad_norm = jnp.sqrt(squares) / weight
         mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
@@ -47,6 +50,7 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
             given |= {"curvature": curvature, "weight": weight}
         updates, new_opt_state = tx.update(mean_grads, opt_state, params, **given)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        # Selected on the device: if the host decided, it would wait for every step.
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
         # An optimizer that skips bad steps leaves all but its history as it was, and counts the step.
@@ -64,15 +68,17 @@ class ShardedUpdate:
         replicated = NamedSharding(mesh, PartitionSpec())
         # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
         rounded = without_fma(update)
+        self._zero = replicate(np.uint32(0), mesh)
+        # Consumes parameters and optimizer state: argument 0 is the zero of `without_fma`.
         self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
-        return wait_on_cpu(self._update(np.uint32(0), *args))
+        return wait_on_cpu(self._update(self._zero, *args))
 
     def phases(self, *args: Any) -> Iterator[Phase]:
         """The one phase of `__call__` with arguments of these shapes."""
-        update = StepProgram("update", partial(Executable.make, self._update, np.uint32(0), *args))
+        update = StepProgram("update", partial(Executable.make, self._update, self._zero, *args))
         # The new state lies where the old one was, which the program consumes.
         yield Phase("update", update, adds={"new state": update.new})
 
@@ -85,12 +91,13 @@ class ReplicatedUpdate:
     """
 
     def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
+        # Donated are the gathered copies, so that the new state lies in their memory.
         self._jitted = jax.jit(update, donate_argnums=(0, 1))
         self._mesh = mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._gather = jax.jit(lambda x: x, out_shardings=self._everywhere)
         self._scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
-        self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        self._devices = mesh.local_devices
         self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:

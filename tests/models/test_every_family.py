@@ -1,4 +1,4 @@
-"""What must hold for every family: a new one is tested by its line in `tests/models/common.py`."""
+"""Properties that every family must have; a new one is tested through its line in `tests/models/common.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array
 
 
 def logits(config: AnyModel, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
-    """Of two rows of the longest sequence: one program computes all that is asked of a family."""
+    """Logits of two rows of the longest sequence, always in these shapes, so that a family is compiled once."""
     batch = Batch(tokens, np.zeros_like(tokens), np.ones(tokens.shape, np.float32), positions, segments)
     return np.asarray(_program(config.module, config.spec(VOCAB))(params(config), batch)[1])
 
@@ -280,7 +280,7 @@ def test_dropout(config):
 
 
 def shapes(config: AnyModel) -> Any:
-    """Of the parameters, none of which is made."""
+    """Shapes of the parameters, without allocating them."""
     return jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(config.build(VOCAB, rngs=nnx.Rngs(0)), nnx.Param)))
 
 
@@ -305,7 +305,7 @@ def test_flops_are_those_of_the_program(config):
 
 
 def unused_experts(spec: DecoderSpec) -> int:
-    """What a CPU computes per token and throws away: there, every token goes through every expert."""
+    """FLOPs per token of experts that the router did not choose: on a CPU every token goes through every expert."""
     return sum(
         (block.mlp.num_experts - block.mlp.top_k) * 6 * spec.hidden_dim * block.mlp.hidden_dim
         for block in spec.blocks

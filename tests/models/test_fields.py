@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import pytest
+from flax import nnx
 from pydantic import ValidationError
 
 from lm_trainer.models import (
@@ -115,7 +117,7 @@ def test_published_sizes(config, vocab_size, parameters):
     ids=["Llama 2 7B", "Llama 3 8B"],
 )
 def test_published_flops(config, seq_len, vocab_size, forward):
-    """What Levanter computes for the same models."""
+    """Figures that Levanter computes for the same models."""
     assert flops_per_token(config.spec(vocab_size), seq_len).forward == forward
 
 
@@ -180,3 +182,37 @@ def test_rope_blocks_agree_with_themselves():
     with pytest.raises(ValidationError, match="attention_factor and mscale set the same thing"):
         YarnRope(attention_factor=1.0, mscale=2.0)
     assert DefaultRope(type="linear", factor=2.0).spec(7) == DefaultRope(factor=2.0).spec(7)
+
+
+def test_what_levanter_asks_a_model() -> None:
+    hidden, layers, vocab, seq = 32, 3, 100, 64
+    config = LlamaConfig(
+        seq_len=seq, hidden_dim=hidden, intermediate_dim=48, num_layers=layers, num_heads=4, num_kv_heads=2
+    )
+    # Two of four attention matrices have half the heads, and the head of the model is a matrix of its own.
+    attention, mlp = 3 * hidden * hidden, 3 * hidden * 48
+    weights = layers * (attention + mlp) + hidden * vocab
+    norms = (2 * layers + 1) * hidden
+    assert config.total_trainable_params(vocab) == weights + norms + hidden * vocab
+    for length in (seq, 16):
+        scores = layers * length * (4 * hidden + 3 * 4)
+        assert config.flops_per_token(vocab, length) == 2 * weights + scores
+    assert config.flops_per_token(vocab) == config.flops_per_token(vocab, context_length=seq)
+
+
+def test_a_key_makes_the_weights_of_its_rngs() -> None:
+    config = LlamaConfig(
+        seq_len=8, hidden_dim=8, intermediate_dim=8, num_layers=1, num_heads=1, num_kv_heads=1, scan_layers=False
+    )
+    key = jax.random.key(3)
+    built = [config.build(11, key=key), config.build(11, rngs=nnx.Rngs(key))]
+    ours, theirs = (jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))) for model in built)
+    assert all((x == y).all() for x, y in zip(ours, theirs, strict=True))
+    with pytest.raises(ValueError, match="either rngs or key"):
+        config.build(11)
+
+
+@pytest.mark.parametrize("name", DecoderConfig.absent)
+def test_what_a_model_has_not_names_what_to_use(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no LlamaConfig\.{name}: .*(use|set) "):
+        getattr(LlamaConfig(), name)

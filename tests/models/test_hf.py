@@ -159,7 +159,7 @@ def test_tensors_that_do_not_fit(tiny):
         ({"scale_attn_weights": False}, "scale_attn_weights=False is not supported, only True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
         ({"add_cross_attention": True}, "add_cross_attention=True is not supported"),
-        ({"activation_function": "tanh"}, "activation_function"),
+        ({"activation_function": "mish"}, "activation_function"),
         ({"n_head": 5}, "is not a multiple of"),
         ({"n_layer": "many"}, "n_layer"),
         ({"vocab_size": None}, "vocab_size"),

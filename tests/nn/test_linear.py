@@ -13,7 +13,14 @@ from tests.nn.common import make_init
 X = np.linspace(-4, 4, 41, dtype=np.float32)
 NORMAL_CDF = np.array([0.5 * (1 + math.erf(x / math.sqrt(2))) for x in X])
 TANH_CDF = 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3)))
-EXPECTED = {"gelu": X * NORMAL_CDF, "gelu_new": X * TANH_CDF, "relu": np.maximum(X, 0), "silu": X / (1 + np.exp(-X))}
+EXPECTED = {
+    "gelu": X * NORMAL_CDF,
+    "gelu_new": X * TANH_CDF,
+    "quick_gelu": X / (1 + np.exp(-1.702 * X)),
+    "relu": np.maximum(X, 0),
+    "silu": X / (1 + np.exp(-X)),
+    "tanh": np.tanh(X),
+}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from lm_trainer.nn.loss import token_loss, weighted_nll
-from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.nn.loss import LossTerms, token_loss, weighted_nll
+from lm_trainer.nn.spec import HeadSpec, MoeSpec
+from tests.compiling import quick_jit
 from tests.nn.common import BLOCK, init, make_batch, make_spec
 
 N, D, V = 21, 8, 13
@@ -34,7 +35,7 @@ def test_value_and_gradients(block):
         return lambda h, w, weights: 0.37 * f(h, w, TARGETS, weights) + 1.0
 
     expected = jax.jit(jax.value_and_grad(scaled(plain), argnums=(0, 1, 2)))(H, W, WEIGHTS)
-    found = jax.jit(jax.value_and_grad(scaled(lambda *args: weighted_nll(*args, block)), argnums=(0, 1, 2)))(
+    found = jax.jit(jax.value_and_grad(scaled(lambda *args: weighted_nll(*args, block_size=block)), argnums=(0, 1, 2)))(
         H, W, WEIGHTS
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
@@ -50,6 +51,56 @@ def test_softcap_of_the_logits():
     expected = jax.jit(jax.value_and_grad(capped, argnums=(0, 1)))(H, W)
     found = jax.jit(jax.value_and_grad(lambda h, w: weighted_nll(h, w, TARGETS, WEIGHTS, 4, 2.0), argnums=(0, 1)))(H, W)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5), expected, found)
+
+
+def naive_terms(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    """-log p(target) and (log sum exp logits)^2 of each position."""
+    log_z = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
+    return log_z - jnp.take_along_axis(logits, jnp.asarray(targets)[..., None], axis=-1)[..., 0], log_z**2
+
+
+@pytest.mark.parametrize(("block", "softcap"), [(None, None), (5, 2.0)])
+def test_z_loss_is_in_the_gradient_and_beside_the_value(block: int | None, softcap: float | None) -> None:
+    graphdef, params = init(make_spec(head=HeadSpec(softcap=softcap)))
+    batch, z_loss_weight = make_batch(3, 12, 37), 0.3
+
+    def naive(params: Any) -> Any:
+        logits = nnx.merge(graphdef, params)(batch.tokens, batch.positions, batch.segments)
+        nll, squares = (jnp.sum(batch.weights * x) for x in naive_terms(logits, batch.targets))
+        return nll + z_loss_weight * squares, (nll, z_loss_weight * squares)
+
+    def loss(params: Any) -> Any:
+        terms = LossTerms(z_loss_weight)
+        total, _, metrics = token_loss(nnx.merge(graphdef, params), batch, block_size=block, terms=terms)
+        return total, (total, metrics["z_loss"])
+
+    (_, expected), expected_grads = quick_jit(jax.value_and_grad(naive, has_aux=True))(params)
+    (_, found), grads = quick_jit(jax.value_and_grad(loss, has_aux=True))(params)
+    assert expected[1] > 1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4),
+        (expected, expected_grads),
+        (found, grads),
+    )
+
+
+@pytest.mark.parametrize(("block", "softcap"), [(None, 2.0), (5, None)])
+def test_entropy_of_the_predictions(block: int | None, softcap: float | None) -> None:
+    graphdef, params = init(make_spec(head=HeadSpec(softcap=softcap)))
+    batch = make_batch(3, 12, 37)
+
+    def naive(params: Any) -> jax.Array:
+        p = jax.nn.softmax(nnx.merge(graphdef, params)(batch.tokens, batch.positions, batch.segments), axis=-1)
+        return -jnp.sum(batch.weights[..., None] * p * jnp.log(p))
+
+    def sums(params: Any, terms: LossTerms) -> Any:
+        return token_loss(nnx.merge(graphdef, params), batch, block_size=block, terms=terms)
+
+    expected = quick_jit(naive)(params)
+    loss, weight, metrics = quick_jit(lambda p: sums(p, LossTerms(entropy=True)))(params)
+    np.testing.assert_allclose(metrics["entropy"], expected, rtol=1e-5)
+    np.testing.assert_allclose(loss, quick_jit(lambda p: sums(p, LossTerms())[0])(params), rtol=1e-6)
+    assert 0 < expected < weight * np.log(37)
 
 
 @pytest.mark.slow
@@ -81,7 +132,7 @@ def test_hessian_vector_product():
     def product(f):
         return jax.jvp(jax.grad(lambda w: f(H, w, TARGETS, WEIGHTS)), (W,), (tangent,))[1]
 
-    found = product(lambda *args: weighted_nll(*args, 4))
+    found = product(lambda *args: weighted_nll(*args, block_size=4))
     np.testing.assert_allclose(found, product(plain), rtol=1e-4, atol=1e-4)
 
 

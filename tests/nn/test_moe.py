@@ -90,7 +90,7 @@ def test_gradients_are_those_of_all_experts_weighted():
         probs = jax.nn.softmax(x @ router, axis=-1)
         weights, chosen = jax.lax.top_k(probs, K)
         weights = weights / weights.sum(-1, keepdims=True)
-        each = jnp.sum(weights[..., None] * (chosen[..., None] == jnp.arange(E)), axis=-2)
+        each = jnp.sum(weights[..., None] * (chosen[..., None] == jnp.arange(E)[None, None, None]), axis=-2)
         h = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
         return jnp.sum(jnp.sin(jnp.einsum("bsef,efd,bse->bsd", h, down, each)))
 

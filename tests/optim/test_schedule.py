@@ -12,6 +12,7 @@ import optax
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise, TokenSchedule
 from lm_trainer.optim import AdamConfig
 from lm_trainer.optim.schedule import Schedule, ScheduleName
@@ -279,3 +280,54 @@ def test_contradictory_fields_are_refused(fields: dict[str, Any], message: str) 
 
 def test_a_single_step_is_a_run() -> None:
     assert schedule(total=1)(0) == 2.0
+
+
+def test_what_levanter_asks_an_optimizer() -> None:
+    config = AdamConfig(learning_rate=0.5, warmup=10, lr_schedule="linear", min_lr_ratio=0.0)
+    rate, other = config.lr_scheduler(110), config.lr_scheduler(num_train_steps=110, override_lr=2.0)
+    for step, part in ((0, 0.0), (5, 0.5), (10, 1.0), (60, 0.5)):
+        assert (rate(step), other(step)) == (pytest.approx(0.5 * part), pytest.approx(2.0 * part))
+    with pytest.raises(UserError, match=r"takes parameters.*not a number of steps; lr_scheduler"):
+        config.build(1000)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AttributeError, match=r"no AdamConfig\.build_weight_decay_mask: use decay_mask\(params\)"):
+        _ = config.build_weight_decay_mask  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class TestConstants:
+    """Shapes given as blocks, beside their formulas."""
+
+    @staticmethod
+    def rate(shape: dict[str, Any], step: int, **fields: Any) -> float:
+        settings = {"learning_rate": 0.5, "min_lr_ratio": 0.1, "warmup": 10, "lr_schedule": shape, **fields}
+        tokens = TokenSchedule(BatchSchedule(Piecewise.make([(0, 16)])), 32)
+        return AdamConfig.model_validate(settings).schedule(110, tokens)(step)
+
+    @pytest.mark.parametrize("step", [10, 37, 60, 110])
+    def test_a_cosine_is_raised_to_the_exponent(self, step: int) -> None:
+        cosine = (1 + math.cos(math.pi * (step - 10) / 100)) / 2
+        expected = 0.5 * (0.1 + 0.9 * cosine**2.5)
+        assert self.rate({"type": "cosine", "exponent": 2.5}, step) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("step", [10, 20, 40, 110])
+    def test_an_inverse_square_root_has_a_timescale(self, step: int) -> None:
+        expected = 0.5 * max(0.1, min(1.0, math.sqrt(20 / step)))
+        assert self.rate({"type": "inv_sqrt", "timescale": 20}, step) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("step", [20, 60, 110])
+    def test_a_power_law_has_a_scale_and_an_exponent(self, step: int) -> None:
+        expected = min(0.5, max(0.05, 16 * 2.0 * (step * 16 * 32) ** -0.5))
+        assert self.rate({"type": "power", "a": 2.0, "b": -0.5}, step) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "inv", "power"])
+    def test_a_block_without_constants_is_its_name(self, name: ScheduleName) -> None:
+        tokens = TokenSchedule(BatchSchedule(Piecewise.make([(0, 16)])), 32)
+        named = AdamConfig(lr_schedule=name).schedule(110, tokens)
+        block = AdamConfig.model_validate({"lr_schedule": {"type": name}}).schedule(110, tokens)
+        assert [named(step) for step in range(111)] == [block(step) for step in range(111)]
+
+    @pytest.mark.parametrize(
+        "shape", [{"type": "cosine", "exponent": 0}, {"type": "power", "b": 0.5}, {"type": "linear", "exponent": 2}]
+    )
+    def test_constants_that_make_no_decay_are_refused(self, shape: dict[str, Any]) -> None:
+        with pytest.raises(ValidationError):
+            AdamConfig.model_validate({"lr_schedule": shape})

@@ -202,10 +202,10 @@ class Outcome:
     """A hash of each weight and of each array of the optimizer."""
     finite: bool
     moved: bool
-    """Whether every weight is another than at the start, but for scales of 1: in bfloat16 these need a large step."""
+    """True if every weight changed, except scales of 1, which need a large step to change in bfloat16."""
 
     def first_difference(self, other: Outcome) -> str | None:
-        """Where two runs part, None where they are equal."""
+        """The first step or array in which two runs differ; None where they are equal."""
         for step, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)):
             if a != b:
                 return f"loss or gradient norm of step {step}: {struct.unpack('<ff', a)}, {struct.unpack('<ff', b)}"
@@ -224,7 +224,7 @@ def _plan(run: RandomRun, devices: int, mesh: Plain) -> tuple[Program, TrainerCo
 
 
 def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
-    """What `run` computes on so many devices."""
+    """The outcome of `run` on this many devices."""
     program, trainer = _plan(run, devices, mesh)
     state, losses = program.init(), []
     start = to_host(state.params)
@@ -250,7 +250,7 @@ def outcome(run: RandomRun, devices: int, mesh: Plain) -> Outcome:
 
 
 def difference(run: RandomRun) -> str | None:
-    """Where the run parts from itself on one device, None where it does not.
+    """The first difference between the run on its devices and on one device; None where they are equal.
 
     Raises:
         AssertionError: when the run does nothing whose bits could differ.

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.step.executable import PerGroupExecutable, local_groups
+from lm_trainer.step.groups import local_groups
+from lm_trainer.step.per_group import PerGroupExecutable
 
 
 @pytest.fixture

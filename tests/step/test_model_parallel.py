@@ -21,7 +21,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function, trace_module
 from lm_trainer.run.notes import configuration_warnings, determinism_note
 from lm_trainer.run.program import Program, build_program, plan_program
-from lm_trainer.step.microbatch import Sums
+from lm_trainer.step.gradient import Sums
 from lm_trainer.step.state import to_host
 
 VOCAB, ROWS, SEQ = 61, 4, 32

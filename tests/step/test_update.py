@@ -12,7 +12,7 @@ import pytest
 from lm_trainer.optim import AdamConfig, AnyOptimizer, MuonConfig, OptimizerConfig, Param, ScheduleFreeConfig
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import plan_shardings
-from lm_trainer.step.state import plan_state_sharding
+from lm_trainer.step.state_sharding import plan_state_sharding
 from lm_trainer.step.update import compile_update
 
 Shapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]

@@ -1,0 +1,69 @@
+"""Blocks for `lr_schedule`: a shape of the decay together with its constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat
+
+from lm_trainer.core.config import Config, Ignored
+from lm_trainer.optim.schedule import POWER_EXPONENT, POWER_SCALE, Constants, ScheduleName
+
+
+class PlainShape(Config):
+    """A shape without constants."""
+
+    type: Literal["constant", "linear", "inv"]
+
+    @property
+    def constants(self) -> Constants:
+        return Constants()
+
+
+class CosineShape(Config):
+    """A cosine raised to a power."""
+
+    type: Literal["cosine"] = "cosine"
+    exponent: PositiveFloat = 1.0
+    """The power; above 1 the learning rate falls sooner."""
+
+    @property
+    def constants(self) -> Constants:
+        return Constants(exponent=self.exponent)
+
+
+class InvSqrtShape(Config):
+    """Inverse square root of the steps of warm-up and decay, on a scale of its own."""
+
+    type: Literal["inv_sqrt"] = "inv_sqrt"
+    timescale: PositiveFloat = 10_000.0
+    """Steps of warm-up and decay together up to which the learning rate is the peak."""
+
+    @property
+    def constants(self) -> Constants:
+        return Constants(timescale=self.timescale)
+
+
+_FROM_RUN = Ignored("the run itself says how many tokens each step has")
+
+
+class PowerShape(Config):
+    """Power law of the tokens since the cycle began."""
+
+    ignored_keys: ClassVar[Mapping[str, Ignored]] = {"batch_size": _FROM_RUN, "seq_length": _FROM_RUN}
+
+    type: Literal["power"] = "power"
+    a: PositiveFloat = POWER_SCALE
+    """The learning rate at one token, for each row of the batch."""
+    b: float = Field(default=POWER_EXPONENT, lt=0)
+    """The exponent."""
+
+    @property
+    def constants(self) -> Constants:
+        return Constants(power_scale=self.a, power_exponent=self.b)
+
+
+AnyShape = Annotated[CosineShape | InvSqrtShape | PowerShape | PlainShape, Field(discriminator="type")]
+DecayShape = ScheduleName | AnyShape
+"""A shape by its name, or a block with its constants."""

@@ -1,0 +1,63 @@
+"""Names of modules in Levanter's models, by which patterns of its configurations find parameters.
+
+There a parameter has two names: its path from the root, as in `transformer.blocks.stacked.attn.c_attn.weight`, and the
+class of the module that holds it, as in `Linear.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from lm_trainer.optim.params import Param
+
+PATHS: Mapping[str, tuple[str, ...]] = {
+    "attention.q": ("attn.c_attn", "self_attn.q_proj"),
+    "attention.k": ("attn.c_attn", "self_attn.k_proj"),
+    "attention.v": ("attn.c_attn", "self_attn.v_proj"),
+    "attention.out": ("attn.c_proj", "self_attn.o_proj"),
+    "mlp.up": ("mlp.c_fc", "mlp.up_proj"),
+    "mlp.gate": ("mlp.gate_proj",),
+    "mlp.down": ("mlp.c_proj", "mlp.down_proj"),
+    "attention_pre_norm": ("ln_1", "input_layernorm"),
+    "mlp_pre_norm": ("ln_2", "pre_feedforward_layernorm"),
+    "mlp_post_norm": ("post_feedforward_layernorm",),
+    "final_norm": ("ln_f",),
+}
+"""Parts of parameter names -> the paths that they have there, in whichever family."""
+
+_KINDS = {"weight": "weight", "bias": "bias", "scale": "weight"}
+"""Last parts of parameter names -> those there."""
+_NORMS = {"LayerNorm": ("LayerNorm",), "RMSNorm": ("RMSNorm", "RmsNorm")}
+
+
+def module_spellings(param: Param, pattern: str) -> list[str]:
+    """Returns the names of a parameter there that hold a module's name that `pattern` writes out.
+
+    No others, so that a pattern such as `.*weight` means what it means without them: scales of norms are called
+    `weight` there.
+    """
+    return [name for word, name in _by_word(param) if word in pattern]
+
+
+def _by_word(param: Param) -> Iterator[tuple[str, str]]:
+    """(What a pattern has to hold, the parameter's name there) for each of them."""
+    path, kind = param.name, "weight"
+    if param.name.rsplit(".", 1)[-1] in _KINDS:
+        path, _, last = param.name.rpartition(".")
+        kind = _KINDS[last]
+    for word, name in _classes(param):
+        yield word, f"{name}.{kind}"
+    for ours, theirs in PATHS.items():
+        whole = re.compile(rf"(?<![^.]){re.escape(ours)}(?![^.])")
+        for module in theirs if whole.search(path) else ():
+            yield module.rsplit(".", 1)[-1], f"{whole.sub(module, path)}.{kind}"
+
+
+def _classes(param: Param) -> Iterator[tuple[str, str]]:
+    if param.norm:
+        yield from (("Norm", name) for name in _NORMS.get(param.norm, (param.norm,)))
+    elif param.role == "embedding":
+        yield "Embed", "Embedding"
+    elif param.role in ("matrix", "head") or param.name.endswith(".bias"):
+        yield "Linear", "MoELinear" if "experts" in param.axes[: param.lead] else "Linear"

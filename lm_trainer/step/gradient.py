@@ -1,0 +1,57 @@
+"""Functions of one microbatch: the loss with its gradient, and an optimizer's estimate of curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.step.model_def import ModelDef, Params
+
+LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+"""`loss(model, batch, key) -> (sum of the weighted losses, sum of the weights, metrics)`, all float32 scalars; metrics
+are sums as well, and reported divided by the sum of the weights. The key is for dropout; None switches it off."""
+
+
+CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
+"""`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
+
+
+class Sums(NamedTuple):
+    """Sums over microbatches, which add up to those over the global batch."""
+
+    scalars: dict[str, jax.Array]
+    """float32."""
+    tree: Params
+    """By parameter name."""
+
+
+MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
+"""`function(params, microbatch, key) -> Sums`; the key is the microbatch's own."""
+
+
+def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        def objective(chosen: Params) -> tuple[jax.Array, Any]:
+            total, weight, metrics = loss(model.merge({**params, **chosen}), batch, key)
+            return total, {"loss": total, "weight": weight, **metrics}
+
+        (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})
+        return Sums(scalars, grads)
+
+    return function
+
+
+def curvature_sums(model: ModelDef, curvature: CurvatureFn, trainable: Collection[str]) -> MicrobatchFn:
+    """The optimizer's estimate for the parameters `trainable`, as sums."""
+
+    def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
+        sums = curvature(model.merge(params), batch, key)
+        named = model.named(sums)
+        return Sums({}, {name: named[name] for name in trainable})
+
+    return function

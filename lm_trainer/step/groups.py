@@ -1,0 +1,174 @@
+"""Groups of devices that compute one microbatch together, and the way of rows and parameters to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.gradient import MicrobatchFn
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.model_def import Params
+from lm_trainer.step.model_parallel import shard_over_group
+from lm_trainer.step.phases import StepProgram
+from lm_trainer.step.state_sharding import StateSharding
+
+
+@dataclass(frozen=True)
+class ModelParallelGroup:
+    """The devices that compute one microbatch together: those along the axes that are not batch axes."""
+
+    index: int
+    """Position among all batch shards of the mesh."""
+    mesh: Mesh
+    """The same axes as the whole mesh, with the batch axes of size 1."""
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        """A sharding over this group's devices."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
+    """The batch shards whose devices belong to this process, in the order of the batch.
+
+    Raises:
+        UserError: when devices of several processes would compute one microbatch.
+    """
+    # The batch axes come first in a mesh, so that each row holds the devices of one batch shard.
+    rows = mesh.devices.reshape(batch_shards(mesh), -1)
+    if any(len({device.process_index for device in devices}) > 1 for devices in rows):
+        sizes = " x ".join(
+            f"{a}_axis_size={mesh.shape[a]}" for a in (*MODEL_PARALLEL_AXES, "model") if mesh.shape[a] > 1
+        )
+        raise UserError(
+            f"{sizes} needs {rows.shape[1]} devices of one process; make it smaller, or start fewer processes"
+        )
+    groups = []
+    for index, devices in enumerate(rows):
+        if devices[0].process_index == jax.process_index():
+            grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
+            groups.append(ModelParallelGroup(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
+    return groups
+
+
+@dataclass(frozen=True)
+class PlacedBatch:
+    """This process's rows of a global batch, on their devices."""
+
+    plan: MicrobatchPlan
+    microbatches: list[list[Batch]]
+    """For each local group its microbatches, in order."""
+    indices: list[list[jax.Array]]
+    """The number of each of them among those of the global batch, an int32 scalar on its group."""
+
+
+class DeviceGroups:
+    """The groups of devices that compute microbatches, and the way of rows and parameters to them."""
+
+    def __init__(self, sharding: StateSharding):
+        self.sharding = sharding
+        self.groups = local_groups(sharding.mesh)
+        compute = compute_shardings(sharding)
+        self._gather = None if compute is None else jax.jit(lambda p: p, out_shardings=compute)
+
+    def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
+        """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
+        return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
+
+    def local_rows(self, plan: MicrobatchPlan) -> range:
+        """The rows of the global batch that this process needs."""
+        rows = plan.per_shard(self.sharding.mesh) * plan.rows
+        ends = (self.groups[0].index * rows, (self.groups[-1].index + 1) * rows)
+        return range(*(min(end, plan.batch_size) for end in ends))
+
+    def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
+        """Cuts this process's rows and sends them to their devices."""
+        per_shard = plan.per_shard(self.sharding.mesh)
+        batch = pad_rows(batch, per_shard * plan.rows * len(self.groups))
+        placed, indices = [], []
+        for i, group in enumerate(self.groups):
+            starts = [(i * per_shard + j) * plan.rows for j in range(per_shard)]
+            cuts = [Batch(*(x[start : start + plan.rows] for x in batch)) for start in starts]
+            # All at once: later microbatches are on their way while the first is computed.
+            numbers = [np.int32(group.index * per_shard + j) for j in range(per_shard)]
+            # One transfer for both; a scalar given to a program from the host would be another for each microbatch.
+            rows, at = jax.device_put((cuts, numbers), group.sharding())
+            placed.append(rows)
+            indices.append(at)
+        return PlacedBatch(plan, placed, indices)
+
+    def params_on_groups(self, params: Params) -> list[Params]:
+        """The parameters as each local group computes with them."""
+        whole = wait_on_cpu(self._gather(params)) if self._gather else params
+        return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
+
+    def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> StepProgram | None:
+        """The program that brings parameters to where they are computed with, None where they rest there."""
+        if self._gather is None:
+            return None
+        storage = self.sharding.storage
+        placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
+        return StepProgram("gather", partial(Executable.make, self._gather, placed))
+
+
+def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
+    """The shardings of all parameters during computation; None where they rest so, and nothing is gathered."""
+    compute = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
+    # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
+    there = all(_same(compute[name], storage) for name, storage in sharding.storage.items())
+    return None if there else compute
+
+
+def _same(one: NamedSharding, other: NamedSharding) -> bool:
+    return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """Fills up with rows that are no part of any document and have no weight."""
+    missing = rows - len(batch.tokens)
+    if not missing:
+        return batch
+    fill = Batch(tokens=0, targets=0, weights=0, positions=0, segments=-1)  # pyright: ignore[reportArgumentType]
+    return Batch(
+        *(
+            np.concatenate([x, np.full((missing, *np.shape(x)[1:]), value, x.dtype)])
+            for x, value in zip(batch, fill, strict=True)
+        )
+    )
+
+
+def on_group(array: jax.Array, group: ModelParallelGroup) -> jax.Array:
+    """The part of a global array that lies on a group, as an array of that group.
+
+    `array` must not be cut over the batch axes; its data are not copied.
+    """
+    spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape, group.sharding(*spec), [shards[device] for device in group.mesh.devices.flat]
+    )
+
+
+def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """One array [1, ...] from each local group becomes the global array [batch shards, ...], without a copy.
+
+    Args:
+        parts: in the order of the local groups.
+        spec: how the remaining dimensions are cut.
+        mesh: the whole mesh.
+    """
+    shape = (batch_shards(mesh), *parts[0].shape[1:])
+    shards = [shard.data for part in parts for shard in part.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        shape, NamedSharding(mesh, PartitionSpec(BATCH_AXES, *spec)), shards
+    )

@@ -1,0 +1,87 @@
+"""The computation of one microbatch as an executable of its own, compiled once for each group of devices.
+
+Inside one big program XLA rewrites the same computation differently for one device than for many, so its bits change
+with the mesh. The computation of a microbatch is compiled alone, for one batch shard's devices, to the same optimised
+program on every mesh; the hash of that program is recorded with the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.parallel.compile_per_device import compile_on_each
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
+from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.groups import ModelParallelGroup
+
+logger = logging.getLogger(__name__)
+
+
+class PerGroupExecutable:
+    """One function, compiled once for every group of this process.
+
+    Args:
+        function: `function(params, batch, step, index)` with a Batch of one microbatch; `step` and
+            `index` are int32 scalars.
+        groups: where to compile it.
+        results: how what it returns lies on a group; XLA's choice without.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        groups: Sequence[ModelParallelGroup],
+        results: Callable[[ModelParallelGroup], Any] | None = None,
+    ):
+        self._function, self._results = function, results
+        self.groups = groups
+        devices = groups[0].mesh.devices
+        self._streams = DispatchThreads(programs_at_once(devices.flat[0].platform, len(groups), devices.size))
+        self._compiled: list[Executable] = []
+
+    def compile(
+        self, params: Mapping[str, jax.ShapeDtypeStruct], param_shardings: Mapping[str, ParamSharding], batch: Batch
+    ) -> None:
+        """Compiles for all groups at once, for parameters in their `compute` sharding and a microbatch like `batch`."""
+        traced: list[jax.stages.Traced] = []
+
+        def one(index: int) -> jax.stages.Compiled:
+            group = self.groups[index]
+            whole = group.sharding()
+            placed = {
+                name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
+                for name, x in params.items()
+            }
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
+            scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+            results = None if self._results is None or group.mesh.size == 1 else self._results(group)
+            executable = Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
+            traced.append(executable.traced)
+            return executable.compiled
+
+        programs = compile_on_each(one, [list(group.mesh.devices.flat) for group in self.groups])
+        self._compiled = [Executable(traced[0], program) for program in programs]
+        if len({executable.fingerprint() for executable in self._compiled}) > 1:
+            logger.warning("the devices run different programs for one computation: bits may depend on their number")
+
+    @property
+    def compiled(self) -> bool:
+        """True once `compile` has been called."""
+        return bool(self._compiled)
+
+    @property
+    def program(self) -> Executable:
+        """The program of the first group; the others run the same."""
+        return self._compiled[0]
+
+    def __call__(self, group: int, *args: Any) -> Any:
+        """Enqueues the function on the `group`-th local group and returns at once, where programs may wait in line."""
+        return wait_on_cpu(self._streams(self._compiled[group].compiled, *args))
