@@ -42,7 +42,7 @@ class Document:
     unreadable: set[KeyPath] = field(default_factory=set)
     """Places that a problem names already; any other problem there is a consequence."""
     notes: list[str] = field(default_factory=list)
-    """Effects of the overrides that the user may not expect."""
+    """Effects of keys and overrides that the user may not expect."""
 
     def origin(self, path: KeyPath) -> Origin | None:
         """The origin of the value at `path`, else of the first value inside it, else of its nearest ancestor."""
@@ -67,6 +67,15 @@ class Document:
             for known in [p for p in table if p[: len(path)] == path]:
                 del table[known]
         self.unreadable -= {p for p in self.unreadable if p[: len(path)] == path}
+
+    def move(self, path: KeyPath, to: KeyPath) -> None:
+        """Moves the positions at and below `path`."""
+        for table in (self.values, self.keys):
+            for known in [p for p in table if p[: len(path)] == path]:
+                table[*to, *known[len(path) :]] = table.pop(known)
+        for known in [p for p in self.unreadable if p[: len(path)] == path]:
+            self.unreadable.remove(known)
+            self.unreadable.add((*to, *known[len(path) :]))
 
     def is_unreadable(self, path: KeyPath) -> bool:
         """Returns True if a problem with `path` or something above it is known already."""

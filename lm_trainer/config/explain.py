@@ -10,9 +10,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lm_trainer.config.document import Document, KeyPath, Problem, did_you_mean, display, dotted, nearest, suggest
+from lm_trainer.config.foreign import lists_of
 from lm_trainer.config.place import NoSuchKey, Place, all_keys, child
 from lm_trainer.config.shape import Shape, tags
-from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import is_secret_name
 
 # By the first word of pydantic's name of an error: `int_parsing`, `int_type` and `int_from_float` are alike.
@@ -158,7 +158,10 @@ class Explainer:
             return "unknown key; a file can stand for the value of a key (data: !include data.yaml), not be merged"
         models = place.models(value)
         for model in models:
-            reason = model.refused_keys.get(key) if issubclass(model, Config) else None
+            lists = lists_of(model)
+            if key in lists.renamed_keys:
+                return f"means the same as {lists.renamed_keys[key]}, which is set too; remove one of them"
+            reason = lists.refused_keys.get(key)
             if reason is not None:
                 return f"refused: {reason}"
         if is_secret_name(key):

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from lm_trainer.config import overrides as overriding
 from lm_trainer.config.document import Document, KeyPath
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
+from lm_trainer.config.foreign import adopt, lists_of
 from lm_trainer.config.place import Place, complete
 from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.config import Config
@@ -30,7 +31,7 @@ class Loaded(Generic[ConfigT]):
     data: dict[str, Any]
     """The files and the overrides as plain data; every block of a union has its `type`."""
     notes: tuple[str, ...]
-    """Effects of the overrides that the user may not expect, to be shown."""
+    """Effects of keys and overrides that the user may not expect, to be shown."""
     _document: Document
 
     def origin(self, key: str | KeyPath) -> str:
@@ -62,6 +63,7 @@ def load(path: Path, overrides: Sequence[str], root: type[ConfigT], *, options: 
     if document.data is None:
         raise ConfigError(document.lines())
     place = Place.root(root)
+    adopt(place, document.data, (), document)
     # Before the overrides, which find the class of a block by its `type`.
     document.data = complete(place, document.data)
     given = overriding.parse(overrides, document, root, options)
@@ -90,9 +92,9 @@ def _check(place: Place, value: Any, path: KeyPath, document: Document) -> None:
         for index, item in enumerate(value):
             _check(place.step_or_nowhere(value, index), item, (*path, index), document)
     elif isinstance(value, dict):
-        known = {name for model in place.models(value) for name in (*model.model_fields, *_refused_keys(model))}
+        known = {name for model in place.models(value) for name in (*model.model_fields, *_foreign_keys(model))}
         for key, item in value.items():
-            if key not in known and is_secret_name(key):
+            if key not in known and place.shape.may_hold_secrets() and is_secret_name(key):
                 # By its name alone, so that the value is shown nowhere, whatever else is wrong with it.
                 document.report((*path, key), SECRET_REFUSED, at_key=True)
                 document.unreadable.add((*path, key))
@@ -103,8 +105,9 @@ def _check(place: Place, value: Any, path: KeyPath, document: Document) -> None:
         document.unreadable.add(path)
 
 
-def _refused_keys(model: Any) -> Sequence[str]:
-    return tuple(model.refused_keys) if issubclass(model, Config) else ()
+def _foreign_keys(model: Any) -> Sequence[str]:
+    lists = lists_of(model)
+    return (*lists.refused_keys, *lists.ignored_keys, *lists.renamed_keys)
 
 
 def _get(data: Any, path: KeyPath) -> Any:

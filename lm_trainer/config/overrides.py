@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
+from lm_trainer.config.foreign import adopt, adopt_path, lists_of
 from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
 from lm_trainer.config.shape import tags
 from lm_trainer.config.yaml_nodes import read_text
@@ -138,14 +139,21 @@ def apply(overrides: Sequence[Override], document: Document, root: type[BaseMode
 
 
 def _apply_one(override: Override, document: Document, root: type[BaseModel]) -> None:
+    own = adopt_path(override.path, _plain(override), document, root, override.origin.text)
+    if own is None:
+        return
+    override = replace(override, path=own)
     place, holders = _descend(override, document, root)
     key, holder = override.path[-1], holders[-1]
     value = _value(override, place)
+    adopt(place, value, override.path, document)
     # Only now that nothing can fail any more, new blocks are hung in.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
     if key == "type" and isinstance(holder, dict) and holder.get("type") != value:
         _start_afresh(holder, override, document)
+    elif value not in (None, [], {}):
+        _replace(Place.root(root), override, document)
     document.forget(override.path)
     holder[key] = complete(place, value)
     # Of the value as it was typed: a `type` that was added by default has no position.
@@ -213,6 +221,27 @@ def _start_afresh(holder: dict[str, Any], override: Override, document: Document
         document.notes.append(f"{override.origin.text} starts a new block, without {names} of the file")
 
 
+def _replace(place: Place, override: Override, document: Document) -> None:
+    """Drops the keys of the file in whose place the override stands, as `Config.replaced_keys` says."""
+    *parent, key = override.path
+    block = document.data
+    for step in parent:
+        place, block = place.step_or_nowhere(block, step), child(block, step)
+    replaced = lists_of(place.model_for(block)).replaced_keys.get(str(key), ())
+    paths = {other: (*parent, other) for other in replaced if block.get(other) not in (None, [])}
+    of_file = [other for other, path in paths.items() if not _is_overridden(path, document)]
+    for other in of_file:
+        document.forget(paths[other])
+        del block[other]
+    if of_file:
+        names = ", ".join(dotted(paths[other]) for other in of_file)
+        document.notes.append(f"{override.origin.text} takes the place of {names} of the file")
+
+
+def _is_overridden(path: KeyPath, document: Document) -> bool:
+    return path in document.values and document.values[path].is_override
+
+
 def _value(override: Override, place: Place) -> Any:
     """The value that the text of an override has at its place."""
     text = override.text.strip()
@@ -230,6 +259,14 @@ def _value(override: Override, place: Place) -> Any:
     if value is not None and text[:1] not in ("'", '"') and place.shape.takes_as_text(value):
         return text
     return value
+
+
+def _plain(override: Override) -> Any:
+    """The value of an override wherever it may stand; its text where that is no YAML."""
+    try:
+        return read_text(override.text.strip(), override.path, override.origin)
+    except ValueError:
+        return override.text
 
 
 def _list_item(text: str) -> str:

@@ -62,7 +62,7 @@ class Place:
         Raises:
             NoSuchKey: if there is no such key or index here.
         """
-        return self._item() if isinstance(key, int) else self._key(value, key)
+        return self._item(key) if isinstance(key, int) else self._key(value, key)
 
     def step_or_nowhere(self, value: Any, key: str | int) -> Place:
         """As `step`, for walks over data that may have keys of any kind."""
@@ -80,14 +80,14 @@ class Place:
             default = getattr(self.default, key)
         return Place(shape_of_field(info), default)
 
-    def _item(self) -> Place:
+    def _item(self, index: int) -> Place:
         items = self.shape.choice("list")
         if items is None:
             raise NoSuchKey("is not a list")
-        # The first item of the default tells the class of an item without `type`.
-        several = isinstance(self.default, tuple | list)
-        default = next(iter(self.default), None) if several else self.default
-        return Place(shape_of(items.inner), default)
+        # An item without `type` is of the same class as one block without `type` in place of the list.
+        default = None if isinstance(self.default, tuple | list) else self.default
+        fixed = 0 <= index < len(items.items)
+        return Place(shape_of(items.items[index] if fixed else items.inner), default)
 
     def _key(self, value: Any, key: str) -> Place:
         block, free = self.shape.choice("model"), self.shape.choice("mapping")

@@ -18,9 +18,11 @@ def json_schema(root: type[Config]) -> dict[str, Any]:
     schema = root.model_json_schema()
     defaults = {model.__name__: model for model in _models(root, set())}
     _write_defaults(schema, root)
+    _write_foreign_keys(schema, root)
     for name, definition in schema.get("$defs", {}).items():
         if name in defaults:
             _write_defaults(definition, defaults[name])
+            _write_foreign_keys(definition, defaults[name])
     _loosen(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
@@ -34,6 +36,18 @@ def _write_defaults(schema: dict[str, Any], model: type[BaseModel]) -> None:
             continue
         written: Any = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         shown["default"] = TypeAdapter(written).dump_python(default, mode="json")
+
+
+def _write_foreign_keys(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Adds, as deprecated, the keys that the loader takes besides those of the class."""
+    if not issubclass(model, Config):
+        return
+    keys = schema.setdefault("properties", {})
+    for key, own in model.renamed_keys.items():
+        keys[key] = {"deprecated": True, "description": f"The same as {own}."}
+    for key, ignored in model.ignored_keys.items():
+        values = {} if ignored.values is None else {"enum": [*ignored.values, None]}
+        keys[key] = {"deprecated": True, "description": f"No effect: {ignored.reason}.", **values}
 
 
 def _models(annotation: Any, seen: set[type[BaseModel]]) -> set[type[BaseModel]]:

@@ -26,6 +26,10 @@ class Shape:
     """The classes of a block; more than one are told apart by `type`."""
     inner: Any = None
     """The annotation of a list's items or of a free mapping's values."""
+    items: tuple[Any, ...] = ()
+    """The annotations of a list of fixed length, one for each item."""
+    has_names: bool = False
+    """The keys of a free mapping are a kind of name of their own (`Name`), not any text."""
     alternatives: tuple[Shape, ...] = ()
     """In a union without `type`, which pydantic tries in turn."""
     nullable: bool = False
@@ -54,6 +58,12 @@ class Shape:
         if self.kind == "list":
             return name in ("list", "tuple", "set", "frozenset")
         return self.kind == "mapping" and name == "dict"
+
+    def may_hold_secrets(self) -> bool:
+        """Returns True unless the keys of a block that stands here are names of sets, axes and the like."""
+        free = self.choice("mapping")
+        values = shape_of(free.inner).choices() if free else ()
+        return not free or not (free.has_names or all(v.annotation not in (str, Any) for v in values))
 
     def is_number(self) -> bool:
         """Returns True if nothing but a number may stand here."""
@@ -84,9 +94,11 @@ def shape_of(annotation: Any) -> Shape:
         return _union(annotation)
     container = origin or annotation
     if container in _LISTS:
-        return Shape("list", annotation, inner=arguments[0] if arguments else Any)
+        fixed = arguments if container is tuple and Ellipsis not in arguments else ()
+        return Shape("list", annotation, inner=arguments[0] if arguments else Any, items=fixed)
     if container in _MAPPINGS:
-        return Shape("mapping", annotation, inner=arguments[1] if arguments else Any)
+        names = bool(arguments) and arguments[0] is not str
+        return Shape("mapping", annotation, inner=arguments[1] if arguments else Any, has_names=names)
     return Shape("scalar", annotation)
 
 

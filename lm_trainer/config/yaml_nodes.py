@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class _Builder:
         """
         source = _Source(path, number=self.files, including=(*including, _real(path)))
         self.files += 1
-        text = _read(path)
+        text = _read(path, including)
         try:
             root = compose(text)
         except (yaml.YAMLError, RecursionError) as error:
@@ -252,8 +253,8 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _read(path: Path) -> str:
-    """The text of a file.
+def _read(path: Path, including: Sequence[Path]) -> str:
+    """The text of a file, which those in `including` led to.
 
     Raises:
         ValueError: saying why it cannot be read, and what to do.
@@ -266,7 +267,7 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"no such file{_similar_file(path)}") from None
+        raise ValueError(f"no such file{_similar_file(path, including)}") from None
     except OSError as error:
         raise ValueError(f"cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
@@ -279,17 +280,18 @@ def _read(path: Path) -> str:
         raise ValueError(f"is not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line})") from None
 
 
-def _similar_file(path: Path) -> str:
+def _similar_file(path: Path, including: Sequence[Path]) -> str:
     for candidate in (
         path.with_name(f"{path.name}.yaml"),
         Path("configs") / path.name,
         Path("configs") / f"{path}.yaml",
     ):
-        if candidate.is_file():
+        if candidate.is_file() and _real(candidate) not in including:
             return f"; did you mean {candidate}?"
     if not path.parent.is_dir():
         return f", nor a directory {path.parent}"
-    names = sorted(p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    there = (p for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml"))
+    names = sorted(p.name for p in there if _real(p) not in including)
     near = nearest(path.name, names)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 

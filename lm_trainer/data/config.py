@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, Ignored, LocalPathOrHubName
 from lm_trainer.core.numeric import Numeric, Operational
+from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
 from lm_trainer.data.mixture import shares
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
@@ -44,9 +45,9 @@ class SetConfig(Config):
     """One set of documents: its sources, and how they are read."""
 
     train_urls: Numeric[Urls | None] = None
-    """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz` and
-    `.zst` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row under `text_key`, `.txt`,
-    `.md`, `.py` and the like hold one."""
+    """Files to train on: paths or fsspec URLs; globs, `{1..128}` and `{a,b}` are expanded, `.gz`, `.bz2`, `.xz`,
+    `.lzma`, `.zst`, `.zstd` and `.zip` are unpacked. `.jsonl` and `.parquet` files hold one document per line or row
+    under `text_key`, `.txt`, `.md`, `.py` and the like hold one."""
     validation_urls: Numeric[Urls] = []
     """Files to evaluate on, like `train_urls`. If absent or empty, nothing is held out from `train_urls` and evaluation
     is left out."""
@@ -66,15 +67,21 @@ class SetConfig(Config):
     """The field of a record (a JSON line, a Parquet row) that holds the document."""
     format: Numeric[AnyFormat] = TextFormat()
     """Format by which a row becomes tokens with a loss mask: plain text, or a block with a `type`."""
-    cache_dir: Operational[str | None] = None
+    cache_dir: Operational[CachePath | None] = None
     """Directory of tokenised text: `tokenizer/`, `train/` and `validation/` below it. If absent, a directory of its
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
+    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
+        "tags": Ignored("every set of configs is evaluated by itself, under its name; no averages over tags are taken"),
+    }
     refused_keys: ClassVar[Mapping[str, str]] = {
-        "tags": "every set of configs is evaluated by itself, under its name; remove the key",
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
+    }
+    replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "id": ("train_urls", "validation_urls"),
+        "train_urls": ("id", *sorted(_HUB_KEYS)),
     }
 
     @model_validator(mode="after")
@@ -156,7 +163,7 @@ PerSet = PositiveInt | dict[str, PositiveInt]
 class DataConfig(SetConfig):
     """Data to train on. Without any key: the text that Python itself carries, so that nothing needs a download."""
 
-    tokenizer: Numeric[str | AnyTokenizer | None] = None
+    tokenizer: Numeric[LocalPathOrHubName | AnyTokenizer | None] = None
     """`bytes`, a directory with a `tokenizer.json`, a Hugging Face name, or a block with a `type`. If absent, a
     byte-level BPE of 4096 tokens is trained on the training text."""
     tokenizer_backend: Operational[Backend] = "auto"
@@ -196,17 +203,25 @@ class DataConfig(SetConfig):
     num_validation_sequences: Numeric[PerSet | None] = None
     """Holds the last rows of the training text out, so many, as validation text; for all sets, or by name."""
 
+    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
+        **SetConfig.ignored_keys,
+        "mixture_block_size": Ignored("the proportions of a mixture hold after any number of rows, without blocks"),
+        "permutation_type": Ignored("the permutation is always a Feistel network", ("feistel",)),
+        "enforce_eos": Ignored("every document ends with the end-of-document token", (True,)),
+        "ignore_token_id": Ignored("it is no token, and nothing else is masked by its id", (-100,)),
+        "auto_build_caches": Ignored("caches that are missing are always built", (True,)),
+        "cache_options": Ignored("caches need no tuning; num_workers sets the number of processes"),
+        "vocab_size": Ignored("the tokenizer decides; of one that is trained here, data.tokenizer.vocab_size"),
+    }
     refused_keys: ClassVar[Mapping[str, str]] = {
         **SetConfig.refused_keys,
-        "mixture_block_size": "proportions hold in every prefix, so there are no blocks; remove the key",
         "experiment_budget": f"simulated epoching is {_LATER}",
         "target_budget": f"simulated epoching is {_LATER}",
         "permutation_type": "the permutation is always a Feistel network; remove the key",
         "enforce_eos": "every document is always ended by the end-of-document token; remove the key",
         "ignore_token_id": f"masking a token in the loss is {_LATER}",
         "auto_build_caches": "caches are always built when they are missing; remove the key",
-        "cache_options": "caches need no tuning; num_workers sets the number of processes",
-        "vocab_size": "the tokenizer decides; for one trained here set tokenizer.vocab_size",
+        "shuffle_buffer_size": "use `shuffle` with a number: rows are drawn at random within eras of so many",
     }
 
     @model_validator(mode="after")
@@ -238,9 +253,12 @@ class DataConfig(SetConfig):
     def _check_set_names(self) -> None:
         if here := sorted((self.changed_fields & SetConfig.model_fields.keys()) - {"cache_dir"}):
             raise ValueError(f"{here[0]} belongs to a single set; with configs, write it below configs.NAME")
-        # A name becomes a directory.
-        if bad := [name for name in self.configs if not re.fullmatch(r"[\w.-]+", name) or name.startswith(".")]:
-            raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-` and `.`")
+        # A name becomes a directory, and one with `/` directories in one another.
+        if bad := [name for name in self.configs if not re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", name)]:
+            raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-`, `.` and `/`")
+        for name in self.configs:
+            if inside := [other for other in self.configs if other.startswith(f"{name}/")]:
+                raise ValueError(f"configs: the cache of {inside[0]!r} would lie inside that of {name!r}; rename one")
 
     def _check_stages(self) -> None:
         if self.train_weights is None:

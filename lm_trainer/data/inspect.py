@@ -38,7 +38,7 @@ class CacheStatus:
     """`train` or `validation`, with the name of the set before it in a mixture."""
     url: str
     fingerprint: str | None
-    """Of the manifest; None where there is no cache yet."""
+    """The fingerprint of the manifest; None where there is no cache yet."""
     ledger: Ledger
     num_shards: int
     builder: str | None
@@ -165,8 +165,8 @@ class ShownDocument(NamedTuple):
     in_loss: int
     """Tokens that the loss counts."""
     text: str
-    """All of it, or its beginning: more than so many characters as were asked for. Where the cache has a loss mask, the
-    tokens that the loss counts stand between `⟦` and `⟧`."""
+    """The text, or a beginning of it that is longer than was asked for. Where the cache has a loss mask, the tokens
+    that the loss counts stand between `⟦` and `⟧`."""
 
 
 def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 0) -> Iterator[ShownDocument]:

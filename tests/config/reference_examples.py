@@ -86,6 +86,14 @@ trainer:
     - type: tensorboard
       logdir: logs
 """,
+    "several trackers, one without a type": """
+trainer:
+  tracker:
+    - project: my-project
+      entity: my-entity
+    - type: tensorboard
+      logdir: logs
+""",
     "averaged weights": """
 trainer:
   model_averaging:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from lm_trainer.config.loader import Loaded, load
-from lm_trainer.core.config import Config, Duration
+from lm_trainer.core.config import Config, Duration, Ignored, Name
 from lm_trainer.core.errors import ConfigError
 
 
@@ -66,7 +66,16 @@ class Checkpointer(Config):
 
 
 class Trainer(Config):
-    refused_keys: ClassVar[Mapping[str, str]] = {"wandb": "use `tracker`", "auth_token": "not needed"}
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "wandb": "use `tracker`",
+        "auth_token": "not needed",
+        "eager": "everything is compiled",
+    }
+    renamed_keys: ClassVar[Mapping[str, str]] = {"boards": "tracker", "steps": "num_train_steps"}
+    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
+        "tuning": Ignored("nothing needs tuning"),
+        "eager": Ignored("everything is compiled", (False,)),
+    }
 
     seed: int = 0
     id: str | None = None
@@ -76,13 +85,15 @@ class Trainer(Config):
     tracker: AnyTracker | tuple[AnyTracker, ...] = Board()
     checkpointer: Checkpointer = Checkpointer()
     jax_config: dict[str, str | int | float | bool | None] = {}
-    rules: dict[str, str] = {}
+    rules: dict[Name, str] = {}
+    stages: list[tuple[int, dict[str, float]]] = []
+    sets: dict[str, Keep] = {}
 
     @field_validator("rules")
     @classmethod
     def _rules_name_an_axis(cls, value: dict[str, str]) -> dict[str, str]:
-        for key in value.keys() - {"batch", "embed"}:
-            raise ValueError(f"rules: no axis {key!r}; there are batch and embed")
+        for key in value.keys() - {"batch", "embed", "token"}:
+            raise ValueError(f"rules: no axis {key!r}; there are batch, embed and token")
         return value
 
 

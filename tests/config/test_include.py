@@ -63,6 +63,17 @@ def test_an_include_that_cannot_be_read(files: Files, value: str, problem: str) 
     assert files.problems(f"trainer: {{}}\ndata: {value}\n") == [f"2:7: {problem}"]
 
 
+def test_a_missing_file_is_not_taken_for_one_that_includes_it(files: Files) -> None:
+    files.write("tokenizer: !include data/nan.yaml\n", "data/nano.yaml")
+    assert files.problems("data: !include data/nano.yaml\n") == [
+        "data/nano.yaml:1:12: cannot include data/data/nan.yaml: no such file, nor a directory data/data"
+    ]
+    files.write("tokenizer: !include nan.yaml\n", "data/nano.yaml")
+    assert files.problems("data: !include data/nano.yaml\n") == [
+        "data/nano.yaml:1:12: cannot include data/nan.yaml: no such file"
+    ]
+
+
 def test_a_cycle_names_its_files(files: Files) -> None:
     files.write("tokenizer: !include b.yaml\n", "a.yaml")
     files.write("name: !include ./a.yaml\n", "b.yaml")

@@ -12,7 +12,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import is_secret_name
 from lm_trainer.core.errors import ConfigError, UserError
-from tests.config.samples import Board, Cloud, Files, Run, WideModel
+from tests.config.samples import AnyTracker, Board, Cloud, Files, Run, WideModel
 
 
 def test_a_file_becomes_the_value_that_it_describes(files: Files) -> None:
@@ -134,6 +134,15 @@ class TestBlocksWithAType:
         assert files.load("trainer: {tracker: {logdir: x}}").config.trainer.tracker == Board(logdir="x")
         assert files.load("data: {tokenizer: {vocab_size: 3}}").config.data.tokenizer.type == "trained"
 
+    def test_an_item_without_type_is_read_like_one_block_without_type(self, files: Files) -> None:
+        class Several(Config):
+            tracker: AnyTracker | tuple[AnyTracker, ...] = (Board(),)
+
+        for text in ("tracker: {project: p}", "tracker: [{project: p}, {type: board, logdir: x}]"):
+            tracker = load(files.write(text), (), Several).config.tracker
+            first = tracker[0] if isinstance(tracker, tuple) else tracker
+            assert first == Cloud(project="p")
+
     def test_one_or_a_list(self, files: Files) -> None:
         loaded = files.load("trainer: {tracker: [{type: cloud, project: p}, {logdir: x}]}")
         assert loaded.config.trainer.tracker == (Cloud(project="p"), Board(logdir="x"))
@@ -176,7 +185,7 @@ def test_a_validator_speaks_at_the_key_that_it_names(files: Files) -> None:
         "override `trainer.checkpointer.keep=[{every: 1}, {every: 2}]`: trainer.checkpointer.keep: "
         "only the last entry may lack `until`"
     ]
-    rules = "trainer.rules: no axis 'bach'; there are batch and embed"
+    rules = "trainer.rules: no axis 'bach'; there are batch, embed and token"
     assert files.problems("trainer:\n  rules:\n    embed: data\n    bach: data\n") == [f"4:11: {rules}"]
     assert files.problems("trainer: {seed: 1}", "trainer.rules.bach=x") == [f"override `trainer.rules.bach=x`: {rules}"]
 
@@ -220,6 +229,20 @@ class TestSecrets:
             assert "looks like a secret, and a configuration is saved with the run" in problem
             assert "set it in the environment" in problem
         assert not any("CANARY" in problem for problem in found)
+
+    @pytest.mark.parametrize(
+        "text", ["rules: {token: data}", "stages: [[0, {token: 0.5}]]", "sets: {token: {every: 3}}"]
+    )
+    def test_names_of_axes_and_sets_are_not_taken_for_secrets(self, files: Files, text: str) -> None:
+        key, written = text.split(": ", 1)
+        from_file = files.load(f"trainer: {{{text}}}").config
+        assert "token" in str(getattr(from_file.trainer, key))
+        assert files.load("{}", f"trainer.{key}={written}").config == from_file
+
+    def test_a_secret_inside_a_named_block_is_refused(self, files: Files) -> None:
+        (problem,) = files.problems("trainer: {sets: {token: {every: 3, password: CANARY}}}")
+        assert "trainer.sets.token.password: looks like a secret" in problem
+        assert "CANARY" not in problem
 
     def test_declared_and_refused_keys_are_not_taken_for_secrets(self, files: Files) -> None:
         assert files.load("data: {sample_tokens: 3}").config.data.sample_tokens == 3

@@ -61,6 +61,8 @@ def test_yaml_is_laid_out_for_people() -> None:
         "  on: null\n"
         "  x: true\n"
         "rules: {}\n"
+        "stages: []\n"
+        "sets: {}\n"
     )
 
 
@@ -129,6 +131,7 @@ class TestSchema:
             "{data: {tokenizer: bytes}}",
             "{data: {tokenizer: {type: named, name: x}}}",
             "{data: {train_urls: one.txt}}",
+            "{trainer: {steps: 3, tuning: {size: 8}, eager: false}}",
         ],
     )
     def test_what_the_loader_takes_is_valid(self, files: Files, is_valid: Any, text: str) -> None:
@@ -149,6 +152,7 @@ class TestSchema:
             "{trainer: {checkpointer: {save_interval: 15}}}",
             "{trainer: {checkpointer: {keep: [{until: 3}]}}}",
             "{data: {tokenizer: {type: named}}}",
+            "{trainer: {eager: true}}",
         ],
     )
     def test_what_the_loader_refuses_is_not(self, files: Files, is_valid: Any, text: str) -> None:

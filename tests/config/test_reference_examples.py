@@ -59,6 +59,7 @@ def test_what_an_example_says_is_what_is_read(written: Written) -> None:
     assert (tracker.project, tracker.entity) == ("my-project", "my-entity")
     both = read(written("several trackers")).trainer.trackers
     assert [type(tracker) for tracker in both] == [WandbConfig, TensorboardConfig]
+    assert read(written("several trackers, one without a type")).trainer.trackers == both
     assert read(written("averaged weights")).trainer.model_averaging == EmaConfig(beta=0.999)
     late = read(written("the other average")).trainer.model_averaging
     assert late == EmaDecaySqrtConfig(beta=0.999, switch_step=100_000, decay_steps=100_000)
@@ -152,12 +153,14 @@ def test_defaults_are_those_of_the_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "instead"),
     [
-        ("trainer: {per_device_train_parallelism: 4}", "per_device_train_parallelism", "per_device_parallelism"),
-        ("trainer: {wandb: {project: x}}", "wandb", "tracker"),
         ("optimizer: {cooldown: 0.1}", "cooldown", "decay"),
-        ("optimizer: {haps: [10]}", "haps", "cycles"),
-        ("optimizer: {warmup_ratio: 0.1}", "warmup_ratio", "warmup"),
         ("model: {type: llama, tokenizer: x}", "tokenizer", "data.tokenizer"),
+        ("initialize_from_checkpoint_path: x", "initialize_from_checkpoint_path", "trainer.initialize_from"),
+        ("data_seed: 3", "data_seed", "trainer.seed"),
+        ("epoch: 3", "epoch", "data.epochs"),
+        ("eval_harness: {task_spec: [hellaswag]}", "eval_harness", "lmt export-hf RUN OUT"),
+        ("lora: {r: 8}", "lora", "adapter"),
+        ("max_seq_len: 8", "max_seq_len", "model.seq_len"),
     ],
 )
 def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str, instead: str, tmp_path: Path) -> None:
@@ -168,6 +171,53 @@ def test_what_is_deprecated_is_refused_with_its_replacement(text: str, key: str,
     assert problem.startswith(f"{tmp_path / 'old.yaml'}:1:")
     assert f"{key}: " in problem
     assert f"`{instead}`" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "notes"),
+    [
+        (
+            "trainer: {wandb: {project: p}}",
+            "trainer: {tracker: {type: wandb, project: p}}",
+            ["1:11: trainer.wandb is read as tracker"],
+        ),
+        (
+            "trainer: {per_device_train_parallelism: 4, train_batch_size: 32}",
+            "trainer: {per_device_parallelism: 4, train_batch_size: 32}",
+            ["1:11: trainer.per_device_train_parallelism is read as per_device_parallelism"],
+        ),
+        ("optimizer: {haps: [10]}", "optimizer: {cycles: [10]}", ["1:13: optimizer.haps is read as cycles"]),
+        (
+            "optimizer: {warmup_ratio: 0.1}",
+            "optimizer: {warmup: 0.1}",
+            ["1:13: optimizer.warmup_ratio is read as warmup"],
+        ),
+        (
+            "optimizer: {type: rmsprop, eps: 1e-6}",
+            "optimizer: {type: rmsprop, epsilon: 1e-6}",
+            ["1:28: optimizer.eps is read as epsilon"],
+        ),
+        (
+            "data: {cache_options: {batch_size: 8, num_shards_per_group: 4}}",
+            "{}",
+            ["1:8: data.cache_options has no effect: caches need no tuning; num_workers sets the number of processes"],
+        ),
+        (
+            "data: {enforce_eos: true, chat_template: null}",
+            "{}",
+            ["1:8: data.enforce_eos has no effect: every document ends with the end-of-document token"],
+        ),
+        ("optimizer: {haps: null, cooldown: null}\ntrainer: {wandb: null}\nepoch: null\n", "{}", []),
+    ],
+)
+def test_what_means_the_same_or_nothing_is_read_with_a_note(
+    text: str, now: str, notes: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "theirs.yaml").write_text(text + "\n")
+    (tmp_path / "ours.yaml").write_text(now + "\n")
+    theirs = load(tmp_path / "theirs.yaml", [], RunConfig)
+    assert theirs.config == read(tmp_path / "ours.yaml")
+    assert [note.removeprefix(f"{tmp_path / 'theirs.yaml'}:") for note in theirs.notes] == notes
 
 
 SMALL = {

@@ -37,7 +37,6 @@ def test_the_power_schedule_knows_batch_and_sequence(in_tmp_path: Path) -> None:
         ("optimizer: {cycles: [30, 200]}\n", "x.yaml:1:21: optimizer.cycles: [30, 200] ends at step 200, but the run"),
         ("optimizer: {cycles: 2, cycle_length: 3}\n", "x.yaml:1:21: optimizer: set cycles (how many, or where they"),
         ("optimizer:\n  warmup: 1.5\n", "x.yaml:2:11: optimizer.warmup: 1.5 is neither a fraction (at most 1.0) nor"),
-        ("optimizer:\n  haps: [3]\n", "x.yaml:2:3: optimizer.haps: refused: deprecated; use `cycles`"),
         ("optimizer:\n  cooldown: 3\n", "x.yaml:2:3: optimizer.cooldown: refused: deprecated; use `decay`"),
     ],
 )

@@ -30,6 +30,7 @@ from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuild
 from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.run.train import describe_build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import builder_command
@@ -125,6 +126,9 @@ def test_the_batches_are_those_of_a_finished_cache(
 ) -> None:
     data = open_growing(make_config("growing", **changes))
     assert (data.waits_for_all is None) == early
+    assert ("the first step waits until all text is tokenised" in describe_build(data)) == (not early)
+    advised = "to begin at once, write data.shuffle: {type: era}" in describe_build(data)
+    assert advised == (not early and changes["shuffle"] is True)
     iterator = data.train(BATCH, rows=range(2, 6), num_steps=STEPS)
     growing = iterator.growing
     assert growing

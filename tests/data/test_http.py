@@ -129,6 +129,13 @@ def test_text_of_a_server(server: Server) -> None:
         list(shards_of_urls("train", [f"{server.url}/cut.jsonl"], "text")[0].rows())
 
 
+def test_the_query_of_a_url_is_no_part_of_the_name(server: Server) -> None:
+    pytest.importorskip("aiohttp")
+    (server.root / "a.jsonl.gz?signature=1.x").write_bytes(gzip.compress(b'{"text": "packed"}\n'))
+    (shard,) = shards_of_urls("train", [f"{server.url}/a.jsonl.gz?signature=1.x"], "text")
+    assert [row.text for row in shard.rows() if isinstance(row, Row)] == ["packed"]
+
+
 def test_a_file_that_changes_while_it_is_tokenised(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

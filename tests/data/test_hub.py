@@ -45,6 +45,7 @@ def hub():
                 "data/train-00000-of-00002.parquet": parquet(["p0", "p1"]),
                 "data/train-00001-of-00002.parquet": parquet(["p2"]),
                 "data/test-00000-of-00001.parquet": parquet(["t0"]),
+                "data/train.jsonl.zip": b"the same rows once more",
             },
             "org/carded": {
                 "en/a.jsonl": "".join(lines).encode(),

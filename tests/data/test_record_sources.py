@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.in_memory import InMemory
 from tests.conftest import lmt_environment
-from tests.data.test_sources import rows_of, texts, zstd
+from tests.data.test_sources import COMPRESS, rows_of, texts, zstd
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -55,6 +56,12 @@ class TestParquet:
         write(tmp_path / "a.parquet", text=[f"a{i}" for i in range(7)])
         write(tmp_path / "b.parquet", text=["b0", "b1"])
         assert rows_of(tmp_path / "*.parquet", start=start) == rows_of(tmp_path / "*.parquet")[start:]
+
+    @pytest.mark.parametrize("ending", COMPRESS)
+    def test_compressed_as_a_whole(self, tmp_path: Path, ending: str) -> None:
+        write(tmp_path / "plain", text=[f"a{i}" for i in range(7)])
+        (tmp_path / f"a.parquet{ending}").write_bytes(COMPRESS[ending]((tmp_path / "plain").read_bytes()))
+        assert texts(rows_of(tmp_path / f"a.parquet{ending}", start=2)) == ["a2", "a3", "a4", "a5", "a6"]
 
     def test_reads_only_the_row_groups_and_columns_that_it_needs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +216,15 @@ def test_files_behind_a_url(tmp_path: Path, protocol: str) -> None:
     shards = shards_of_urls("train", [f"{root}/*.parquet", f"{root}/b.jsonl.zst"], "text")
     assert texts([row for shard in shards for row in shard.rows()]) == ["far", "away", "packed"]
     assert all(file["version"] for shard in shards for file in shard.identity()["files"]) or protocol == "memory"
+
+
+def test_the_first_link_of_a_chained_url_names_the_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("a.jsonl.zstd", zstd(b'{"text": "packed"}\n'))
+        archive.writestr("b.jsonl", b'{"text": "plain"}\n')
+    for link, text in {"a.jsonl.zstd": "packed", "b.jsonl": "plain"}.items():
+        assert texts(rows_of(f"zip://{link}::file://{tmp_path}/all.zip")) == [text]
+        assert texts(rows_of(f"simplecache::zip://{link}::file://{tmp_path}/all.zip")) == [text]
 
 
 def test_fields_of_text_files_are_refused(tmp_path: Path) -> None:

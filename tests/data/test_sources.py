@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import re
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from lm_trainer.data import DataConfig
 from lm_trainer.data.sources import BadRow, Row, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.files import File, group
+from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.sources.urls import expand_braces
 from tests.conftest import lmt_environment
@@ -38,6 +42,25 @@ def zstd(content: bytes) -> bytes:
     return pytest.importorskip("zstandard").compress(content)
 
 
+def zipped(content: bytes) -> bytes:
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("whatever", content)
+    return archive.getvalue()
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".gzip": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".lzma": lambda content: lzma.compress(content, lzma.FORMAT_ALONE),
+    ".zst": zstd,
+    ".zstd": zstd,
+    ".zip": zipped,
+}
+
+
 def test_braces_expand_as_in_a_shell() -> None:
     assert expand_braces("x.{1..3}-of-3.gz") == ["x.1-of-3.gz", "x.2-of-3.gz", "x.3-of-3.gz"]
     assert expand_braces("{08..10}") == ["08", "09", "10"]
@@ -51,14 +74,13 @@ def test_small_files_share_a_shard_and_large_ones_have_their_own() -> None:
     assert [[int(f.url) for f in run] for run in group(files, 100)] == [[0, 1], [2], [3, 4], [5]]
 
 
-@pytest.mark.parametrize(
-    ("suffix", "compress"),
-    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd)],
-)
-def test_lines_of_json(tmp_path: Path, suffix: str, compress) -> None:
+@pytest.mark.parametrize("ending", ["", *COMPRESS])
+@pytest.mark.parametrize("typed", [False, True], ids=["by name", "by type"])
+def test_lines_of_json(tmp_path: Path, ending: str, typed: bool) -> None:
     lines = [json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": "ünï", "x": [1]})]
-    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress("\n".join(lines).encode()))
-    rows = rows_of(tmp_path / f"a.jsonl{suffix}")
+    file = tmp_path / f"a.jsonl{ending}"
+    file.write_bytes(COMPRESS.get(ending, bytes)("\n".join(lines).encode()))
+    rows = list(JsonLines().shards("train", [str(file)])[0].rows()) if typed else rows_of(file)
     assert texts(rows) == ["one\ntwo", "", "ünï"]
     assert [row.number for row in rows] == [0, 1, 2]
     assert [row.where.rpartition(":")[2] for row in rows] == ["1", "2", "3"]
@@ -292,54 +314,6 @@ def test_the_identity_of_a_shard_changes_with_its_files(tmp_path: Path) -> None:
     assert identity() == before
     (tmp_path / "a.jsonl").write_text('{"text": "longer"}\n')
     assert identity() != before
-
-
-class TestEmbedded:
-    def names(self, split, **options) -> list[str]:
-        return [row.where for shard in Embedded(**options).shards(split) for row in shard.rows()]
-
-    def test_is_the_standard_library_without_its_tests(self) -> None:
-        names = self.names("train") + self.names("validation")
-        assert {"argparse.py", "asyncio/base_events.py", "pydoc_data/topics/for"} <= set(names)
-        assert not [
-            name for name in names if "/tests/" in f"/{name}" or "site-packages" in name or "__pycache__" in name
-        ]
-        assert len(names) == len(set(names)) > 400
-
-    def test_is_read_exactly(self) -> None:
-        import argparse
-
-        (text,) = (
-            row.text
-            for split in ("train", "validation")
-            for shard in Embedded().shards(split)
-            for row in shard.rows()
-            if row.where == "argparse.py" and isinstance(row, Row)
-        )
-        assert text.encode() == Path(argparse.__file__).read_bytes()
-
-    def test_splits_do_not_overlap_and_do_not_depend_on_each_other(self) -> None:
-        train, validation = self.names("train"), self.names("validation")
-        assert not set(train) & set(validation)
-        assert 0.02 < len(validation) / (len(train) + len(validation)) < 0.08
-        assert train == sorted(train), "shards in the order of the names"
-
-    def test_has_several_shards_of_similar_size(self) -> None:
-        sizes = [shard.size for shard in Embedded().shards("train")]
-        assert 4 <= len(sizes) <= 8
-        assert max(sizes) < 2 * min(sizes)
-
-    def test_max_bytes_takes_a_part_of_it(self) -> None:
-        small = Embedded(max_bytes=1 << 20)
-        assert (
-            800_000 < sum(shard.size for split in ("train", "validation") for shard in small.shards(split)) <= 1 << 20
-        )
-        assert set(self.names("train", max_bytes=1 << 20)) < set(self.names("train"))
-        assert 1 <= len(self.names("validation", max_bytes=1 << 20)) < 0.2 * len(self.names("train", max_bytes=1 << 20))
-
-    def test_rows_resume(self) -> None:
-        shard = Embedded().shards("validation")[0]
-        assert list(shard.rows(2)) == list(shard.rows())[2:]
 
 
 class TestConfig:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import tensorstore as ts
 
+from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
+
+CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
+"""A directory, or a URL for which TensorStore has a driver."""
 
 MISSING = b"\x02"
 """The generation of a key that does not exist."""

@@ -25,7 +25,7 @@ class Ledger:
     """Documents that end in the part."""
     text_bytes: list[int] = field(default_factory=list)
     sha256: list[str] = field(default_factory=list)
-    """Of the token file of each part, together with its mask file where there is one."""
+    """The hash of the token file of each part, together with its mask file where there is one."""
     rows: int = 0
     empty: int = 0
     bad: int = 0

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 from pydantic import model_validator
 
+from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
@@ -39,7 +40,7 @@ class ChatFormat(FormatConfig):
     """The field with the list of messages."""
     tools_field: str | None = None
     """The field with the list of tools that a conversation may call, or null; the template gets none, if absent."""
-    chat_template: str | None = None
+    chat_template: LocalPath | None = None
     """A Jinja template, or the path of a file that holds one; the tokenizer's own, if absent."""
     mask_user_turns: bool = True
     """True to leave out of the loss all that the template does not mark as the assistant's."""

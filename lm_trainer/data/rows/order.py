@@ -42,11 +42,11 @@ class TrainSet:
     name: str
     rows: Rows
     num_rows: int
-    """Rows in an epoch: the first so many of `rows`."""
+    """Rows in an epoch, from the start of `rows`."""
     shuffle: ShuffleConfig
     seed: int
     final: bool = True
-    """False while the set grows: then so many rows of the epoch are certain, and more may come."""
+    """False while the set grows: then these rows of the epoch are certain, and more may come."""
 
     def locate(self, draws_N: np.ndarray) -> np.ndarray:
         """Returns the row of each draw: int64 [N]."""
@@ -60,7 +60,7 @@ class RowOrigin(NamedTuple):
     row: int
     """Number of the row within the set."""
     epoch: int
-    """Of the set, from 0."""
+    """The epoch of the set, from 0."""
 
 
 @dataclass(frozen=True)

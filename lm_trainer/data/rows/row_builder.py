@@ -112,7 +112,7 @@ class RowBuilder:
 
 @dataclass
 class PendingEvalSet:
-    """A held-out set that is still being tokenised; reading it waits until it is there."""
+    """A held-out set that is still being tokenised; reading it waits until all of it is."""
 
     name: str
     cache: OpenCache
@@ -122,7 +122,7 @@ class PendingEvalSet:
     growing = True
 
     def missing(self) -> MissingTokens | None:
-        """Returns the tokens that there are to wait for; None if the set is there.
+        """Returns the tokens that are still missing; None if the set is complete.
 
         Raises:
             UserError: if they will not come, because their build failed.
@@ -133,7 +133,7 @@ class PendingEvalSet:
         return self.cache.missing(None)
 
     def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterator[Batch]:
-        """Waits until the set is there, and returns its batches as `EvalSet.batches` does."""
+        """Waits until the set is complete, and returns its batches as `EvalSet.batches` does."""
         while self.missing() is not None:
             time.sleep(POLL_SECONDS)
         self._made = self._made or self.make()

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
+from lm_trainer.data.sources.compression import UNPACKED, suffix
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.files import File, suffix
+from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
@@ -90,7 +91,7 @@ def _source_of_file(file: File, split: Split) -> type[FileSource]:
             return source
     known = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
     raise UserError(
-        f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known}); "
+        f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known}; packed: {UNPACKED}); "
         "say it with data.source.type: text, jsonl or parquet"
     )
 

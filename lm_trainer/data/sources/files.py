@@ -6,6 +6,9 @@ import gzip
 import itertools
 import lzma
 import os
+import shutil
+import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +20,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.compression import compression_of, open_zip
 from lm_trainer.data.sources.zstd import open_zstd
 
 SHARD_BYTES = 64 << 20
 """Small files are read together until this many stored bytes; a larger file is a shard of its own."""
 
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_COPY_BYTES = 1 << 20
 
 # By these, file systems tell versions of a file; the first that one has counts. Hashes come before times.
 _VERSION_KEYS = (
@@ -51,7 +55,7 @@ class File(NamedTuple):
 
     @property
     def compressed(self) -> bool:
-        return self.url.lower().endswith(COMPRESSIONS)
+        return compression_of(self.url) is not None
 
     @property
     def name(self) -> str:
@@ -116,15 +120,6 @@ def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[F
     return [*groups, tuple(current)] if current else groups
 
 
-def suffix(url: str) -> str:
-    """Returns the lower-case extension below any compression: `.jsonl` for `x.JSONL.gz`."""
-    path = url.split("?")[0] if "://" in url else url
-    name = path.lower().rpartition("/")[2]
-    for compression in COMPRESSIONS:
-        name = name.removesuffix(compression)
-    return os.path.splitext(name)[1]
-
-
 @contextmanager
 def open_binary(file: File) -> Iterator[IO[bytes]]:
     """Opens the uncompressed bytes of a file.
@@ -132,12 +127,10 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     Raises:
         UserError: if the file cannot be opened, or turns out truncated or damaged while it is read.
     """
-    # Not fsspec's reader of zstd, which takes a file that was cut short for one that has ended.
-    packed = file.url.lower().endswith(".zst")
     try:
-        with _stored(file, None if packed else "infer") as stream:
-            yield open_zstd(stream, file.url) if packed else stream  # pyright: ignore[reportArgumentType, reportReturnType]
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        with _unpacked(file) as stream:
+            yield stream
+    except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
         raise damaged(file, error) from None
     except FileNotFoundError:
         raise UserError(f"{file.url} has disappeared since this run started") from None
@@ -163,6 +156,40 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
         raise UserError(
             f"cannot read {file.url}: {error}. Start again: what was read from other files is kept"
         ) from None
+
+
+@contextmanager
+def open_seekable(file: File) -> Iterator[IO[bytes]]:
+    """Opens the uncompressed bytes of a file for reading at any place; a compressed one lies on the disk meanwhile.
+
+    Raises:
+        UserError: as `open_binary`.
+    """
+    with open_binary(file) as stream:
+        if not file.compressed:
+            yield stream
+            return
+        # Some unpackers cannot go back, and the others begin again from the front at every step back.
+        with tempfile.TemporaryFile() as unpacked:
+            shutil.copyfileobj(stream, unpacked, _COPY_BYTES)
+            unpacked.seek(0)
+            yield unpacked  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def _unpacked(file: File) -> Iterator[IO[bytes]]:
+    compression = compression_of(file.url)
+    # Not fsspec's own: of zstd it takes a file that was cut short for one that has ended, of an archive it reads the
+    # first file alone.
+    if compression == "zstd":
+        with _stored(file, None) as stream:
+            yield open_zstd(stream, file.url)
+    elif compression == "zip":
+        with _stored(file, None) as stream, open_zip(stream, file.url) as member:
+            yield member
+    else:
+        with _stored(file, compression) as stream:
+            yield stream
 
 
 def _wants_ranges(error: ValueError) -> bool:

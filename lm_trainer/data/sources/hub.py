@@ -13,7 +13,8 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
-from lm_trainer.data.sources.files import File, suffix
+from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
+from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.text import TextFiles
@@ -139,6 +140,9 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _is_readable(path: str) -> bool:
     name = path.rpartition("/")[2]
+    # Archives often lie beside the files that they hold, whose rows would come twice.
+    if compression_of(path) == "zip":
+        return False
     return (
         _find_reader(path) is not None and not name.startswith(".") and name.lower() not in ("readme.md", "license.txt")
     )
@@ -152,7 +156,7 @@ def _reader(path: str) -> type[FileSource]:
     reader = _find_reader(path)
     if reader is None:
         known = ", ".join(ending for reader in _READERS for ending in reader.suffixes)
-        raise UserError(f"data.id: cannot tell from its name how to read {path} (known: {known})")
+        raise UserError(f"data.id: cannot tell from its name how to read {path} (known: {known}; packed: {UNPACKED})")
     return reader
 
 

@@ -11,7 +11,8 @@ from typing import IO, Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.files import File, group, numbered, open_binary, suffix, total_text_size
+from lm_trainer.data.sources.compression import suffix
+from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.files import File, damaged, group, open_binary
+from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
 _BATCH_ROWS = 1024
 
@@ -47,7 +47,7 @@ class ParquetShard:
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         before = 0
         for file in self.files:
-            with open_binary(file) as stream:
+            with open_seekable(file) as stream:
                 # This reads the footer alone, so a file that lies before `start` is counted at little cost.
                 table = _open(file, stream, self.fields or (self.text_key,))
                 count = table.metadata.num_rows

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import MANIFEST, fingerprint
-from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.kvstore import CachePath, KvStore
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 
 
@@ -19,7 +19,7 @@ class PrebuiltCache(SourceConfig):
     """
 
     type: Literal["cache"] = "cache"
-    path: str
+    path: CachePath
     """The directory or URL that holds `train/` and, if there is one, `validation/`: the `data.cache_dir` of the
     configuration that built it."""
 

@@ -12,6 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.compression import why_not_unpacked
 from lm_trainer.data.sources.files import File, file_at, is_file
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
@@ -52,7 +53,8 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
         key: the configuration key that holds them, for messages.
 
     Raises:
-        UserError: for anything that does not exist, is a directory, or is listed twice.
+        UserError: for anything that does not exist, is a directory, is listed twice, or is packed in a way that is not
+            read.
     """
     return [file for _, files in match_files(urls, key) for file in files]
 
@@ -67,6 +69,8 @@ def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
             other = f" (as {before} before)" if before != file.name else ""
             raise UserError(f"{key}: {file.name} is listed twice{other}; each file may appear once")
         seen[place] = file.name
+        if (reason := why_not_unpacked(file.url)) is not None:
+            raise UserError(f"{key}: {file.name} {reason}")
     return matches
 
 
@@ -117,7 +121,7 @@ def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
     """Says why the files of a URL cannot be listed."""
     if isinstance(error, FileNotFoundError):
         cause = error.__cause__
-        # A web server that does not answer, or forbids, looks the same but for the cause.
+        # The same error comes of a web server that does not answer or forbids access: only its cause tells them apart.
         if cause is not None and not isinstance(cause, FileNotFoundError) and getattr(cause, "status", 0) != 404:
             return f"cannot read {url}: {cause}"
         return f"there is no file {url}{_did_you_mean(filesystem, path)}"

@@ -27,10 +27,10 @@ from lm_trainer.data.tokenize.shard_writer import write_shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 PARALLEL_BYTES = 64 << 20
-"""Below so many stored bytes, starting processes costs more than it gains: the tokenizer has threads of its own."""
+"""Stored bytes below which starting processes costs more than it gains: the tokenizer has threads of its own."""
 
 BACKGROUND_PARALLEL_BYTES = 16 << 20
-"""The same for a build in the background: work in Python would keep this process from its other things."""
+"""The same for a build in the background, where work in Python would hold up the other threads of this process."""
 
 POLL_SECONDS = 0.2
 

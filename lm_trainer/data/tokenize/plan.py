@@ -29,13 +29,13 @@ class CachePlan:
     """The caches of a configuration, built or not."""
 
     directory: str
-    """The directory of the tokenizer and of the caches, but for those with a directory of their own."""
+    """The directory of the tokenizer, and of the caches that have no directory of their own."""
     tokenizer: HfTokenizer
     builds: Builds
 
     @property
     def directories(self) -> list[str]:
-        """The directories of all caches: `directory`, if any is there, and those outside of it."""
+        """The directories of all caches: `directory`, if it holds any, and those outside of it."""
         root = KvStore(self.directory).url
         found = dict.fromkeys(build.store.url.rpartition("/")[0] for build in self.builds.values())
         outside = [url for url in found if url != root and not url.startswith(f"{root}/")]

@@ -19,7 +19,7 @@ from lm_trainer.data.sources import BadRow, Row, Shard
 from lm_trainer.data.tokenizer import Tokenizer
 
 BATCH_ROWS = 4096
-"""Rows are encoded together until there are so many, or as much text as suits the tokenizer; changes no result."""
+"""Most rows that are encoded together; fewer where their text is as long as suits the tokenizer. Changes no result."""
 
 T = TypeVar("T")
 

@@ -117,7 +117,7 @@ def _read_trained(store: KvStore, recipe: dict[str, Any]) -> HfTokenizer | None:
 
 
 def _fits(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
-    """Tells if all that is there already was built with this tokenizer; the one beside another cache stays there."""
+    """Returns true if every cache that exists was built with this tokenizer."""
     manifests = [KvStore(cache.url).read_json(MANIFEST) for cache in caches.values()]
     wanted = tokenizer.identity()["sha256"]
     return all(found is None or found.get("tokenizer", {}).get("sha256") == wanted for found in manifests)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import local_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -245,10 +246,12 @@ class HfTokenizer:
 
         Raises:
             MachineError: if they cannot be written.
+            UserError: for a URL.
         """
-        drafts = {name: Path(directory) / f".{name}.tmp" for name in self.files()}
+        directory = local_path(directory)
+        drafts = {name: directory / f".{name}.tmp" for name in self.files()}
         try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             for name, content in self.files().items():
                 with drafts[name].open("wb") as file:
                     file.write(content)

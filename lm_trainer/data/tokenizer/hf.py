@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_FILE, HfTokenizer, TokenizerConfig
 
@@ -15,7 +16,7 @@ class Pretrained(TokenizerConfig):
     """Existing tokenizer: `tokenizer.json`, the directory it is in, or a name on the Hugging Face hub."""
 
     type: Literal["hf"] = "hf"
-    name: str
+    name: LocalPathOrHubName
     """A path to `tokenizer.json` or to a directory that holds it, or a hub name such as `gpt2` or `org/model`."""
     revision: str | None = None
     """Branch, tag or commit on the hub. Pin it: a branch may move."""

@@ -1,0 +1,88 @@
+"""Compressed files: the endings of names that tell of them, in one table for all sources, and how they are opened."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from lm_trainer.core.errors import UserError
+
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".bz2": "bz2",
+    ".xz": "xz",
+    ".lzma": "lzma",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".zip": "zip",
+}
+"""The compression, as fsspec names it, that each ending of a name stands for."""
+
+UNPACKED = ", ".join(COMPRESSIONS)
+"""The endings of the files that are unpacked, for messages."""
+
+# Other compressions and archives. Where `data.source.type` is set, their bytes would be taken for text.
+_NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz")
+
+
+def compression_of(url: str) -> str | None:
+    """Returns the compression that the name of a path or URL tells, as fsspec names it; None for a plain file."""
+    return COMPRESSIONS.get(_ending(_file_name(url)))
+
+
+def suffix(url: str) -> str:
+    """Returns the lower-case extension below a compression: `.jsonl` for `x.JSONL.gz`."""
+    name = _file_name(url)
+    ending = _ending(name)
+    return _ending(name.removesuffix(ending)) if ending in COMPRESSIONS else ending
+
+
+def why_not_unpacked(url: str) -> str | None:
+    """Says why the file of a path or URL cannot be unpacked, and what to do; None where it can, or is a plain file."""
+    ending = suffix(url)
+    if ending in COMPRESSIONS:
+        return f"is packed twice ({''.join(_endings(url))}); unpack it once"
+    if ending in _NOT_UNPACKED:
+        return f"is packed as {ending}, which is not read; unpack it, or pack it in one of these: {UNPACKED}"
+    return None
+
+
+@contextmanager
+def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
+    """Opens the only file in an archive.
+
+    Raises:
+        UserError: if it holds several files or none, or is encrypted.
+        zipfile.BadZipFile: if it is damaged, or no such archive.
+    """
+    with zipfile.ZipFile(stored) as archive:
+        members = [member for member in archive.infolist() if not member.is_dir()]
+        if len(members) != 1:
+            raise UserError(f"{name} holds {len(members)} files, and only an archive of one is read; unpack it")
+        if members[0].flag_bits & 1:
+            raise UserError(f"{name} is encrypted; unpack it")
+        with archive.open(members[0]) as stream:
+            yield stream
+
+
+def _file_name(url: str) -> str:
+    """Returns the lower-case name of the file at the end of a path or URL, without a query."""
+    if "://" in url:
+        # Of a chained URL, the first link with a path names the file that is read; the rest says where it lies.
+        links = [link for link in url.split("::") if not link.endswith("://") and "://" in link]
+        url = (links or [url])[0].split("?")[0]
+    return url.lower().rpartition("/")[2]
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name)[1]
+
+
+def _endings(url: str) -> tuple[str, str]:
+    """Returns the last two extensions of a name, such as (`.gz`, `.zst`)."""
+    name, last = os.path.splitext(_file_name(url))
+    return _ending(name), last
