@@ -54,7 +54,9 @@ def olmo_batch(ladder: LadderConfig, size_spec: str, num_params: int) -> BatchSh
     rank = configurator.configure_rank_microbatch_size(
         size_spec=size_spec, sequence_length=ladder.sequence_length, device_type=ladder.device_type
     )
-    least = configurator.configure_minimal_device_mesh_spec(size_spec=size_spec)
+    least = configurator.configure_minimal_device_mesh_spec(
+        size_spec=size_spec, sequence_length=ladder.sequence_length, device_type=ladder.device_type
+    )
     if ladder.max_devices < least.world_size:
         raise UserError(f"OLMo-core needs at least {least.world_size} devices for {size_spec}; raise max_devices")
     rank = min(rank, target)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import batch_shape, count_params, run_name
 
@@ -37,7 +38,7 @@ def find_checkpoints(
     *,
     seed: int | None = None,
     discover_all: bool = False,
-    alternative_dirs: Sequence[str | Path] = (),
+    alternative_dirs: Sequence[AnyPath] | None = None,
 ) -> list[RunCheckpointInfo]:
     """The checkpoints of a size, in order.
 
@@ -46,28 +47,29 @@ def find_checkpoints(
         size_spec: the size.
         seed: of the run; by default the first.
         discover_all: add checkpoints on disk that the ladder did not ask for.
-        alternative_dirs: directories of other copies of this ladder, searched for missing checkpoints.
+        alternative_dirs: directories of other copies of this ladder, searched in order for what is missing in its own.
     """
     batch = batch_shape(ladder, size_spec).batch_size
     asked = ladder.run_configurator.configure_checkpoint_intervals(count_params(ladder, size_spec), batch)
     # Two checkpoints of a very short run may fall on one step; the later name is the one that holds after it.
     names = {tokens // batch: name for tokens, name in asked}
     run = run_name(ladder, size_spec, seed)
-    folders = [Path(root) / run for root in (ladder.dir, *alternative_dirs)]
+    folders = [local_path(root) / run for root in (ladder.dir, *(alternative_dirs or ()))]
     there = {folder: set(committed_steps(folder / "checkpoints")) for folder in folders}
     extra = set().union(*there.values()) - set(names) if discover_all else set()
     found = []
     for step in sorted({*names, *extra}):
         # A checkpoint that is nowhere belongs to the directory of the ladder itself, where a run would write it.
         folder = next((f for f in folders if step in there[f]), folders[0])
-        metrics = folder / "metrics.jsonl"
+        # A copy may have lost its checkpoints and kept its metrics.
+        files = (each / "metrics.jsonl" for each in (folder, *folders))
         found.append(
             RunCheckpointInfo(
                 names.get(step, f"step {step}"),
                 step,
                 step * batch,
                 folder / "checkpoints" / str(step),
-                metrics if metrics.exists() else None,
+                next((file for file in files if file.exists()), None),
                 step in there[folder],
             )
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from lm_trainer.core.config import Config, Seed
+from lm_trainer.core.config import Config, LocalPath, LocalPathOrHubName, Seed
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.config import SetConfig
@@ -43,7 +43,7 @@ class LadderConfig(Config):
 
     name: str = Field(pattern=r"^[\w][\w.-]*$")
     """Name of the ladder."""
-    dir: str
+    dir: LocalPath
     """Directory of its runs, with one directory for each size; of this ladder alone."""
     project: str | None = None
     """The project in trackers that have one; by default the name."""
@@ -61,7 +61,7 @@ class LadderConfig(Config):
     """Documents to train on; by default the text that Python itself carries."""
     sequence_length: PositiveInt = 8192
     """Tokens in a row."""
-    tokenizer: str | AnyTokenizer | None = None
+    tokenizer: LocalPathOrHubName | AnyTokenizer | None = None
     """As `data.tokenizer` of a run."""
     seed: Seed = 42
     """Decides initial weights, data order and dropout of every run."""
@@ -98,7 +98,12 @@ class LadderConfig(Config):
     def _sizes_exist(self) -> LadderConfig:
         for size in self.sizes:
             try:
-                self.model_configurator.check(size)
+                self.model_configurator.configure_model(
+                    size_spec=size,
+                    sequence_length=self.sequence_length,
+                    tokenizer=self.tokenizer,
+                    device_type=self.device_type,
+                )
             except UserError as error:
                 raise ValueError(f"sizes: {error}") from None
         if len(set(self.sizes)) < len(self.sizes):

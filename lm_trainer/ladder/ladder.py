@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rich.console import Console
 
+from lm_trainer.core.files import AnyPath
 from lm_trainer.ladder.batch import BatchShape
 from lm_trainer.ladder.checkpoints import RunCheckpointInfo, find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
@@ -84,15 +84,42 @@ class ModelLadder(LadderConfig):
         """The run of a size: an ordinary one, that `lmt train` could run as well."""
         return run_config(self, size_spec, seed, vocab_size)
 
-    def dry_run(self, size_spec: str, show_plot: bool = True, save_plot: Path | None = None) -> RungPlan:
+    def dry_run(self, size_spec: str, show_plot: bool = True, save_plot: AnyPath | None = None) -> RungPlan:
         """Prints the plan of a run, and draws its learning rate."""
         plan = plan_rung(self, size_spec)
         Console().print("\n".join(plan.lines()), highlight=False, markup=False)
         self.run_configurator.plot_lr_schedule(plan.num_params, plan.batch_size, show=show_plot, save_path=save_plot)
         return plan
 
-    def run(self, size_spec: str, *, seed: int | None = None, progress: Progress | None = None) -> Summary:
-        """Trains a size, or goes on where its run stopped; raises as `lm_trainer.run.train.train`."""
+    @overload
+    def run(
+        self,
+        size_spec: str,
+        for_benchmarking: Literal[False] = False,
+        *,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> Summary: ...
+
+    @overload
+    def run(
+        self, size_spec: str, for_benchmarking: bool, *, seed: int | None = None, progress: Progress | None = None
+    ) -> Summary | dict[str, Any]: ...
+
+    def run(
+        self,
+        size_spec: str,
+        for_benchmarking: bool = False,
+        *,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> Summary | dict[str, Any]:
+        """Trains a size, or goes on where its run stopped; raises as `lm_trainer.run.train.train`.
+
+        With `for_benchmarking` it only times the step, as `run_benchmark`, and shows no progress.
+        """
+        if for_benchmarking:
+            return benchmark_rung(self, size_spec, seed=seed)
         return run_rung(self, size_spec, seed=seed, progress=progress)
 
     def run_benchmark(self, size_spec: str) -> dict[str, Any]:
@@ -102,12 +129,17 @@ class ModelLadder(LadderConfig):
     def get_checkpoints(
         self,
         size_spec: str,
+        download_metrics: bool = False,
+        discover_all: bool = False,
+        alternative_dirs: Sequence[AnyPath] | None = None,
         *,
         seed: int | None = None,
-        discover_all: bool = False,
-        alternative_dirs: Sequence[str | Path] = (),
     ) -> list[RunCheckpointInfo]:
-        """The checkpoints of a size, in order, those that do not exist yet as well; see `find_checkpoints`."""
+        """The checkpoints of a size, in order, those that do not exist yet as well; see `find_checkpoints`.
+
+        `download_metrics` has OLMo-core's place and no effect: metrics lie in `dir`, which is a local directory.
+        """
+        del download_metrics
         return find_checkpoints(
             self, size_spec, seed=seed, discover_all=discover_all, alternative_dirs=alternative_dirs
         )
@@ -116,9 +148,8 @@ class ModelLadder(LadderConfig):
         self,
         size_spec: str,
         prefix: str | None = None,
-        *,
         discover_all: bool = False,
-        alternative_dirs: Sequence[str | Path] = (),
+        alternative_dirs: Sequence[AnyPath] | None = None,
     ) -> pandas.DataFrame | None:
         """One row for each checkpoint of a size (of all its seeds) that has metrics; None where there is none.
 

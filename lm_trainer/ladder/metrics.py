@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.rungs import count_params, model_config, run_config, vocab_size_of
@@ -33,7 +34,7 @@ def rows_of(
     prefix: str | None = None,
     *,
     discover_all: bool = False,
-    alternative_dirs: Sequence[str | Path] = (),
+    alternative_dirs: Sequence[AnyPath] | None = None,
 ) -> list[Row]:
     """One row for each step of a checkpoint at which something was measured, of every seed.
 
@@ -118,8 +119,9 @@ def columns(rows: Sequence[Row]) -> list[str]:
     return [*FACTS, *sorted({key for row in rows for key in row} - set(FACTS))]
 
 
-def write(rows: Sequence[Row], kind: str, path: Path | None) -> str | None:
+def write(rows: Sequence[Row], kind: str, path: AnyPath | None) -> str | None:
     """Writes rows as CSV, JSON or Parquet to a file; without one, returns the text of the first two."""
+    path = None if path is None else local_path(path)
     if kind == "parquet":
         if path is None:
             raise UserError("Parquet is not for the terminal; say where to write it with --out FILE.parquet")

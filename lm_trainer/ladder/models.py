@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, or_instance_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.sizes import TransformerSize, olmo_microbatch_size, olmo_minimal_devices
 from lm_trainer.models import AnyModel, Olmo3Config
@@ -25,20 +26,42 @@ class DeviceMeshSpec(NamedTuple):
 
 
 class ModelConfigurator(Config):
-    """From the name of a size to its model. To add one: one class, one line in `AnyModelConfigurator`."""
+    """From the name of a size to its model.
 
-    type: str
+    For use from Python a subclass is enough. For configuration files it needs a `type` of its own and its place in
+    `AnyModelConfigurator`.
+    """
+
+    absent: ClassVar[Mapping[str, str]] = {
+        "build_train_module": "ModelLadder.run builds the program of a size from ModelLadder.run_config(size_spec); "
+        "build_program of lm_trainer.run.program plans it without running it, and Trainer of lm_trainer.run.trainer is "
+        "for a loop of your own",
+    }
+
+    type: str = "own"
     rank_microbatch_size: PositiveInt | None = None
     """Tokens that a device computes at once; by default the batch / trainer.elastic_shards. The batch is made a
     multiple of it."""
 
-    @abstractmethod
-    def known_sizes(self) -> tuple[str, ...]:
-        """Returns the names of all sizes."""
+    def known_sizes(self) -> tuple[str, ...] | None:
+        """Returns the names of all sizes; None: `configure_model` alone knows them."""
+        return None
 
     @abstractmethod
-    def configure_model(self, *, size_spec: str, sequence_length: int) -> DecoderConfig:
-        """Returns the model of a size."""
+    def configure_model(
+        self, *, size_spec: str, sequence_length: int, tokenizer: Any = None, device_type: str = "cpu"
+    ) -> DecoderConfig:
+        """Returns the model of a size.
+
+        Args:
+            size_spec: the size.
+            sequence_length: tokens in a row.
+            tokenizer: that of the ladder. The vocabulary is no setting of a model here: it is given when one is built.
+            device_type: that of the ladder.
+
+        Raises:
+            UserError: for a size that does not exist.
+        """
 
     def configure_rank_microbatch_size(self, *, size_spec: str, sequence_length: int, device_type: str) -> int:
         """Tokens that a device computes at once where the hardware decides, as `compat: olmo` has it.
@@ -48,14 +71,17 @@ class ModelConfigurator(Config):
         """
         return self.rank_microbatch_size or olmo_microbatch_size(size_spec, sequence_length, device_type)
 
-    def configure_minimal_device_mesh_spec(self, *, size_spec: str) -> DeviceMeshSpec:
-        """The devices that OLMo-core needs at least; here one is enough where its memory is."""
+    def configure_minimal_device_mesh_spec(
+        self, *, size_spec: str, sequence_length: int = 8192, device_type: str = "cpu"
+    ) -> DeviceMeshSpec:
+        """The devices that OLMo-core needs at least, whatever they are; here one is enough where its memory is."""
+        del sequence_length, device_type
         return DeviceMeshSpec(olmo_minimal_devices(size_spec), None)
 
     def check(self, size_spec: str) -> None:
         """Raises `UserError` for a size that does not exist, with a suggestion."""
         known = self.known_sizes()
-        if size_spec not in known:
+        if known is not None and size_spec not in known:
             near = difflib.get_close_matches(size_spec, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise UserError(f"there is no size {size_spec!r}; {hint}")
@@ -65,7 +91,7 @@ class TransformerModelConfigurator(ModelConfigurator):
     """Sizes of one's own: any model of the zoo, by name."""
 
     type: Literal["transformer"] = "transformer"
-    models: dict[str, AnyModel] = Field(min_length=1)
+    models: dict[str, AnyModel] = {}
     """Name of a size -> its model; `seq_len` is that of the ladder."""
 
     @model_validator(mode="after")
@@ -75,10 +101,18 @@ class TransformerModelConfigurator(ModelConfigurator):
                 raise ValueError(f"models.{name}.seq_len: sequence_length of the ladder decides it; remove the key")
         return self
 
-    def known_sizes(self) -> tuple[str, ...]:
-        return tuple(self.models)
+    def known_sizes(self) -> tuple[str, ...] | None:
+        return tuple(self.models) or None
 
-    def configure_model(self, *, size_spec: str, sequence_length: int) -> DecoderConfig:
+    def configure_model(
+        self, *, size_spec: str, sequence_length: int, tokenizer: Any = None, device_type: str = "cpu"
+    ) -> DecoderConfig:
+        del tokenizer, device_type
+        if not self.models:
+            raise UserError(
+                f"model_configurator.models is empty, so there is no size {size_spec!r}; write the model of each size "
+                "there, or override configure_model"
+            )
         self.check(size_spec)
         return self.models[size_spec].model_copy(update={"seq_len": sequence_length})
 
@@ -103,7 +137,10 @@ class Olmo3ModelConfigurator(ModelConfigurator):
     def known_sizes(self) -> tuple[str, ...]:
         return tuple(TransformerSize)
 
-    def configure_model(self, *, size_spec: str, sequence_length: int) -> Olmo3Config:
+    def configure_model(
+        self, *, size_spec: str, sequence_length: int, tokenizer: Any = None, device_type: str = "cpu"
+    ) -> Olmo3Config:
+        del tokenizer, device_type
         self.check(size_spec)
         shape = TransformerSize(size_spec).shape
         # As `olmo3` of OLMo-core has them: all heads have keys of their own, and every fourth layer sees everything.
@@ -119,4 +156,9 @@ class Olmo3ModelConfigurator(ModelConfigurator):
         return Olmo3Config.model_validate(settings)
 
 
-AnyModelConfigurator = Annotated[Olmo3ModelConfigurator | TransformerModelConfigurator, Field(discriminator="type")]
+AnyModelConfigurator = Annotated[
+    Olmo3ModelConfigurator | TransformerModelConfigurator,
+    Field(discriminator="type"),
+    # Objects made in Python are complete; what a file says is one of the classes that are listed here.
+    or_instance_of(ModelConfigurator),
+]

@@ -15,7 +15,7 @@ from lm_trainer.plan.estimate import compile_temporary, estimate_microbatches, e
 from lm_trainer.plan.memory import PhaseBytes
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
-from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Hardware:
     mfu: float = MFU
     """Part of the datasheet's peak that training reaches."""
     price: float | None = None
-    """Of a device for an hour, in any currency."""
+    """The price of a device for an hour, in any currency."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RungPlan:
     accumulation: int
     """Microbatches that a device computes one after the other in each step."""
     flops: float
-    """Of the run, by the definition of model FLOPs."""
+    """FLOPs of the run, by the definition of model FLOPs."""
     state_bytes: int
     """State, batch, gathered parameters and gradients on a device while it computes microbatches."""
     activation_bytes: int

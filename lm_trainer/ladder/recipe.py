@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 from rich.console import Console
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, or_instance_of
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.picture import rate_plot
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.base import OptimizerConfig
@@ -37,7 +38,7 @@ class Period(NamedTuple):
     end: int
     decay: int
     peak: float
-    """Of the learning rate, as a multiple of that of the run."""
+    """The peak learning rate, as a multiple of that of the run."""
 
     @property
     def pre_decay(self) -> int:
@@ -48,10 +49,10 @@ class Period(NamedTuple):
 class RunConfigurator(Config):
     """From a number of parameters to a run. `num_params` are those that `ModelLadder.get_num_params` counts.
 
-    All batches and lengths are in tokens.
+    All batches and lengths are in tokens. For use from Python a subclass is enough.
     """
 
-    type: str
+    type: str = "own"
 
     @abstractmethod
     def configure_target_batch_size(self, num_params: int) -> int:
@@ -83,15 +84,16 @@ class RunConfigurator(Config):
         return rate_plot(self.configure_lr_scheduler(num_params, batch_size), steps, checkpoints)
 
     def plot_lr_schedule(
-        self, num_params: int, batch_size: int, *, show: bool = True, save_path: Path | None = None
+        self, num_params: int, batch_size: int, *, show: bool = True, save_path: AnyPath | None = None
     ) -> Path | None:
         """Draws the learning rate: in the terminal, in a picture file, or both; returns the file."""
+        path = None if save_path is None else local_path(save_path)
         plot = self.lr_plot(num_params, batch_size)
         if show:
             Console().print(to_text(plot), highlight=False, markup=False)
-        if save_path is not None:
-            save_image(plot, save_path)
-        return save_path
+        if path is not None:
+            save_image(plot, path)
+        return path
 
 
 class WSDSChinchillaRunConfigurator(RunConfigurator):
@@ -103,8 +105,8 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
     type: Literal["wsds_chinchilla"] = "wsds_chinchilla"
     chinchilla_multiple: float = Field(ge=0.5)
     """Length of each run, as a multiple of its Chinchilla-optimal number of tokens: a power of two."""
-    decay_fraction: float = Field(default=0.1, gt=0, lt=0.5)
-    """Part of each period that is the decay at its end."""
+    decay_fraction: float = Field(default=0.1, ge=0.1, lt=0.5)
+    """Part of each period that is the decay at its end, a tenth or more."""
     tokens_per_param: PositiveInt = 20
     """Tokens of a Chinchilla-optimal run for each parameter."""
     lr_multiplier: PositiveFloat = 1.0
@@ -210,4 +212,5 @@ class WSDSChinchillaRunConfigurator(RunConfigurator):
         return round(int(self.tokens_per_param * num_params * multiple) / batch_size)
 
 
-AnyRunConfigurator = WSDSChinchillaRunConfigurator
+# Objects made in Python are complete; what a file says is of the class that is listed here.
+AnyRunConfigurator = Annotated[WSDSChinchillaRunConfigurator, or_instance_of(RunConfigurator)]

@@ -36,7 +36,12 @@ def _vocab_size(tokenizer: Any) -> int:
 
 def model_config(ladder: LadderConfig, size_spec: str) -> DecoderConfig:
     """The model of a size."""
-    return ladder.model_configurator.configure_model(size_spec=size_spec, sequence_length=ladder.sequence_length)
+    return ladder.model_configurator.configure_model(
+        size_spec=size_spec,
+        sequence_length=ladder.sequence_length,
+        tokenizer=ladder.tokenizer,
+        device_type=ladder.device_type,
+    )
 
 
 def count_params(ladder: LadderConfig, size_spec: str, vocab_size: int | None = None) -> int:

@@ -78,8 +78,10 @@ def _begins(a: list[float] | None, b: list[float] | None) -> bool:
     return all(x == y for x, y in zip(a, b, strict=False))
 
 
-def benchmark_rung(ladder: LadderConfig, size_spec: str, *, steps: int = 10, warmup: int = 3) -> dict[str, Any]:
+def benchmark_rung(
+    ladder: LadderConfig, size_spec: str, *, seed: int | None = None, steps: int = 10, warmup: int = 3
+) -> dict[str, Any]:
     """Times the training step of a size, as `lmt bench mfu` does; the report as plain data."""
-    with bench_session(run_config(ladder, size_spec)) as session:
+    with bench_session(run_config(ladder, size_spec, seed)) as session:
         probe = MatmulProbe(jax.devices()[: session.device_count], session.dtype)
         return measure(session, probe, samples=steps, warmup=warmup).as_dict()

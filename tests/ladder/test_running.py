@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,11 @@ def test_what_is_found_elsewhere(done: ModelLadder, root: Path, tmp_path: Path) 
     assert not any(c.exists for c in moved.get_checkpoints("2k"))
     assert all(c.exists for c in moved.get_checkpoints("2k", alternative_dirs=[done.dir]))
     assert len(rows_of(moved, "2k", alternative_dirs=[done.dir])) == 4
+    pruned = tmp_path / "pruned"
+    shutil.copytree(done.get_save_folder("2k"), pruned / "2k", ignore=shutil.ignore_patterns("checkpoints"))
+    found = moved.get_checkpoints("2k", alternative_dirs=[pruned])
+    assert [(c.exists, c.metrics_path) for c in found] == [(False, pruned / "2k" / "metrics.jsonl")] * 4
+    assert len(rows_of(moved, "2k", alternative_dirs=[pruned])) == 4
 
 
 def test_another_ladder_in_the_directory(done: ModelLadder, root: Path) -> None:

@@ -6,12 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.fit.bootstrap import interval, resample
 from lm_trainer.ladder.fit.chain import Chain, fit_chain
 from lm_trainer.ladder.fit.huber import fit_huber
@@ -114,7 +114,7 @@ def _check(points: Points) -> None:
         )
     if lengths < _FEWEST_SIZES:
         raise UserError(f"{has} and {lengths} lengths: E, B and beta cannot be told apart; raise chinchilla_multiple")
-    # With one D / N, N and D are the same variable but for a factor.
+    # With the same D / N everywhere, D is N times a constant: a fit cannot tell their effects apart.
     spread = np.log(points.tokens / points.num_params)
     if np.ptp(spread) < 0.05:
         raise UserError(
@@ -123,8 +123,9 @@ def _check(points: Points) -> None:
         )
 
 
-def save(found: Fit, path: Path) -> None:
+def save(found: Fit, path: AnyPath) -> None:
     """Writes a fit as JSON."""
+    path = local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.fit.law import compute
 
 _ALIASES = {"num_params": ("num_params", "params", "N"), "tokens": ("tokens", "D")}
@@ -32,7 +33,7 @@ class Points:
     """D, trained on."""
     loss: np.ndarray
     labels: tuple[str, ...]
-    """What each is called."""
+    """The name of each point."""
     runs: tuple[str, ...]
     """The run that each comes from: points of one run share its noise."""
     metric: str = "loss"
@@ -40,9 +41,9 @@ class Points:
     """An accuracy measured at the same checkpoints."""
     task_metric: str | None = None
     source: str = ""
-    """Where they come from, for messages."""
+    """The place that they come from, for messages."""
     notes: tuple[str, ...] = ()
-    """What was left out, and what is missing."""
+    """Points that were left out or are missing, one text each."""
 
     def __len__(self) -> int:
         return len(self.loss)
@@ -83,7 +84,7 @@ class Points:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Points:
-        """What `as_dict` gave."""
+        """Reads the result of `as_dict`."""
         arrays = {name: np.asarray(plain[name], float) for name in ("num_params", "tokens", "loss")}
         task = None if plain["task"] is None else np.asarray(plain["task"], float)
         texts = {name: tuple(plain[name]) for name in ("labels", "runs", "notes")}
@@ -214,12 +215,13 @@ def _run(row: Mapping[str, Any], num_params: float) -> str:
     return f"{row.get('size') or num_params}/{row.get('seed') or 0}"
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
+def read_table(path: AnyPath) -> list[dict[str, Any]]:
     """The rows of a CSV, JSON (a list of objects) or Parquet file.
 
     Raises:
         UserError: when it is none, or damaged.
     """
+    path = local_path(path)
     readers: dict[str, Callable[[Path], Any]] = {".csv": _read_csv, ".json": _read_json, ".parquet": _read_parquet}
     reader = readers.get(path.suffix)
     if reader is None:

@@ -101,7 +101,7 @@ def predict(
     single = drawn * np.exp(noise * np.random.default_rng([found.settings.seed, 3]).standard_normal(drawn.shape))
     accuracy = None
     if found.chain is not None and found.chain_draws is not None:
-        # Each draw of the law goes through a draw of the sigmoid, so that both uncertainties are in the interval.
+        # Each draw of the law is the input of one draw of the sigmoid, so that both uncertainties are in the interval.
         count = min(len(drawn), len(found.chain_draws.a))
         chained = type(found.chain)(*(column[:count] for column in vars(found.chain_draws).values()))
         likely = chained.accuracy(drawn[:count])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit
@@ -79,7 +80,7 @@ def default_path(ladder: LadderConfig, size_spec: str) -> Path:
     return Path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
-def write(path: Path, found: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
+def write(path: AnyPath, found: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
     """Writes predictions with the time, the fit they come from, and a hash over all of it, which is returned.
 
     Raises:
@@ -92,7 +93,7 @@ def write(path: Path, found: Fit, predictions: Sequence[tuple[str, Prediction]],
         "predictions": [{"name": name, **prediction.as_dict()} for name, prediction in predictions],
         "fit": {"sha256": found.digest(), "law": found.law.as_dict(), "points": found.points.as_dict()},
     }
-    digest = _digest(content)
+    digest, path = _digest(content), local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Exclusive creation: two commands at once cannot both register, and no prediction is ever overwritten.
@@ -108,14 +109,14 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: AnyPath) -> dict[str, Any]:
     """Reads a registered prediction.
 
     Raises:
         UserError: when it is none, or was changed since.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(local_path(path).read_text())
         digest = content.pop("sha256")
         right = content["format"] == _FORMAT
     except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.diagnostics import backtest, influence, notes
 from lm_trainer.ladder.fit.figures import draw, inline
@@ -29,7 +30,7 @@ p.said { color: #555; margin: .2rem 0 .8rem; } li { margin: .3rem 0; }
 
 
 def write_report(
-    path: Path, found: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
+    path: AnyPath, found: Fit, *, title: str, ladder: LadderConfig | None = None, target: Prediction | None = None
 ) -> None:
     """Writes the page: the fit, the evidence against it, and its pictures.
 
@@ -59,6 +60,7 @@ def write_report(
     parts.append(f"<pre>{html.escape(held_text(held))}</pre>")
     page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
     page += f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    path = local_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page)
 

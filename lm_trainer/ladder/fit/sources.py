@@ -1,12 +1,12 @@
-"""From where points and fits come: a ladder's directory, a table of points, a fit that was written."""
+"""Sources of points and fits: a ladder's directory, a table of points, a fit that was written."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.ladder.checkpoints import find_checkpoints
 from lm_trainer.ladder.config import LadderConfig
 from lm_trainer.ladder.fit.fitting import Fit, fit, from_dict, is_fit
@@ -23,7 +23,7 @@ def ladder_points(
     pre_decay: bool = False,
     without: Sequence[str] = (),
 ) -> Points:
-    """What the runs of a ladder measured, as `from_rows`; rungs that have no measurement are named in the notes.
+    """Points of a ladder's runs, as `from_rows`; rungs without a measurement are named in the notes.
 
     Raises:
         UserError: as `lm_trainer.ladder.metrics.rows_of`; and without any measurement.
@@ -51,7 +51,7 @@ def ladder_points(
 
 
 def table_points(
-    path: Path,
+    path: AnyPath,
     *,
     metric: str | None = None,
     task: str | None = None,
@@ -63,12 +63,13 @@ def table_points(
     return from_rows(rows, source=str(path), metric=metric, task=task, pre_decay=pre_decay, without=without)
 
 
-def read_fit(path: Path) -> Fit | None:
+def read_fit(path: AnyPath) -> Fit | None:
     """A fit that `lmt ladder fit --out` wrote; None for a file that holds something else.
 
     Raises:
         UserError: for a damaged one.
     """
+    path = local_path(path)
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
@@ -78,6 +79,6 @@ def read_fit(path: Path) -> Fit | None:
     return from_dict(plain, str(path)) if is_fit(plain) else None
 
 
-def fit_of(path: Path) -> Fit:
+def fit_of(path: AnyPath) -> Fit:
     """A fit that was written, or the fit of a table with default settings."""
     return read_fit(path) or fit(table_points(path))
