@@ -1,4 +1,4 @@
-"""How long checkpoints of a run take, what they cost a step, and what the disk could do."""
+"""Times of saving and restoring checkpoints, their cost to training steps, and the speed of the disk."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
         with closing(store):
             run = _Run(resolve_model(config, "bench"), store, steps)
             write = _writer(Path(directory) / "plain", run.num_bytes)
+            # Once untimed: the first turn compiles, allocates and creates files.
             for warm in (run.train, run.save_and_train, write):
                 warm()
             run.blocked.clear()
             run.finished.clear()
+            # In turn, so that a machine that slows down meanwhile slows all of them alike.
             found = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
             restores = [timed(run.restore) for _ in range(repeats)]
     if not existed:
@@ -71,6 +73,7 @@ class _Run:
         started = time.perf_counter()
         for _ in range(self.steps):
             self._state, metrics = self._program.step(self._state, self._placed, 1e-4)
+            # A call returns before its step is computed: without the wait, this would time the dispatch.
             jax.block_until_ready(metrics)
         return time.perf_counter() - started
 
@@ -92,6 +95,7 @@ class _Run:
 
 
 def _writer(path: Path, count: int) -> Callable[[], float]:
+    # Random, so that no file system can store it in less space.
     content = np.random.default_rng(0).bytes(count)
 
     def write() -> float:
@@ -99,6 +103,7 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
         with path.open("wb") as file:
             file.write(content)
             file.flush()
+            # Without it only the copy into memory of the kernel would be timed.
             os.fsync(file.fileno())
         return time.perf_counter() - started
 
@@ -106,6 +111,7 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
 
 
 def _remove_empty(directory: Path) -> None:
+    # `make_writable` creates parents as well: they go up to the first that holds something else.
     while not any(directory.iterdir()):
         directory.rmdir()
         directory = directory.parent

@@ -1,4 +1,4 @@
-"""How fast the data of a run are loaded, and how long its steps wait for them."""
+"""Rate at which the data of a run are loaded, and the time that its steps wait for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 
 _AHEAD = 8
-"""Batches before and after those that are timed: at both ends as many lie ready that threads have read ahead."""
+"""Batches before and after those that are timed, so that at both ends equally many have been read ahead by threads."""
 
 
 def measure_data(config: RunConfig, *, batches: int, repeats: int) -> Measured:
@@ -82,6 +82,7 @@ def _batches(config: RunConfig, data: Data, program: Program, first: int, count:
 
 def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
     """Seconds, and seconds of all threads, for `count` batches."""
+    # Batches that threads have read before the clock starts say nothing about the rate.
     for _ in range(_AHEAD):
         next(batches)
     started, used = time.perf_counter(), time.process_time()
@@ -91,7 +92,7 @@ def _load(batches: Iterator[Batch], count: int) -> tuple[float, float]:
 
 
 def _trainer(program: Program) -> Callable[[Iterator[Batch], int], list[tuple[float, float]]]:
-    """A function that trains on batches, and tells of each the seconds that it waited for it, and took in all."""
+    """A function that trains on batches and returns, for each, the seconds of waiting for it and of the whole step."""
     state = program.init()
 
     def step(batches: Iterator[Batch]) -> tuple[float, float]:
@@ -99,6 +100,7 @@ def _trainer(program: Program) -> Callable[[Iterator[Batch], int], list[tuple[fl
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
+        # At the first batch, whose time is not counted.
         if not program.step.compiled(0):
             program.step.compile(batch)
         state, metrics = program.step(state, program.step.put(batch), 1e-4)

@@ -1,4 +1,4 @@
-"""How fast a model writes text with its key-value cache, beside the rate at which its weights can be read at all."""
+"""Rate of decoding with a key-value cache, beside the bound that reading the weights from memory sets."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
         )
     params = jax.jit(program.model.init, device=jax.local_devices()[0])()
     dtype = config.trainer.mp.compute_dtype
+    # Cast once, so that each token reads the weights in the compute dtype and not in float32.
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     model = program.model.merge(params)
     prompts = np.random.default_rng(0).integers(0, vocab_size, (rows, prompt)).tolist()
@@ -43,11 +44,13 @@ def measure_decode(config: RunConfig, *, rows: int, prompt: int, new: int, repea
         "write": lambda: timed(lambda: jax.block_until_ready(generation.decode(*after))),
         "copy": lambda: probe.num_bytes / probe.run(),
     }
+    # Once untimed, since the first call compiles.
     for once in runs.values():
         once()
     found = interleaved(runs, repeats)
     first, token = Spread.of(found["read"]), Spread.of([seconds / new for seconds in found["write"]])
     bandwidth = Spread.of(found["copy"])
+    # Each token reads every weight, and the whole cache, at least once: the bandwidth bounds its time from below.
     read = float(sum(x.nbytes for x in jax.tree.leaves(params)) + _cache_bytes(config, vocab_size, rows, prompt + new))
     fraction = read / token.median / bandwidth.median
     values = {

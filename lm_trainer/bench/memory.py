@@ -1,4 +1,4 @@
-"""What a training step holds on a device, and what gradient checkpointing and blocks of the loss save of it."""
+"""Memory of a training step on a device, and the part that gradient checkpointing and blocks of the loss save."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     programs = {name: configured_program(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
+    # Once untimed, since the first call allocates.
     for run in runs.values():
         run()
     seconds = {name: Spread.of(values) for name, values in interleaved(runs, repeats).items()}
@@ -67,11 +68,12 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
 
 
 def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]:
-    """By what is set: the configuration as it is, and with one setting changed. A microbatch has so many tokens."""
+    """The configuration as it is, and with one setting changed, by the setting; `tokens` are those of a microbatch."""
     model = config.model
     yield "as configured", config
     for policy in POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
+        # The configured policy is the first row already.
         if changed.remat != model.remat:
             yield f"gradient_checkpointing: {policy}", config.model_copy(update={"model": changed})
     for block in BLOCKS:

@@ -22,6 +22,7 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
     probe = CopyProbe(jax.devices()[0])
     copies = Spread.of([probe.num_bytes / probe.run() for _ in range(_COPIES)])
     bandwidth = copies.median
+    # The probe multiplies on all devices together; the operations are those of one.
     flops = report.matmul_flops.median / session.device_count
     found = operations(session.gradient.hlo(), PARTS)
 

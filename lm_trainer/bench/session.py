@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
@@ -23,28 +23,31 @@ from lm_trainer.step.state import TrainState
 
 @dataclass
 class BenchSession:
-    """One training step after another, and what one does."""
+    """A training step that can be repeated, with its size and its devices."""
 
     tokens_per_step: int
     flops_per_token: float
-    """Of a training step, forward and backward."""
+    """FLOPs of a training step, forward and backward, for each token."""
+    recomputed_flops_per_token: float
+    """FLOPs that rematerialisation adds to them."""
     device_kind: str
     device_count: int
     dtype: str
-    """Of the matrix products."""
+    """The dtype of matrix products."""
     num_params: int
     vocab_size: int
     gradient: Executable
     """The program that computes the gradient of a microbatch, or, where that is one program, of the step."""
     gradients_per_step: int
-    """How often each device runs it in a step."""
+    """Times that each device runs it in a step."""
     _program: Program
     _state: TrainState
     _batch: Any
 
     def run_step(self) -> None:
-        """One whole training step; returns when its result is there."""
+        """Takes one whole training step; returns when its result is computed."""
         self._state, metrics = self._program.compute_step(self._state, self._batch)
+        # The call returns before its programs have run, and the metrics alone do not wait for all of them.
         jax.block_until_ready((self._state.params, metrics))
 
 
@@ -64,6 +67,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
         flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
+        recomputed_flops_per_token=recomputed_flops_per_token(spec, seq_len),
         device_kind=devices.flat[0].device_kind,
         device_count=devices.size,
         dtype=trainer.mp.compute,

@@ -1,4 +1,4 @@
-"""How long a run takes from nothing to its first finished step, without and with a filled compilation cache.
+"""Time from the start of a process to its first finished step, with an empty and with a filled compilation cache.
 
 Each start is a process of its own: `python -m lm_trainer.bench.start` reads a configuration on its standard input.
 """
@@ -39,6 +39,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
         with tempfile.TemporaryDirectory() as cache:
             trainer = config.trainer.model_copy(update={"jax_compilation_cache_dir": cache})
             text = config.model_copy(update={"trainer": trainer}).model_dump_json()
+            # In this order: the first start fills the cache that the second reads.
             for start in found.values():
                 start.append(_start(text))
             size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
@@ -74,6 +75,7 @@ def measure_starts(config: RunConfig, *, repeats: int) -> Measured:
 
 
 def _start(config: str) -> dict[str, float]:
+    # The clock starts here, so that the start of Python itself is counted.
     command = [sys.executable, "-m", "lm_trainer.bench.start", repr(time.time())]
     done = subprocess.run(command, input=config, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -90,6 +92,7 @@ def main() -> None:
 
 
 def _measure() -> None:
+    # Imported here and not above, since the time of the imports is one of the phases.
     started = float(sys.argv[1])
     from lm_trainer.core.runtime import prepare_process
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import ClassVar
 
 from pydantic import PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, Duration
+from lm_trainer.core.config import Config, Duration, LocalPath
 
 
 class KeepEvery(Config):
@@ -22,16 +24,27 @@ class KeepEvery(Config):
 class CheckpointerConfig(Config):
     """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
 
-    base_path: str = "checkpoints/"
+    base_path: LocalPath = "checkpoints/"
     """Directory of the checkpoints of all runs; the run's id is appended."""
     save_interval: Duration = timedelta(minutes=15)
-    """A temporary checkpoint is written when so much time has passed since the last checkpoint."""
+    """A temporary checkpoint is written when so much time has passed since the last checkpoint. The one before the
+    newest is deleted when the next save begins, or at the end of the run: until then it is what a resume falls back on
+    if the newest is damaged, so the disk needs room for two."""
     keep: tuple[KeepEvery, ...] = (KeepEvery(every=10_000),)
     """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`."""
     append_run_id_to_base_path: bool = True
     """Put the checkpoints into a directory of `base_path` that is named after the run."""
     delete_old_temp_checkpoints: bool = True
     """Delete temporary checkpoints of earlier attempts at this run like those of this one."""
+
+    absent: ClassVar[Mapping[str, str]] = {
+        "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",
+    }
+
+    def expanded_path(self, run_id: str) -> str:
+        """The directory of the checkpoints of a run."""
+        base = Path(self.base_path)
+        return str(base / run_id if self.append_run_id_to_base_path else base)
 
     @model_validator(mode="after")
     def _keep_is_ordered(self) -> CheckpointerConfig:

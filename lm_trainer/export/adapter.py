@@ -26,7 +26,7 @@ class AdapterModel:
     """A trained adapter, without the model that it is for."""
 
     config: DecoderConfig
-    """Of that model."""
+    """The configuration of that model."""
     vocab_size: int
     """Rows of its embedding."""
     adapter: LoraConfig

@@ -19,7 +19,7 @@ from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.output import complete_directory
 from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
 from lm_trainer.models import hf
-from lm_trainer.step.state import ModelDef
+from lm_trainer.step.model_def import ModelDef
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
@@ -168,7 +168,22 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
             f"use a model that transformers supports without trust_remote_code"
         )
     with blame(config_file):
+        _check_unquantized(raw)
         return hf.config_from_hf(raw)
+
+
+def _check_unquantized(raw: Mapping[str, Any]) -> None:
+    """Raises `UserError` for a config.json whose weights are quantized, with the method that it names."""
+    block = raw.get("quantization_config")
+    if not block:
+        return
+    named = block.get("quant_method") if isinstance(block, Mapping) else None
+    # The first files of bitsandbytes name no method.
+    method = named or ("bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & set(block) else "an unnamed method")
+    raise UserError(
+        f"`quantization_config`: the weights are quantized with {method}, which is not read; use the model that they "
+        f"were made from, or save it dequantized (transformers: `dequantize()`) in f32, f16 or bf16"
+    )
 
 
 @contextlib.contextmanager

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import local_path
 
 
 def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> None:
     """Checks that `complete_directory` may place its result at `out`; changes nothing.
 
     Raises:
-        UserError: when `out` is a file, or holds files and `overwrite` is not set, or holds a file whose name matches
-            none of the patterns in `replaceable`: a file of somebody else is never deleted.
+        UserError: when `out` is a URL or a file, or holds files and `overwrite` is not set, or holds a file whose name
+            matches none of the patterns in `replaceable`: a file of somebody else is never deleted.
     """
+    local_path(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
@@ -46,7 +48,8 @@ def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]
         UserError: as `check_output`, or when somebody else is writing `out` at this moment.
         MachineError: when the file system refuses.
     """
-    out = Path(os.path.abspath(out))
+    # Checked as it was written: made absolute, a URL looks like any other directory.
+    out = Path(os.path.abspath(local_path(out)))
     check_output(out, overwrite=overwrite, replaceable=replaceable)
     # Beside `out`, because a rename is atomic only within one file system.
     draft = out.parent / f".{out.name}.incomplete"

@@ -31,6 +31,16 @@ _DTYPES = {
 }
 
 
+_EXPONENTS = {
+    _DTYPES["F32"]: np.uint32(0x7F800000),
+    _DTYPES["F16"]: np.uint16(0x7C00),
+    _DTYPES["BF16"]: np.uint16(0x7F80),
+}
+"""The bits of the exponent."""
+
+_CHECKED_AT_ONCE = 1 << 16
+
+
 class StoredTensor(NamedTuple):
     """A tensor of a file; nothing of it is in memory."""
 
@@ -40,7 +50,7 @@ class StoredTensor(NamedTuple):
     """As safetensors names it: `F32`, `BF16`, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """The place of its first byte in the file."""
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -59,7 +69,7 @@ class StoredTensor(NamedTuple):
         """Copies a region, by default all, in the dtype of the file; no more of the file stays in memory.
 
         Raises:
-            UserError: as `numpy_dtype`.
+            UserError: as `numpy_dtype`; for NaN and infinite values.
             MachineError: when the file cannot be read any more.
         """
         dtype = self.numpy_dtype
@@ -71,7 +81,24 @@ class StoredTensor(NamedTuple):
         except (OSError, ValueError) as error:
             raise MachineError(f"{self.file}: cannot be read any more ({error})") from None
         # An array of its own: the pages of the file that were touched are given back with the map.
-        return np.array(mapped[region])
+        values = np.array(mapped[region])
+        if not is_finite(values):
+            raise UserError(f"{self.file}: {self.name} holds NaN or infinite values; use a sound copy of it")
+        return values
+
+
+def is_finite(values: np.ndarray) -> bool:
+    """Tells if no value is NaN or infinite; takes memory for a block of values, not for as many as there are."""
+    mask = _EXPONENTS.get(values.dtype)
+    if mask is None:
+        return True
+    # An array of the file's own layout is flattened without a copy, a region with gaps was copied when it was read.
+    bits_N = values.reshape(-1).view(mask.dtype)
+    # NaN and infinity are the values whose exponent is all ones. A block fits into the cache of a core.
+    return all(
+        (np.bitwise_and(bits_N[start : start + _CHECKED_AT_ONCE], mask) != mask).all()
+        for start in range(0, len(bits_N), _CHECKED_AT_ONCE)
+    )
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -21,15 +21,15 @@ class GenerateSettings:
     temperature: float = 1.0
     """0 takes the likeliest token."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
+    """Draw from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens whose probabilities reach this; order as in `filter_logits`."""
     eos_id: int | None = None
     """Ends a continuation; None: nothing does."""
     seed: int = 0
-    """Of the draws."""
+    """The seed of the draws."""
     dtype: DTypeLike = jnp.float32
-    """Of the computation, and of the cache."""
+    """The dtype of the computation and of the cache."""
 
 
 def filter_logits(
@@ -51,7 +51,7 @@ def filter_logits(
     probs_BV = jax.nn.softmax(descending_BV, axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     # The likeliest token stays however small top_p is; top_p = 1 keeps all, whatever the rounding of the sum.
-    kept_BV = (before_BV < top_p) | (top_p >= 1.0) | (jnp.arange(logits_BV.shape[-1]) == 0)
+    kept_BV = (before_BV < top_p) | (top_p >= 1.0) | (jnp.arange(logits_BV.shape[-1])[None, :] == 0)
     smallest_B1 = jnp.min(jnp.where(kept_BV, descending_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
 

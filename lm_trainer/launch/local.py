@@ -73,7 +73,7 @@ def process_environments(
     Raises:
         UserError: when the processes cannot share the GPUs.
     """
-    # The output goes through a pipe, which Python would fill block by block, long after the fact.
+    # The output goes through a pipe, to which Python would write only when a block of kilobytes is full.
     shared = {**environ, "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         return [{**shared, **emulation(environ, devices_per_process)} for _ in range(count)]
@@ -90,7 +90,7 @@ def process_environments(
 
 
 def emulation(environ: Mapping[str, str], devices: int) -> dict[str, str]:
-    """The environment variables that make JAX emulate so many devices on a CPU."""
+    """The environment variables that make JAX emulate `devices` devices on a CPU."""
     # A flag that is set already, for example by a test run, would win over the variable.
     kept = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": " ".join(kept)}

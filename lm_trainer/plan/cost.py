@@ -19,7 +19,7 @@ class Work:
     """The computation of a run, by the definition of model FLOPs."""
 
     flops_per_token: int
-    """Of a training step, forward and backward."""
+    """FLOPs of a training step, forward and backward, for each token."""
     tokens_per_step: int
     """In the first step."""
     steps: int
@@ -28,12 +28,12 @@ class Work:
 
     @property
     def flops_per_step(self) -> int:
-        """Of the first step."""
+        """FLOPs of the first step."""
         return self.flops_per_token * self.tokens_per_step
 
     @property
     def flops(self) -> int:
-        """Of the run."""
+        """FLOPs of all steps."""
         return self.flops_per_token * self.tokens
 
 
@@ -44,9 +44,9 @@ class Time:
     peak: float
     """FLOP/s of one device, by its datasheet."""
     step_seconds: float
-    """Of the first step."""
+    """Seconds of the first step."""
     seconds: float
-    """Of all steps, without start, evaluation and checkpoints."""
+    """Seconds of all steps, without start, evaluation and checkpoints."""
     device_hours: float
     cost: float | None
     """In the currency of the price; None without one."""
@@ -67,6 +67,7 @@ def training_time(
     peak = training_peak(group.kind, trainer)
     if peak is None:
         return None
+    # The assumed MFU stands for everything beside products: communication, data, idle devices.
     rate = peak.flops * group.count * mfu
     hours = work.flops / rate / 3600 * group.count
     return Time(

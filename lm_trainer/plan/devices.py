@@ -23,8 +23,8 @@ _UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
 _TAKEN_BY_JAX = 0.75
-"""Of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: "GPU memory allocation" in the JAX
-documentation."""
+"""The fraction of a GPU's memory that JAX allocates, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise: see "GPU
+memory allocation" in the JAX documentation."""
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,5 @@ def emulate_devices(trainer: TrainerConfig, count: int) -> Sequence[Any]:
     found = jax.devices()
     if found[0].platform != "cpu" or len(found) < count:
         raise UserError(f"JAX runs already, with {len(found)} x {found[0].device_kind}, not {count} emulated devices")
+    # A process that has set up JAX before may have more.
     return found[:count]

@@ -18,7 +18,9 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import trace_model
 from lm_trainer.run.program import build_program, shard_state
-from lm_trainer.step.microbatch import MicrobatchPlan, compute_shardings, programs_and_results
+from lm_trainer.step.groups import compute_shardings
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.microbatch_sum import programs_and_results
 from lm_trainer.step.state import abstract_state
 
 
@@ -49,6 +51,7 @@ def estimate_microbatches(
     row = sum(x.nbytes for x in random_batch(1, config.model.seq_len, vocab_size))
     parts = {
         "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
+        # All microbatches of a device are sent to it before the first is computed.
         "batch": per_shard * plan.rows * row,
         "gathered parameters": 0 if compute is None else bytes_per_device(whole),
         "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
@@ -80,7 +83,7 @@ def estimate_temporary(model: DecoderConfig, vocab_size: int, itemsize: int, tok
     kept = len(spec.blocks) * spec.hidden_dim if model.remat == "full" else len(spec.blocks) * inside
     # Scores before and after the softmax, of the one block that is computed.
     scores = 2 * attention.num_heads * model.seq_len
-    # The loss is computed in float32, in blocks of so many tokens where it is cut.
+    # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * 4 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
     return tokens * itemsize * (kept + inside + scores) + logits
 

@@ -22,14 +22,14 @@ _TOO_HIGH = 1.1
 
 @dataclass(frozen=True)
 class Fit:
-    """Which microbatches a device holds; all figures are of compiled programs."""
+    """The microbatches that fit into the memory of a device; all figures are of compiled programs."""
 
     rows: int | None
-    """The most that fit, None if not even the smallest microbatch does."""
+    """The rows of the largest microbatch that fits; None if not even the smallest does."""
     bytes: int
-    """The peak with so many; where none fits, the least of all."""
+    """The peak with `rows`, or with `least_rows` where none fits."""
     least_rows: int
-    """The microbatch with which a step takes least, where none fits."""
+    """The rows with which a step takes the least memory."""
     microbatches: int | None
     """In the largest step, which are also the most devices along the data axes."""
     next_rows: int | None
@@ -44,6 +44,7 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
     sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
     common = math.gcd(*sizes)
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
+    # A batch that may be filled up can be cut at any size: powers of two are enough to choose from.
     powers = {1 << k for k in range(max(sizes).bit_length())} if trainer.allow_nondivisible_batch_size else set()
     return sorted(rows for rows in divisors | powers | own if _can_share(trainer, rows, mesh))
 
@@ -71,6 +72,7 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
     """
     sizes = possible_rows(memory.config.trainer, memory.program.sharding.mesh)
     known = dict(known or {})
+    # The largest first: between it and a size that is known, all others can be interpolated.
     ask = [rows for rows in sizes[-1:] if rows not in known]
     while True:
         known |= {rows: memory.compile(rows) for rows in ask}
@@ -100,7 +102,7 @@ def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] |
 
 
 def _estimate(known: Mapping[int, Programs], rows: int) -> Programs:
-    """The programs for so many rows: compiled, or on the straight line through the two nearest sizes that were."""
+    """The programs for microbatches of `rows`: compiled, or interpolated linearly from the two nearest sizes."""
     if rows in known or len(known) == 1:
         return known.get(rows) or next(iter(known.values()))
     a, b = sorted(known, key=lambda size: abs(math.log(size / rows)))[:2]

@@ -16,7 +16,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.phases import Phase, Size
 from lm_trainer.step.state import TrainState, abstract_state
 
@@ -30,7 +30,7 @@ class ProgramBytes:
     aliased: int
     """Outputs that lie where donated arguments were."""
     temporary: int
-    """Only while it runs."""
+    """Held only while it runs."""
 
     @classmethod
     def of(cls, program: Executable) -> ProgramBytes:
@@ -71,7 +71,7 @@ class PhaseBytes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """One device over a training step."""
+    """The memory of one device over a training step."""
 
     state: Mapping[str, int]
     """The state between steps, name -> bytes: exact, from shapes and shardings."""
@@ -85,7 +85,7 @@ class MemoryPlan:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes of arrays, or of shapes with shardings, on one of their devices: all hold parts of one size."""
+    """Bytes of arrays, or of shapes with shardings, on one of their devices; every device holds as many."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
@@ -186,7 +186,7 @@ def phase_bytes(
     Args:
         phases: of a step, in the order in which they run.
         programs: all of them, by name.
-        held: name -> bytes of what lies there from the first phase to the last.
+        held: name -> bytes of arrays that are held from the first phase on.
     """
     found, held = [], dict(held)
     for phase in phases:

@@ -1,4 +1,4 @@
-"""What a run of a configuration would take on devices that need not be there."""
+"""Memory, FLOPs, time and cost of a run on devices that need not be there."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan takes for granted."""
+    """Assumptions of a plan that the configuration does not settle."""
 
     mfu: float = MFU
-    """Of the datasheet's peak, how much training reaches."""
+    """The fraction of the datasheet's peak that training reaches."""
     price: float | None = None
-    """Of a device for an hour, in any currency."""
+    """The price of a device for an hour, in any currency."""
     memory: int | None = None
     """Bytes that a run may use on each device; None: as the datasheet says."""
     vocab_size: int | None = None
@@ -46,13 +46,13 @@ class RunPlan:
     num_params: int
     vocab_size: int
     dtype: str
-    """Of the matrix products."""
+    """The dtype of matrix products."""
     rows: int
-    """Of a microbatch; with `determinism: fast` and per_device_parallelism -1, all those of a device are one."""
+    """Rows of a microbatch; with `determinism: fast` and per_device_parallelism -1, all those of a device are one."""
     microbatches: int
     """In the largest step, of all devices."""
     memory: MemoryPlan
-    """Of one device."""
+    """The memory of one device."""
     budget: Budget | None
     """None where neither the user nor a datasheet says."""
     fit: Fit | None
@@ -61,9 +61,9 @@ class RunPlan:
     time: Time | None
     """None where no datasheet has a figure."""
     assumed: str | None
-    """Why the vocabulary is a guess; None where it is none."""
+    """The reason why the vocabulary is a guess; None where it is known."""
     kernel: str | None
-    """What computes attention on these devices without keeping scores, which the plan cannot; None where XLA does."""
+    """The fused attention kernel of these devices, which keeps no scores, though the plan counts them; None: XLA's."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -75,7 +75,7 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assumptions: Assumptions) -> RunPlan:
-    """What training with this configuration would take.
+    """Plans the memory, FLOPs, time and cost of training with this configuration.
 
     Args:
         config: of the run, with a whole model section.

@@ -29,18 +29,18 @@ class Panel(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What is marked in every picture, in steps."""
+    """Steps that are marked in every picture."""
 
     warmups: tuple[tuple[int, int], ...]
-    """Where warm-ups begin and end."""
+    """First step of each warm-up, and the step after it."""
     minima: tuple[int, ...]
-    """Where decays end."""
+    """Steps at which decays end."""
     checkpoints: tuple[int, ...]
-    """Which checkpoints stay: the permanent ones and the last."""
+    """Permanent checkpoints, and the last one."""
 
 
 class SchedulePlot(NamedTuple):
-    """All that is drawn of a run of `num_steps`."""
+    """The panels and marks of a run of `num_steps`."""
 
     num_steps: int
     panels: tuple[Panel, ...]
@@ -48,7 +48,7 @@ class SchedulePlot(NamedTuple):
 
 
 def plot_schedules(config: RunConfig) -> SchedulePlot:
-    """What a run's configuration says about values that change; no device is needed."""
+    """Plots the learning rate, batch size and mixture weights of a configuration over its steps; needs no device."""
     trainer, data = config.trainer, config.data
     total, rate = trainer.num_train_steps, config.learning_rate()
     panels = [
@@ -66,9 +66,11 @@ def plot_schedules(config: RunConfig) -> SchedulePlot:
 
 def rate_points(rate: Schedule, total: int) -> tuple[tuple[int, float], ...]:
     """The learning rate of a run of `total` steps at its corners and evenly between them."""
+    # Even points alone would cut the corners: of a short warm-up, even the peak.
     corners = {
         step
         for cycle in rate.cycles
+        # Up to the last step of a cycle: at its end the next one has begun.
         for step in (cycle.start, cycle.start + cycle.warmup, cycle.decay_start, cycle.end - 1)
     }
     even = {(total - 1) * index // _SAMPLES for index in range(_SAMPLES + 1)}
@@ -93,6 +95,7 @@ def _marks(rate: Schedule, keep: Sequence[KeepEvery], total: int) -> Marks:
 
 
 def _permanent(keep: Sequence[KeepEvery], total: int) -> Iterator[int]:
+    # As `is_permanent`: each entry decides for the steps after the one before, and their multiples count from step 0.
     covered = 0
     for entry in keep:
         until = total if entry.until is None else min(entry.until, total)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import AnyPath, local_path
 from lm_trainer.plot.curves import Marks, SchedulePlot
 
 if TYPE_CHECKING:
@@ -17,12 +17,13 @@ DPI = 100
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def save_image(plot: SchedulePlot, path: Path) -> None:
+def save_image(plot: SchedulePlot, path: AnyPath) -> None:
     """Draws every panel, 1000 x 260 pixels each, in a PNG, SVG or PDF file.
 
     Raises:
         UserError: for another kind of file, one that cannot be written, and without matplotlib.
     """
+    path = local_path(path)
     if path.suffix.lower() not in _SUFFIXES:
         raise UserError(f"{path}: expected a file whose name ends in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
     try:
@@ -33,12 +34,14 @@ def save_image(plot: SchedulePlot, path: Path) -> None:
             "the terminal"
         ) from None
 
+    # Not `pyplot`: it keeps figures alive and would look for a display.
     figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plot.panels)), dpi=DPI, layout="constrained")
     axes = figure.subplots(len(plot.panels), sharex=True, squeeze=False)[:, 0]
     for panel, axis in zip(plot.panels, axes, strict=True):
         for curve in panel.curves:
             axis.plot(*zip(*curve.points, strict=True), label=curve.name, linewidth=1.5)
         axis.set_ylabel(panel.title)
+        # From 0 in every panel, so that heights can be compared.
         axis.set_ylim(bottom=0)
         axis.set_xlim(0, plot.num_steps)
         if len(panel.curves) > 1:
@@ -54,6 +57,7 @@ def save_image(plot: SchedulePlot, path: Path) -> None:
 def _draw_marks(marks: Marks, axes: list[Axes]) -> list[Any]:
     """Bands and lines in every panel, triangles below the first; returns what the legend shows."""
     for axis in axes:
+        # Marks span the height of a panel whatever its values: x in steps, y from 0 to 1.
         frame = axis.get_xaxis_transform()
         bands = [(start, end - start) for start, end in marks.warmups]
         band = axis.broken_barh(bands, (0, 1), transform=frame, color="tab:orange", alpha=0.15, label="warm-up")

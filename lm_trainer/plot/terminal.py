@@ -35,6 +35,7 @@ def _panel(panel: Panel, total: int, columns: int, height: int) -> list[str]:
         values = ", ".join(f"{c.name if several else ''} {c.points[0][1]:.4g}".strip() for c in panel.curves)
         return [f"{panel.title}: {values}"]
     top = max(value for curve in panel.curves for _, value in curve.points)
+    # A Braille character is 2 dots wide and 4 high.
     canvas = Canvas(columns, height, 0, 0, 2 * columns, 4 * height)
     scale = ((2 * columns - 1) / total, (4 * height - 1) / top)
     letters = _LETTERS if len(panel.curves) > 1 else " "
@@ -76,6 +77,7 @@ def _mark_rows(plot: SchedulePlot, columns: int) -> Iterator[str]:
     ):
         row = [" "] * columns
         for start, end, sign in found:
+            # Rounded to dots first, as the picture is, so that marks stand below their place in it.
             first, last = (round(step * (2 * columns - 1) / plot.num_steps) // 2 for step in (start, end))
             row[first : last + 1] = sign * (last + 1 - first)
         if found:

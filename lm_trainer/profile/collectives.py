@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its text."""
+"""Bytes that a compiled program sends between devices, read from its HLO text."""
 
 from __future__ import annotations
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec, SenseSpec
+from lm_trainer.nn.spec import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    MlpSpec,
+    MoeSpec,
+    NormSpec,
+    OffloadPolicy,
+    SenseSpec,
+)
 
 
 class FlopsCount(NamedTuple):
@@ -77,6 +87,55 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         head=2 * spec.hidden_dim * spec.vocab_size,
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
     )
+
+
+def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int) -> int:
+    """Operations per token that the spec's rematerialisation adds to a training step, as `FlopsCount` counts them.
+
+    Hardware FLOPs utilisation (HFU) is MFU with these added to the operations of a training step (PaLM: Chowdhery et
+    al. 2022, arXiv 2204.02311, appendix B). As usual, the whole forward pass of a block counts that keeps nothing,
+    though the compiler leaves out a product whose result no gradient needs. What a kernel of attention computes again
+    by itself does not count.
+    """
+    again = sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
+    if not spec.remat_groups:
+        return again
+    # Each layer of a group runs once more, for its input.
+    turns = len(spec.blocks) // spec.period
+    grouped = turns // spec.remat_groups * spec.remat_groups * spec.period
+    return again + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
+
+
+def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
+    count = _of_block(block, spec, seq_len)
+    match spec.remat:
+        case "none":
+            return 0
+        case "full":
+            return count.forward
+        case "dots" | "dots_no_batch" as policy:
+            scores = count.attention_product if policy == "dots_no_batch" else 0
+            return scores + count.attention_softmax + _grouped_products(block.mlp, spec.hidden_dim)
+        case OffloadPolicy() as policy:
+            named = {*policy.host, *policy.device}
+        case named:
+            pass
+    # What is kept is the result of the last product, for which alone that product would be computed again.
+    last = {"attention": count.attention_out, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
+    return count.forward - sum(last.get(name, 0) for name in named)
+
+
+def _of_block(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
+    return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0)
+
+
+def _grouped_products(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+    """Operations of experts in products of groups, which JAX's policies for products do not keep."""
+    return 2 * mlp.top_k * 3 * hidden * mlp.hidden_dim if isinstance(mlp, MoeSpec) and not mlp.dense else 0
+
+
+def _last_weights(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
+    return hidden * mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
 
 
 def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:

@@ -10,7 +10,7 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
 def array_bytes(dtype: str, dims: str) -> float:
-    """Of an array whose groups `ARRAY` found."""
+    """The bytes of an array, from the two groups of `ARRAY`."""
     # A truth value takes a byte; the other names end in their bits, and 4-bit numbers share bytes.
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return math.prod(int(d) for d in dims.split(",") if d) * bits / 8

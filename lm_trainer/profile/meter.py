@@ -8,15 +8,16 @@ from collections.abc import Callable
 
 
 class Meter:
-    """Tokens per second, step time and MFU over the last steps.
+    """Tokens per second, step time, MFU and HFU over the last steps.
 
     A step's time runs from the moment the step before it was done, so it includes everything between two steps but
     what `pause` leaves out. The first step, which may include compilation, has no time.
 
     Args:
         flops_per_token: of a training step, forward and backward.
+        recomputed: what rematerialisation adds to them; None where it is not known.
         peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
-        window: number of last steps that tokens per second and MFU are taken over.
+        window: number of last steps that tokens per second, MFU and HFU are taken over.
         clock: seconds that only grow.
     """
 
@@ -25,10 +26,11 @@ class Meter:
         *,
         flops_per_token: float,
         peak_flops: float | None,
+        recomputed: float | None = None,
         window: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self._flops_per_token, self._peak = flops_per_token, peak_flops
+        self._flops_per_token, self._peak, self._recomputed = flops_per_token, peak_flops, recomputed
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=window)
         self._clock = clock
         self._last: float | None = None
@@ -44,7 +46,7 @@ class Meter:
         Returns:
             `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
             start or pause, and with them `data_wait`, the share of the time of those steps that was spent waiting for
-            data, from 0 to 1; `mfu` in percent where the peak is known.
+            data, from 0 to 1; `mfu` and `hfu` in percent where what they need is known.
         """
         now, last = self._clock() if done is None else done, self._last
         self._last = now
@@ -63,6 +65,8 @@ class Meter:
             }
             if self._peak:
                 metrics["throughput/mfu"] = 100 * speed * self._flops_per_token / self._peak
+                if self._recomputed is not None:
+                    metrics["throughput/hfu"] = 100 * speed * (self._flops_per_token + self._recomputed) / self._peak
         return metrics
 
     def pause(self) -> None:

@@ -27,7 +27,12 @@ class Workload(Protocol):
 
     @property
     def flops_per_token(self) -> float:
-        """Of a training step, forward and backward."""
+        """FLOPs for each token of a training step, forward and backward."""
+        ...
+
+    @property
+    def recomputed_flops_per_token(self) -> float:
+        """FLOPs that rematerialisation adds to them."""
         ...
 
     @property
@@ -79,7 +84,7 @@ class MfuReport:
     steps_per_sample: int
     warmup: int
     peak: Peak | None
-    """Of one device; None where no datasheet figure is known."""
+    """The peak of one device; None without a datasheet figure."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,6 +99,12 @@ class MfuReport:
     def datasheet_fraction(self) -> float | None:
         """MFU: achieved FLOP/s over the datasheet peak of all devices."""
         return None if self.peak is None else self.achieved_flops / (self.peak.flops * self.workload.device_count)
+
+    @property
+    def hardware_fraction(self) -> float | None:
+        """HFU: as MFU, with what rematerialisation computes again."""
+        work, mfu = self.workload, self.datasheet_fraction
+        return None if mfu is None else mfu * (1 + work.recomputed_flops_per_token / work.flops_per_token)
 
     @property
     def matmul_fraction(self) -> float:
@@ -111,6 +122,7 @@ class MfuReport:
             "vocab_size": work.vocab_size,
             "tokens_per_step": work.tokens_per_step,
             "flops_per_token": work.flops_per_token,
+            "recomputed_flops_per_token": work.recomputed_flops_per_token,
             "samples": self.samples,
             "steps_per_sample": self.steps_per_sample,
             "warmup_steps": self.warmup,
@@ -123,6 +135,7 @@ class MfuReport:
                 "format": peak.format,
                 "source": peak.source,
                 "fraction": self.datasheet_fraction,
+                "hardware_fraction": self.hardware_fraction,
             },
             "matmul": {
                 "size": self.matmul_size,
@@ -184,10 +197,11 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
     work, step, matmul, paired = report.workload, report.step_seconds, report.matmul_flops, report.matmul_fractions
     grouped = f", each of {report.steps_per_sample} steps" if report.steps_per_sample > 1 else ""
     if report.peak is None:
-        datasheet = f"n/a: no datasheet figure for {work.dtype} on {work.device_kind!r}"
+        datasheet = hardware = f"n/a: no datasheet figure for {work.dtype} on {work.device_kind!r}"
     else:
         total = report.peak.flops * work.device_count
         datasheet = f"{report.datasheet_fraction:.1%} of {si(total)}FLOP/s in {report.peak.format}"
+        hardware = f"{report.hardware_fraction:.1%}"
     model = f"{work.num_params:,} parameters with a vocabulary of {work.vocab_size:,}"
     note = f"on a CPU XLA computes a model's products in float32: {work.dtype} gains nothing there"
     return [
@@ -199,6 +213,7 @@ def table(report: MfuReport) -> list[tuple[str, str]]:
         ("step time", step.milliseconds()),
         ("throughput", f"{report.tokens_per_second:,.0f} tokens/s, {si(report.achieved_flops)}FLOP/s"),
         ("of datasheet peak (MFU)", datasheet),
+        ("with recomputation (HFU)", hardware),
         ("of measured matmul peak", f"{report.matmul_fraction:.1%} of {si(matmul.median)}FLOP/s "
                                     f"(best {si(matmul.maximum)}FLOP/s; {report.matmul_size} squared)"),
         ("same, sample by sample", f"median {paired.median:.1%}, quartiles {paired.lower_quartile:.1%}-"

@@ -32,9 +32,9 @@ class Operation(NamedTuple):
     name: str
     """As XLA calls it, with the shape of its result."""
     part: str
-    """Of the model, and the pass: `attention, forward`."""
+    """The part of the model and the pass: `attention, forward`."""
     flops: float
-    """Of matrix products; a multiply-add counts as two. Elementwise work is not counted."""
+    """FLOPs of matrix products; a multiply-add counts as two. Elementwise work is not counted."""
     num_bytes: float
     """Read and written."""
 
@@ -47,9 +47,9 @@ class Bound:
     flops: float
     num_bytes: float
     compute_seconds: float
-    """Of the operations that are bound by FLOPs."""
+    """Least time of the operations that are bound by FLOPs."""
     memory_seconds: float
-    """Of the operations that are bound by bytes."""
+    """Least time of the operations that are bound by bytes."""
 
     @property
     def seconds(self) -> float:
@@ -164,7 +164,7 @@ def _visit(
             inner = [computations[called] for called in op.called("calls")]
             products = [(_flops(i, c), i) for c in inner for i in c.values()]
             flops = _flops(op, computation) + sum(count for count, _ in products)
-            # A fusion is called after its last operation; where it holds a product, that is what it is there for.
+            # XLA names a fusion after its last operation; one that holds a matrix product is known by that product.
             product = max(products, key=lambda found: found[0], default=(0.0, op))
             named = product[1] if product[0] and "op_name=" in product[1].rest else op
             moved = _fused_bytes(op, inner[0]) if inner else _bytes_of(op, computation)
@@ -184,7 +184,7 @@ def _part(rest: str, parts: Collection[str]) -> str:
 
 
 def _flops(op: _Instruction, computation: _Computation) -> float:
-    """Of a matrix product: 2 x the elements of the result x what is summed over; 0 for anything else."""
+    """FLOPs of a matrix product: 2 x elements of the result x length of the sums; 0 for any other instruction."""
     # Two spellings of one attribute, by the version of XLA.
     summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
     if summed is None or op.operands[0] not in computation:
@@ -195,7 +195,7 @@ def _flops(op: _Instruction, computation: _Computation) -> float:
 
 
 def _dims(shape: str) -> list[int]:
-    """Of the first array that a shape names."""
+    """The dimensions of the first array in a shape; [] without an array."""
     found = ARRAY.search(shape)
     return [int(d) for d in found[2].split(",") if d] if found else []
 

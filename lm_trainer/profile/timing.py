@@ -21,7 +21,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Needs one value at least."""
+        """The spread of one or more values."""
         # Inclusive: the quartiles of few values lie among them, and not beyond.
         lower, median, upper = (
             statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else (values[0],) * 3
@@ -32,7 +32,7 @@ class Spread:
         return dict(vars(self))
 
     def milliseconds(self) -> str:
-        """Of seconds: `12.3 ms (quartiles 11.9-13.0, range 11.2-15.1)`."""
+        """Formats a spread of seconds: `12.3 ms (quartiles 11.9-13.0, range 11.2-15.1)`."""
         median, low, high, least, most = (f"{1e3 * value:.{1 if value < 10 else 0}f}" for value in vars(self).values())
         return f"{median} ms (quartiles {low}-{high}, range {least}-{most})"
 

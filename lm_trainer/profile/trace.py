@@ -41,7 +41,7 @@ class Profiler:
         self._perfetto_link, self._on_trace = perfetto_link, on_trace
         self._before: set[Path] | None = None
         self._settled = False
-        """Whether a trace was taken or cannot be."""
+        """True once a trace was taken or cannot be."""
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +51,7 @@ class Profiler:
 
     @property
     def tracing(self) -> bool:
-        """Whether a trace is going on."""
+        """True while a trace is recorded."""
         return self._before is not None
 
     def on_step(self, step: int, result: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""One step of a run, computed again and observered at from inside."""
+"""One step of a run, computed again and observed from inside."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import jax
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.data.provenance import RowDocuments, documents_of_step
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
+from lm_trainer.step.model_def import Params
 from lm_trainer.step.norms import WatchConfig, Watcher
-from lm_trainer.step.state import Params, TrainState, to_host
+from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
 
 
@@ -26,11 +28,11 @@ class Norms:
     """L2 norms of one parameter."""
 
     gradient: float
-    """Of the mean loss, before clipping."""
+    """The norm of the gradient of the mean loss, before clipping."""
     update: float
-    """Of what the step added."""
+    """The norm of the update that the step added."""
     parameter: float
-    """After the step."""
+    """The norm of the parameter after the step."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def replay(
         MachineError: when the gradients cannot be written.
     """
     start = _nearest(record, step)
-    where = None if dump_grads is None else dump_grads.absolute()
+    where = None if dump_grads is None else local_path(dump_grads).absolute()
     with rerun(record, start, overrides=overrides, progress=progress) as again:
         while again.state.step < step - 1:
             progress.phase(f"step {again.state.step + 1}, on the way to {step}")

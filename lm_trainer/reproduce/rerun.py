@@ -27,7 +27,7 @@ from lm_trainer.run.hooks import scalar
 from lm_trainer.run.metrics import step_metrics
 from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.elastic import Observer
+from lm_trainer.step.base import Observer
 from lm_trainer.step.norms import WatchConfig
 from lm_trainer.trackers import Progress
 

@@ -26,9 +26,9 @@ class HardToken(NamedTuple):
     """A target with its loss, in its context."""
 
     row: int
-    """Of the batch, from 0."""
+    """The row of the batch, from 0."""
     position: int
-    """Of the row, from 0: that of the input which the target follows."""
+    """The position in the row, from 0: that of the input which the target follows."""
     loss: float
     """-log p, in nats."""
     token: str

@@ -27,7 +27,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.pretrained import HfCheckpoint, source_name
 from lm_trainer.run.saved_model import LoadedModel, load_model, read_config
-from lm_trainer.step.state import ModelDef, Params
+from lm_trainer.step.model_def import ModelDef, Params
 
 FROZEN = "frozen"
 """In the record of a checkpoint: `frozen_digest`."""
@@ -49,7 +49,7 @@ class Base:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the record of every checkpoint: a base that trains on does not move."""
+        """Facts for the record of every checkpoint, by which the base stays at its step even if its run goes on."""
         return {_BASE_STEP: self.step}
 
     def attach(self, model: ModelDef) -> ModelDef:
@@ -180,6 +180,7 @@ def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
     if lora is None:
         return loaded
     dtype = loaded.config.trainer.mp.param_dtype
+    # In the run's parameter dtype, in which the digest of the frozen weights was taken.
     base = {name: np.asarray(x).astype(dtype) for name, x in _base_params(run, loaded).items()}
     if frozen_digest(base) != loaded.record.get(FROZEN):
         raise UserError(

@@ -24,5 +24,5 @@ class Artifacts:
         return file
 
     def log(self, name: str, file: Path, *, type: str) -> None:
-        """Hands a file that is there already to the trackers."""
+        """Hands an existing file to the trackers."""
         self._tracker.log_artifact(name, file, type=type)

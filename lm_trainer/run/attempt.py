@@ -41,7 +41,7 @@ class Attempt:
         *,
         config: TrainerConfig | None = None,
     ) -> TrainState:
-        """The state to go on from, and a word of it to the person at the terminal.
+        """The state to go on from; tells the person at the terminal where that is.
 
         Args:
             program: the run's.
@@ -79,10 +79,13 @@ def open_attempt(
     directory = RunDirectory(config, settings, config.id or "run", allow_change=allow_config_change)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
+        # Before anything else uses JAX, which fixes platform and devices at its first use.
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
+        # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
         check_devices(config)
         stack.enter_context(directory)
+        # Closed before the directory: its lock is held until the last save is on disk.
         store = stack.enter_context(closing(CheckpointStore(directory.checkpoints, config.checkpointer)))
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
         # The first to hear of a failure: whatever is closed after it would wait for the other processes.

@@ -47,6 +47,7 @@ class BadBatchDump:
         if batch is None or len(list(self._directory.glob("*.npz"))) >= _MOST_FILES:
             return None
         arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items()}
+        # Renamed when it is whole, since the run may end at any time.
         draft = file.with_name(f".{name}.tmp")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -105,6 +105,7 @@ class DataWait:
             Preempted: when a stop signal comes first.
         """
         source = data if isinstance(data, Growing) and data.growing else None
+        # A collective, which every process enters, also one that misses nothing.
         if not any_process(source is not None):
             return False
         shown = ""

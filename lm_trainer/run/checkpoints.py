@@ -1,4 +1,4 @@
-"""Checkpoints of a run while it trains: when they are saved, what they hold, and a state made of one again."""
+"""Checkpoints of a run while it trains: their times, their content, and the state that one is read back to."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lm_trainer.run.adapters import FROZEN, check_frozen, frozen_digest
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
 from lm_trainer.run.saved_model import AVERAGED, PARAMS
-from lm_trainer.step.state import Params, TrainState, copied
+from lm_trainer.step.model_def import Params
+from lm_trainer.step.state import TrainState, copied
 
 Fingerprint = str | Mapping[str, str]
-"""Of data: a text, or as `lm_trainer.data` makes it, `tokens` and `sources`, of which `tokens` may still be unknown."""
+"""Fingerprint of data: a text, or the `tokens` and `sources` of `lm_trainer.data`; `tokens` may still be unknown."""
 
 OPT_STATE = "opt_state."
 """Prefix of the names of the optimizer's arrays in a checkpoint."""
 
 
 class Checkpoints:
-    """Saves the state of a run with everything that a resume needs and a proof wants.
+    """Saves the state of a run with everything that a resume and `lmt verify` need.
 
     Args:
         store: where they go.
@@ -49,6 +50,7 @@ class Checkpoints:
     ):
         self._store, self._program, self._metrics = store, program, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
+        self._compiled = False
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is due after `step` steps, by the clock of any process: all save the same steps."""
@@ -66,9 +68,14 @@ class Checkpoints:
             **self._metrics.prove(state),
         }
         save_state(self._store, state, self._program, {**self._facts, **record})
+        if not self._compiled:
+            self._compiled = True
+            # The programs of the checks and hashes were compiled in that time, which is no step's.
+            self._metrics.pause()
 
     def keep(self, state: TrainState) -> None:
         """Saves a state unless that has been done, and waits until it is on disk."""
+        # The save under way may be that of this very state.
         self.wait()
         if state.step not in self._store.steps():
             self.save(state)
@@ -93,6 +100,7 @@ def save_state(store: CheckpointStore, state: TrainState, program: Program, reco
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
     arrays = saved_arrays(state, program)
+    # Frozen parameters are not saved: by their digest a resume knows that it has the same ones.
     if program.freezes:
         record = {**record, FROZEN: frozen_digest(state.frozen)}
     store.save(state.step, arrays, record)
@@ -119,6 +127,7 @@ def resumed_state(restored: Restored, program: Program, init: Callable[[], Train
     """
     arrays = restored.arrays
     frozen: Any = {}
+    # A fresh state takes as much memory as this one, so it is made only where something of it is needed.
     if program.freezes or set(expected_arrays(program)) - set(arrays):
         fresh = init()
         frozen = fresh.frozen

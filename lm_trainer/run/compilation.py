@@ -1,4 +1,4 @@
-"""Compilation of the training step, when its first batch is there, and the record of what was compiled."""
+"""Compilation of the training step, at its first batch, and the record of the compiled program."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from lm_trainer.run.artifacts import Artifacts
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.program import Program
 from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.norms import Watcher
+from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 
 
@@ -38,18 +41,30 @@ class Compilation:
         self._watchdog, self._progress = watchdog, progress
         self._recorded = False
 
-    def ensure(self, step: int, batch: Batch) -> None:
-        """Compiles what the step after `step` steps needs, for rows like those of `batch`; else does nothing."""
+    def ensure(self, state: TrainState, batch: Batch, watcher: Watcher) -> bool:
+        """Compiles what the next step needs, for rows like those of `batch`, and what looks at it.
+
+        Returns:
+            False where all of it is compiled already.
+        """
+        step = state.step
         if self._program.step.compiled(step):
-            return
+            return False
+        # Compilation may take many minutes, which are no sign of a hang.
         self._watchdog.disarm()
         self._progress.phase("compiling the training step")
         started = time.monotonic()
-        executable = self._program.step.compile(batch, step)
+        observed = watcher.due_between(step, self._config.num_train_steps)
+        executable = self._program.step.compile(batch, step, observed=observed)
+        if observed:
+            watcher.compile(state)
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
-        if self._recorded:
-            return
+        if not self._recorded:
+            self._record(executable, step, fingerprint)
+        return True
+
+    def _record(self, executable: Executable, step: int, fingerprint: str) -> None:
         # Only now: an attempt that never computes a step leaves no trace in the records of the run.
         self._recorded = True
         if self._config.log_jaxprs:

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config
+from lm_trainer.core.config import Config, LocalPath, LocalPathOrHubName
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, keep_numeric
@@ -19,6 +19,7 @@ from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.run.refused_keys import REFUSED_AT_THE_TOP
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.model_parallel import check_length, check_model_parallel, model_parallel_axes
 
@@ -26,9 +27,7 @@ from lm_trainer.step.model_parallel import check_length, check_model_parallel, m
 class RunConfig(Config):
     """A run is a function of this value, of the data that it names, and of the code."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("model_configurator", "run_configurator"), "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
-    )
+    refused_keys: ClassVar[Mapping[str, str]] = REFUSED_AT_THE_TOP
 
     model: Numeric[AnyModel] = Gpt2Config()
     """The model that is trained: a family and its sizes."""
@@ -39,14 +38,21 @@ class RunConfig(Config):
     adapter: Numeric[AnyAdapter | None] = None
     """Freeze the model that the run starts from, and train an adapter for it; null: train all of it."""
 
-    initialize_from_hf: Numeric[bool | str] = False
+    z_loss_weight: Numeric[NonNegativeFloat] = 0.0
+    """Adds this times the mean of (log sum exp logits)^2 to what training minimises, so that the softmax's normalizer
+    stays near 1; 1e-4 in PaLM. Logged as `train/z_loss`; `train/loss` and evaluations stay the cross-entropy alone."""
+    log_entropy: Operational[bool] = False
+    """Evaluations also measure the mean entropy of the distributions that the model predicts, in nats; logged as
+    `eval/entropy` or, of several sets, `eval/NAME/entropy`."""
+
+    initialize_from_hf: Numeric[bool | LocalPathOrHubName] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision
     if need be; `true`: `model.reference_checkpoint`, or the family's best known one. A run that has a checkpoint of its
     own resumes that."""
     use_hf_model_config: Operational[bool] = False
     """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
     for a `seq_len` where positions are not learned; what config.json does not say can be set."""
-    hf_save_path: Operational[str | None] = None
+    hf_save_path: Operational[LocalPath | None] = None
     """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
     to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says."""
     hf_save_steps: Operational[PositiveInt] = 10_000
@@ -87,6 +93,15 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _curvature_is_of_a_cross_entropy(self) -> RunConfig:
+        if self.z_loss_weight and self.optimizer.curvature == "gauss_newton_bartlett":
+            raise ValueError(
+                f"z_loss_weight: optimizer.type: {self.optimizer.type} estimates the curvature of a cross-entropy "
+                f"without a penalty; set z_loss_weight to 0, or write optimizer.type: sophia-h"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _microbatches_fit_mesh(self) -> RunConfig:
         plan = self.trainer.resolve()
         sizes = plan.mesh_shape._asdict()
@@ -102,6 +117,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
+        # Built here for its errors alone, long before the first step needs it.
         try:
             self.learning_rate()
         except ValueError as error:

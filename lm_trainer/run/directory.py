@@ -36,8 +36,7 @@ def run_id(config: RunConfig, config_name: str) -> str:
 
 def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
     """The directory of the checkpoints of the run `name`."""
-    base = Path(trainer.checkpointer.base_path)
-    return base / name if trainer.checkpointer.append_run_id_to_base_path else base
+    return Path(trainer.checkpointer.expanded_path(name))
 
 
 class RunDirectory:
@@ -73,10 +72,12 @@ class RunDirectory:
 
     def _hold(self) -> None:
         try:
+            # A set: both may be one directory, which cannot be locked twice.
             for directory in {self.path.absolute(), self.checkpoints}:
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(_lock(directory))
             self._check()
+        # `__exit__` is not called when `__enter__` raises.
         except BaseException:
             self._locks.close()
             raise
@@ -194,6 +195,7 @@ def _lock(directory: Path) -> Any:
             raise UserError(
                 f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
             ) from None
+        # For the message to a process that comes second.
         file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -61,8 +61,8 @@ def _git_commit() -> str | None:
 
 
 def _code_hash() -> str:
-    """Of the source of this package, which tells apart what one commit with changes does not."""
-    # A checkout with changes has one commit for many states of the code.
+    """A hash of this package's source files, 16 hexadecimal digits."""
+    # A checkout with uncommitted changes has the same commit for many states of the code.
     here, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
     for file in sorted(here.rglob("*.py")):
         digest.update(f"{file.relative_to(here).as_posix()}\n".encode() + file.read_bytes())

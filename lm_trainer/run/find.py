@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
@@ -16,9 +17,9 @@ def find_run(run: str | Path) -> Path:
     """Finds the directory of a run by its id or its path; returns an absolute path.
 
     Raises:
-        UserError: when there is none, naming those that there are.
+        UserError: when there is none, naming those that there are, and for a URL.
     """
-    for candidate in (Path(run), _LOGS / run):
+    for candidate in (local_path(run), _LOGS / run):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
     if (Path(run) / "config.yaml").is_file():
@@ -33,9 +34,9 @@ def find_checkpoints(run: str | Path) -> tuple[Path, int | None]:
         run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
 
     Raises:
-        UserError: when there is none, naming those that there are.
+        UserError: when there is none, naming those that there are, and for a URL.
     """
-    path = Path(run)
+    path = local_path(run)
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
     for candidate in (path, _LOGS / run, _CHECKPOINTS / run):

@@ -28,7 +28,7 @@ def extend_chain(chain: str, step: int, loss: float, grad_norm: float) -> str:
 
 
 def fingerprint(chain: str, hashes: Mapping[str, str]) -> str:
-    """Of the losses and gradient norms of all steps so far, and of the parameters after the last of them.
+    """The fingerprint of the losses and gradient norms of all steps so far and of the parameters after the last one.
 
     Args:
         chain: as `extend_chain` made it of every step.

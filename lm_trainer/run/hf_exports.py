@@ -85,6 +85,7 @@ class HfExports:
         Raises:
             MachineError: when the file system refuses.
         """
+        # Read now, so that the model card names the loss of this step and not of the one before.
         metrics.flush()
         # The last set of weights is the one to export. All processes take part in gathering it.
         *_, weights = program.weights(info.state).values()
@@ -114,6 +115,7 @@ class HfExports:
             write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
         if self.hub_name:
+            # One upload at a time: commits come in the order of the steps.
             self._report_upload()
             job = self._uploads.submit(
                 push, out, self.hub_name, public=False, patterns=FILES, message=f"Step {info.step}"

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import HUB_NAME, local_path, url_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.hub import Pushed, check_push, download, push
 from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, read_hf, write_hf
@@ -56,7 +57,7 @@ def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revis
         UserError: when `out` exists and is not empty, or the model cannot be read.
         MachineError: when the hub or the file system refuses.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if (out := local_path(out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")
     model = fetch_model(source, tokenizer=tokenizer, revision=revision)
     write_model(
@@ -91,6 +92,8 @@ def fetch_directory(source: str, *, revision: str | None = None, weights: bool =
         UserError: as `download`.
         MachineError: when the hub cannot be reached.
     """
+    if problem := url_problem(source, name=HUB_NAME):
+        raise UserError(problem)
     if _is_path(source):
         return Path(source)
     try:

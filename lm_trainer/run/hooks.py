@@ -41,17 +41,18 @@ class StepInfo:
 
 def scalar(x: jax.Array) -> float:
     """The value of a scalar that every device has; waits until it is computed."""
+    # Of this process's own copy: an array over several processes cannot be read as a whole.
     return float(np.asarray(x.addressable_data(0)))
 
 
 HookFn = Callable[[StepInfo], Any]
 
 When = int | Sequence[int]
-"""Every so many steps, or after these steps."""
+"""A number of steps between two calls, or the steps after which to call."""
 
 
 def is_due(every: When, step: int) -> bool:
-    """True if something that happens `every` so many steps happens after `step` steps."""
+    """True if `step`, steps done, is a multiple of `every` or in its list."""
     return step % every == 0 if isinstance(every, int) else step in every
 
 

@@ -51,6 +51,7 @@ def start_state(request: Request) -> TrainState:
     Raises:
         UserError: when a checkpoint must be there and is not, holds another model, or belongs to other data.
     """
+    # A generator: an origin is asked only where none before it has anything.
     found = (origin(request) for origin in ORIGINS)
     return next(state for state in found if state is not None)
 
@@ -120,6 +121,7 @@ def initialize_from(request: Request) -> TrainState | None:
     ]
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
+    # The other run may have had another precision.
     return program.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()})
 
 
@@ -147,6 +149,7 @@ def _resume(request: Request, restored: Restored) -> TrainState:
 def _other_checkpoint(path: str, program: Program, partial: bool) -> Restored:
     directory, named = find_checkpoints(path)
     problems = []
+    # A step that the user named is used or refused; without a name an older one will do.
     for step in [named] if named is not None else reversed(committed_steps(directory)):
         try:
             return read_step(directory, step, expected_arrays(program), partial=partial)

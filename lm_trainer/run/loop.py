@@ -46,6 +46,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         last = state.step == run.num_train_steps
         follow_up(run, info, last=last, stopping=stopping)
         if stopping and not last:
+            # The exit code of a preempted run promises that everything is saved.
             run.checkpoints.wait()
             raise preempted(run.stop.requested, state.step)
         run.watchdog.disarm()
@@ -62,7 +63,9 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
         loading: seconds that the step has waited for the batch.
     """
     program, step = run.program, state.step
-    run.compilation.ensure(step, batch)
+    if run.compilation.ensure(state, batch, run.norms):
+        # Throughput is that of steps: compilation belongs to none.
+        run.metrics.pause()
     run.bad_batches.keep(step + 1, batch)
     # Norms are computed by programs of their own, beside the step: logging them changes no bit of it.
     observer = run.norms if run.norms.due(step + 1) else None
@@ -110,6 +113,7 @@ def train_to_end(run: LoopParts, state: TrainState, batches: Iterable[Batch]) ->
         state = info.state
     run.watchdog.arm("the last step and its checkpoint")
     if run.records:
+        # Metrics are read one step late: those of the last step are still to come.
         run.metrics.flush()
         run.checkpoints.keep(state)
     run.watchdog.disarm()

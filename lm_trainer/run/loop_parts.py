@@ -65,7 +65,9 @@ class LoopOptions:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Saved with every checkpoint, as JSON."""
     flops_per_token: float = 0.0
-    """Of a training step, for the figure of MFU; 0 where it is not known."""
+    """FLOPs of a training step for each token, for the figure of MFU; 0 where they are not known."""
+    recomputed_flops_per_token: float | None = None
+    """FLOPs that rematerialisation adds to them, for the figure of HFU; None where it is not known."""
     exports: Sequence[HfExports] = ()
     hooks: Hooks = field(default_factory=Hooks)
     eval_sets: EvalSets = field(default_factory=list)
@@ -92,13 +94,15 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
     """
     config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
     with ExitStack() as stack:
+        # Opened first and closed last, so that what the other parts report at their end arrives.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step)))
         tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, program.sharding, program.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
+        # A resumed run goes on with the chain of its checkpoint, so that its fingerprint covers all steps.
         chain = attempt.store.record(state.step).get("chain", "")
-        meter = _meter(config, program, options.flops_per_token)
+        meter = _meter(config, program, options)
         logger = MetricLogger(config, tracker, progress, meter, norms, bad_batches=bad_batches, chain=chain)
         metrics = stack.enter_context(closing(logger))
         profiler = stack.enter_context(_profiler(attempt, tracker))
@@ -141,11 +145,12 @@ def _open_trackers(attempt: Attempt, step: int) -> Composite:
     )
 
 
-def _meter(config: TrainerConfig, program: Program, flops_per_token: float) -> Meter:
+def _meter(config: TrainerConfig, program: Program, options: LoopOptions) -> Meter:
     devices = program.sharding.mesh.devices
     peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
-    peak_flops = None if peak is None or not flops_per_token else peak.flops * devices.size
-    return Meter(flops_per_token=flops_per_token, peak_flops=peak_flops)
+    flops = options.flops_per_token
+    peak_flops = None if peak is None or not flops else peak.flops * devices.size
+    return Meter(flops_per_token=flops, peak_flops=peak_flops, recomputed=options.recomputed_flops_per_token)
 
 
 def _profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:

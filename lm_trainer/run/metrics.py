@@ -121,6 +121,12 @@ class MetricLogger:
         metrics = {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
         self._trackers.log(metrics, step=step)
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
+        # The time since the last step is that of the evaluation.
+        self._meter.pause()
+
+    def pause(self) -> None:
+        """Leaves the time until the next step is done out of its speed; records the step before it."""
+        self.flush()
         self._meter.pause()
 
     def prove(self, state: TrainState) -> dict[str, Any]:

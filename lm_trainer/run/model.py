@@ -11,11 +11,11 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
-from lm_trainer.nn.loss import token_loss
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.run.config import RunConfig
-from lm_trainer.step.elastic import LossFn
-from lm_trainer.step.state import ModelDef
+from lm_trainer.step.gradient import LossFn
+from lm_trainer.step.model_def import ModelDef
 
 INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
 """Folded into the key of the seed, so that no two uses of it draw the same numbers."""
@@ -61,18 +61,26 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
 
 def loss_function(config: RunConfig) -> LossFn:
     """The training loss in the compute dtype of the configuration."""
-    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
+    terms = LossTerms(z_loss_weight=config.z_loss_weight)
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
-def next_token_loss(dtype: Any, block_size: int | None = None) -> LossFn:
+def evaluation_loss(config: RunConfig) -> LossFn:
+    """The loss on held-out sets: without the penalty of training."""
+    terms = LossTerms(entropy=config.log_entropy)
+    return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
+
+
+def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> LossFn:
     """Cross-entropy of the next token, for a `Decoder`.
 
     Args:
         dtype: of the computation.
         block_size: as for `token_loss`.
+        terms: as for `token_loss`.
     """
 
     def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
-        return token_loss(model, batch, dtype=dtype, key=key, block_size=block_size)  # pyright: ignore[reportArgumentType]
+        return token_loss(model, batch, dtype=dtype, key=key, block_size=block_size, terms=terms)  # pyright: ignore[reportArgumentType]
 
     return loss

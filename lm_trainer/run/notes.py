@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
-from lm_trainer.parallel.mesh import BATCH_AXES
+from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
 from lm_trainer.run.trainer_config import TrainerConfig
 
 
@@ -21,12 +21,30 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields a line for each setting that can be meant, but need not be."""
     if instead := determinism_note(trainer, mesh):
         yield instead
+    default = TrainerConfig.model_fields["elastic_shards"].default
+    if "elastic_shards" not in trainer.model_fields_set and trainer.elastic_shards != default:
+        yield (
+            f"trainer.elastic_shards is {trainer.elastic_shards}, the largest power of two that divides every batch: "
+            "the run can use at most so many devices along the data axes"
+        )
+    yield from _rules_without_effect(trainer)
     if "float16" in (trainer.mp.param, trainer.mp.compute):
         yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
     elif trainer.mp.param == "bfloat16":
         yield (
             "trainer.mp: weights and the optimizer's state are bfloat16, which loses small updates; p=f32,c=bfloat16 "
             "keeps them in float32 and computes in bfloat16"
+        )
+
+
+def _rules_without_effect(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.tensor_parallel_axes and trainer.model_axis_size == 1:
+        yield "trainer.tensor_parallel_axes has no effect while trainer.model_axis_size is 1"
+    rules = {**trainer.axis_resources, **trainer.parameter_axis_resources, **trainer.compute_axis_resources}
+    if unused := [axis for axis in rules if axis == "batch" or axis in OTHER_AXES]:
+        yield (
+            f"trainer: rules for the axes {', '.join(unused)} have no effect: the batch is always sharded over "
+            f"{', '.join(BATCH_AXES)}, and the others are not axes of a parameter"
         )
 
 

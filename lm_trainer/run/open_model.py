@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
@@ -27,7 +28,7 @@ def open_model(source: str, *, step: int | None = None) -> TextModel:
     Raises:
         UserError: when there is no such model, or it is damaged.
     """
-    path = Path(source)
+    path = local_path(source)
     if is_hf_directory(path):
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lm_trainer.config.loader import Loaded
 from lm_trainer.core.errors import ConfigError, UserError
-from lm_trainer.optim import Param
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import trace_model
 from lm_trainer.run.pretrained import resolve_model
@@ -21,10 +20,7 @@ def weight_decay(loaded: Loaded[RunConfig]) -> dict[str, bool]:
     config = resolve_model(loaded.config, "run")
     # The names do not depend on the size of the vocabulary, which is known only once the tokenizer is read.
     model = trace_model(config, _ANY_VOCABULARY)
-    params = {
-        name: Param(name, x.shape, model.axes[name]) for name, x in model.shapes.items() if name in model.trainable
-    }
     try:
-        return config.optimizer.decay_mask(params)
+        return config.optimizer.decay_mask(model.optimizer_params())
     except UserError as error:
         raise ConfigError([f"{loaded.origin('optimizer.weight_decay_modules')}: {error}"]) from None

@@ -30,7 +30,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import checkpoint_directory, run_id
 from lm_trainer.run.hf_transfer import fetch_directory
 from lm_trainer.run.saved_model import read_config, read_vocabulary
-from lm_trainer.step.state import ModelDef, Params
+from lm_trainer.step.model_def import ModelDef, Params
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,11 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     section, notes = _section(config, source.directory, source.config, source.vocab_size)
     # Only headers are read: a missing tensor is named before text is tokenised.
     source.plan(section)
+    differing = (note,) if (note := section.differs_from_hf()) is not None else ()
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
-    return HfStart(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes))
+    return HfStart(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes, *differing))
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
@@ -132,6 +133,7 @@ def _resumed(config: RunConfig, own: Path) -> HfStart | None:
 
 def _with_model(config: RunConfig, section: DecoderConfig) -> RunConfig:
     """The configuration with another model section, checked anew."""
+    # Only the keys that were written, so that defaults stay known as defaults.
     try:
         return RunConfig(**{**{name: getattr(config, name) for name in config.model_fields_set}, "model": section})
     except ValidationError as error:
@@ -191,6 +193,7 @@ class HfCheckpoint:
         with blame(self.directory):
             stored = hf.plan_reading(model, self.vocab_size, *self.weights.headers())
         for name in {piece.tensor for pieces in stored.pieces.values() for piece in pieces}:
+            # For its error: a dtype that NumPy cannot hold exactly.
             _ = self.weights.stored[name].numpy_dtype
         return stored
 
@@ -237,6 +240,7 @@ class HfCheckpoint:
 
 def _locate(config: RunConfig, *, weights: bool = True) -> Path:
     name = source_name(config)
+    # The name of a directory may have an @ of its own.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)
 

@@ -19,26 +19,22 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.optim import OptimizerConfig, Param
+from lm_trainer.optim import OptimizerConfig
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import DROPOUT_KEY, loss_function, trace_model
+from lm_trainer.run.model import DROPOUT_KEY, evaluation_loss, loss_function, trace_model
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.elastic import CurvatureFn, ElasticStep, LossFn, Observer, Step, UpdateRule
+from lm_trainer.step.base import Observer, Step, UpdateRule
+from lm_trainer.step.elastic import ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
+from lm_trainer.step.gradient import CurvatureFn, LossFn
+from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
-from lm_trainer.step.state import (
-    ModelDef,
-    Params,
-    StateSharding,
-    TrainState,
-    fresh_state,
-    plan_state_sharding,
-    state_from_params,
-)
+from lm_trainer.step.state import TrainState, fresh_state, state_from_params
+from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.update import Metrics
 
 _DRAWN_TOGETHER = 1024
@@ -61,7 +57,7 @@ class Program:
     plan: StepPlan
     """The trainer section that all of this was planned from."""
     schedule: Schedule
-    """The learning rate of the step after so many steps."""
+    """The learning rate by the number of steps done before."""
     averages: bool
     """True if the state has averaged weights."""
     freezes: bool
@@ -135,9 +131,21 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | N
     Raises:
         UserError: as `plan_program`.
     """
-    model, seq_len = trace_model(config, vocab_size), config.model.seq_len
+    return plan_run(config, config.trainer, trace_model(config, vocab_size), devices=devices)
+
+
+def plan_run(
+    config: RunConfig, trainer: TrainerConfig, model: ModelDef, *, devices: Sequence[Any] | None = None
+) -> Program:
+    """Plans the run of a configuration with this trainer section and this model; otherwise as `plan_program`."""
     return plan_program(
-        config.trainer, config.optimizer, model, loss_function(config), devices=devices, seq_len=seq_len
+        trainer,
+        config.optimizer,
+        model,
+        loss_function(config),
+        eval_loss=evaluation_loss(config),
+        devices=devices,
+        seq_len=config.model.seq_len,
     )
 
 
@@ -147,6 +155,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     model: ModelDef,
     loss: LossFn,
     *,
+    eval_loss: LossFn | None = None,
     key: jax.Array | None = None,
     devices: Sequence[Any] | None = None,
     seq_len: int | None = None,
@@ -158,6 +167,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         optimizer: updates the weights.
         model: is trained.
         loss: of a microbatch.
+        eval_loss: of a microbatch in evaluation; by default `loss`.
         key: for the random numbers of training, such as dropout; by default of the seed.
         devices: to compute on.
         seq_len: positions in a row, for schedules that count tokens.
@@ -166,7 +176,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
     """
     plan = trainer.resolve()
-    mesh = plan.mesh(devices or _devices(trainer))
+    mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
     tx, sharding = shard_state(plan, optimizer, model, mesh)
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, plan.policy.compute_dtype))
@@ -184,7 +194,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         optimizer=optimizer,
         tx=tx,
         step=step,
-        evaluate=Evaluator(model, loss, step.devices, plan.evaluation),
+        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation),
         plan=plan,
         schedule=optimizer.schedule(trainer.num_train_steps, tokens),
         averages=trainer.model_averaging is not None,
@@ -215,7 +225,7 @@ def shard_state(
         max_shards=math.gcd(*(each.count for each in plan.microbatches.values)),
     )
     trained = {name: x for name, x in model.shapes.items() if name in model.trainable}
-    tx = optimizer.build({name: Param(name, x.shape, model.axes[name]) for name, x in trained.items()})
+    tx = optimizer.build(model.optimizer_params())
     return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
 
 
@@ -248,18 +258,9 @@ def check_devices(trainer: TrainerConfig) -> None:
         UserError: as `plan_program`.
     """
     plan = trainer.resolve()
-    mesh = plan.mesh(_devices(trainer))
+    mesh = trainer.device_mesh
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
+    # For its errors.
     for each in plan.microbatches.values:
         each.per_shard(mesh)
-
-
-def _devices(trainer: TrainerConfig) -> Sequence[Any]:
-    found = jax.devices()
-    if trainer.max_devices is not None and trainer.max_devices < len(found) and jax.process_count() > 1:
-        raise UserError(
-            f"trainer.max_devices: {trainer.max_devices} of {len(found)} devices would leave processes idle; start "
-            f"fewer processes"
-        )
-    return found[: trainer.max_devices]

@@ -1,4 +1,4 @@
-"""Models out of checkpoints, wherever the user points at them, and into them."""
+"""Models read from checkpoints, by the id or any directory of a run, and written to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jax.sharding import SingleDeviceSharding
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.core.files import write_atomically
+from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.run.find import find_checkpoints
-from lm_trainer.step.state import ModelDef
+from lm_trainer.step.model_def import ModelDef
 
 if TYPE_CHECKING:
     from lm_trainer.models.base import DecoderConfig
@@ -167,13 +167,13 @@ def write_model(
     from lm_trainer.config.render import to_yaml
     from lm_trainer.run.config import RunConfig
 
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if (out := local_path(out)).exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another directory")
+    # Beside its place and renamed: a directory that is there is complete.
     draft = out.absolute().with_name(f".{out.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         store = CheckpointStore(draft, CheckpointerConfig())
-        # Beside its place and renamed: a directory that is there is complete.
         arrays = {PARAMS + name: jax.numpy.asarray(x) for name, x in named_leaves(dict(params)).items()}
         store.save(0, arrays, {"vocab_size": vocab_size})
         store.close()

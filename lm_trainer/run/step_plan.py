@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.core.precision import Policy
 from lm_trainer.parallel.mesh import AxisRules, MeshShape, build_mesh
-from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
 
 @dataclass(frozen=True)

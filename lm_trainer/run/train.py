@@ -18,21 +18,22 @@ from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.parallel.processes import is_lead
-from lm_trainer.profile.flops import flops_per_token
+from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
 from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import batches_from
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import run_id
 from lm_trainer.run.hf_exports import HfExports, check_exports
-from lm_trainer.run.hooks import Hooks, StepInfo
+from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.initial_weights import choose_vocab_size
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
-from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.model import trace_model
 from lm_trainer.run.pretrained import HfStart, find_start
-from lm_trainer.run.program import Program, plan_program
-from lm_trainer.step.state import ModelDef, TrainState, to_host
+from lm_trainer.run.program import Program, plan_run
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
 
 
@@ -94,7 +95,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             prepare(config, name=name, progress=progress, allow_config_change=allow_config_change)
         )
         config, attempt, data, program = run.config, run.attempt, run.data, run.program
-        options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, hooks=Hooks())
+        options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
         if not data.complete:
             options.hooks.add(BuildWatch(data, progress), every=1)
         if config.hf_save_path is not None:
@@ -108,6 +109,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None
+        # An attempt that found the run complete computes nothing.
         if state.step > run.state.step and config.trainer.sample_tokens:
             progress.phase("sampling")
             sample = draw_sample(config, program, data, state)
@@ -136,7 +138,9 @@ class PreparedRun:
     facts: Mapping[str, Any]
     """Saved with every checkpoint, as JSON."""
     flops_per_token: float
-    """Of a training step."""
+    """FLOPs of a training step for each token."""
+    recomputed_flops_per_token: float
+    """FLOPs that rematerialisation adds to them."""
     hub_name: str | None
     """The repository that exports are uploaded to."""
 
@@ -155,6 +159,7 @@ def prepare(
     """
     name = run_id(config, name)
     pretrained = find_start(config, name)
+    # The checkpoint may decide the model section, so it is read before anything is planned.
     if pretrained is not None:
         config = pretrained.config
     trainer = config.trainer.model_copy(update={"id": name})
@@ -188,10 +193,11 @@ def _place_state(
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
-    program = plan_program(attempt.config, config.optimizer, model, loss_function(config), seq_len=config.model.seq_len)
+    program = plan_run(config, attempt.config, model)
     state = attempt.start(program, program.init, data.fingerprints, config=loads)
-    flops = training_flops(flops_per_token(config.model.spec(vocab_size), config.model.seq_len), model)
-    return PreparedRun(config, attempt, data, program, state, facts, flops, hub_name)
+    spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
+    flops = training_flops(flops_per_token(spec, seq_len), model), recomputed_flops_per_token(spec, seq_len)
+    return PreparedRun(config, attempt, data, program, state, facts, *flops, hub_name)
 
 
 def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress) -> None:
@@ -246,8 +252,10 @@ def describe_build(data: Data) -> str:
     because = data.waits_for_all
     if because is None:
         return "the text is tokenised while the run trains on what is there"
-    instead = " (data.shuffle: {type: era} would begin with the first text)" if "shuffle" in because else ""
-    return f"the first step waits until all text is tokenised, because of {because}{instead}"
+    waits = f"the first step waits until all text is tokenised, because of {because}"
+    if "shuffle" not in because:
+        return waits
+    return f"{waits}; to begin at once, write data.shuffle: {{type: era}}, which draws early batches from early text"
 
 
 class BuildWatch:

@@ -15,6 +15,7 @@ from pydantic import SerializeAsAny
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import OptimizerConfig
 from lm_trainer.parallel.mesh import AxisRules
@@ -28,8 +29,9 @@ from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
 from lm_trainer.run.model import Selection, trace_module
 from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.elastic import LossFn
-from lm_trainer.step.state import ModelDef, TrainState
+from lm_trainer.step.gradient import LossFn
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
 
@@ -60,7 +62,8 @@ class Trainer:
         seq_len: positions in a row, for schedules that count tokens.
 
     Raises:
-        UserError: when the run directory is in use or holds another run, or the devices do not fit.
+        UserError: for an optimizer that is none of `lm_trainer.optim`, and when the run directory is in use or holds
+            another run, or the devices do not fit.
     """
 
     def __init__(
@@ -73,6 +76,12 @@ class Trainer:
         progress: Progress | None = None,
         add_default_hooks: bool = True,
     ):
+        if not isinstance(optimizer, OptimizerConfig):
+            raise UserError(
+                f"Trainer: the optimizer must be one of lm_trainer.optim, such as AdamConfig(learning_rate=1e-3), not "
+                f"{type(optimizer).__name__}; put a transformation of optax into `transform` of a subclass of "
+                f"OptimizerConfig"
+            )
         self.config, self.optimizer, self.loss_fn = config, optimizer, loss_fn
         self.progress = progress or Progress(config.num_train_steps)
         self.hooks = Hooks()
@@ -213,11 +222,13 @@ class Trainer:
             raise ValueError("give either model or model_init")
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
+            # A copy, since tracing must leave the user's module as it is.
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
         program = plan_program(
             self.config, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
         )
+        # Traced definitions hold shapes alone: the weights of a given model are taken from it here.
         init = program.init
         if model is not None:
             weights = definition.named(nnx.to_pure_dict(nnx.state(model, nnx.Param)))

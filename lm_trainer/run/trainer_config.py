@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import jax
+from jax.sharding import Mesh
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.core.config import Config, Seed
+from lm_trainer.core.config import Config, LocalPath, Name, Seed, Takes
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, numeric_part
-from lm_trainer.core.piecewise import BatchSchedule, IntSchedule, Piecewise, piecewise_int
+from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import check_settings
 from lm_trainer.data.tokenize.ray_backend import RayConfig
@@ -19,13 +23,22 @@ from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.nn.quantize import AnyQuantization
 from lm_trainer.optim.averaging import AnyAveraging
 from lm_trainer.parallel.distributed import DistributedConfig
-from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, RULE_AXES, MeshShape, check_logical_axis, parse_rules
+from lm_trainer.parallel.mesh import (
+    BATCH_AXES,
+    MESH_AXES,
+    RULE_AXES,
+    AxisRules,
+    MeshShape,
+    batch_shards,
+    check_logical_axis,
+    parse_rules,
+)
 from lm_trainer.run.step_plan import StepPlan
-from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.norms import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
 
-Resources = dict[str, str | tuple[str, ...]]
+Resources = dict[Name, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
 
 _CUT_BY = {"layers": "pipeline", "experts": "expert"}
@@ -48,9 +61,23 @@ def _over_model_axis(rules: Mapping[str, Any]) -> dict[str, Any]:
 class TrainerConfig(Config):
     """Everything about a run that is neither the model, nor the data, nor the optimizer."""
 
-    refused_keys: ClassVar[Mapping[str, str]] = {
-        "per_device_train_parallelism": "renamed; use `per_device_parallelism`",
-        "wandb": "deprecated; use `tracker` with `type: wandb`",
+    renamed_keys: ClassVar[Mapping[str, str]] = {
+        "per_device_train_parallelism": "per_device_parallelism",
+        # A tracker without `type` is one of W&B.
+        "wandb": "tracker",
+    }
+    replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"wandb": ("tracker",)}
+
+    absent: ClassVar[Mapping[str, str]] = {
+        "TrainBatch": "axes have no objects; use batch_schedule.at(step)",
+        "EvalBatch": "axes have no objects; use eval_batch_size",
+        "batch_axis_at_step": "axes have no objects; use batch_schedule.at(step)",
+        "initialize": "use `with Trainer(config, optimizer, loss) as trainer:`, which does it",
+        "use_device_mesh": "shardings name their mesh; use jax.set_mesh(config.device_mesh) for code of yours",
+        "num_slices": "it is not asked for; copies of the state over slices: use replica_dcn_axis_size",
+        "num_devices_per_slice": "for each copy over slices use device_mesh.size // replica_dcn_axis_size",
+        "data_ici_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
+        "data_dcn_axis_size": "there is one data axis, inside and across slices; use device_mesh.shape['data']",
     }
 
     seed: Numeric[Seed] = 0
@@ -76,7 +103,7 @@ class TrainerConfig(Config):
 
     num_train_steps: Numeric[PositiveInt] = 400_000
     """Optimizer steps of the whole run."""
-    train_batch_size: Numeric[IntSchedule] = 512
+    train_batch_size: Numeric[BatchSizes] = 512
     """Rows in a global batch: a number, or how it changes over steps, as `[{start: 0, value: 64}, {start: 1000,
     value: 128}]`."""
     per_device_parallelism: Numeric[int] = -1
@@ -86,7 +113,7 @@ class TrainerConfig(Config):
     """Rows that a device evaluates at once; -1: as in training."""
     elastic_shards: Numeric[PositiveInt] = 8
     """With per_device_parallelism -1, the number of microbatches in a step: the most devices along the data axes
-    that the run can ever use."""
+    that the run can ever use. Unset, and a batch is no multiple of 8: the largest power of two that divides it."""
     allow_nondivisible_batch_size: Numeric[bool] = False
     """Fill up a batch that cannot be split into equal microbatches with rows that count for nothing, instead of
     refusing it. They cost computation."""
@@ -103,7 +130,7 @@ class TrainerConfig(Config):
     sample_tokens: Operational[NonNegativeInt] = 128
     """After training, print a sample of so many tokens; 0: none."""
 
-    log_dir: Operational[str] = "logs/"
+    log_dir: Operational[LocalPath] = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
     tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
     """Trackers besides metrics.jsonl: one or a list. A block without `type` is one of wandb."""
@@ -130,9 +157,9 @@ class TrainerConfig(Config):
     checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
     load_checkpoint: Operational[bool | None] = None
     """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
-    load_checkpoint_path: Operational[str | None] = None
+    load_checkpoint_path: Operational[LocalPath | None] = None
     """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
-    initialize_from: Numeric[str | None] = None
+    initialize_from: Numeric[LocalPath | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: Operational[bool] = False
     """Start parameters of the model that a checkpoint lacks afresh and name them, instead of refusing it."""
@@ -169,9 +196,9 @@ class TrainerConfig(Config):
 
     jax_config: Annotated[dict[str, JsonValue], numeric_part(_numeric_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
-    jax_compilation_cache_dir: Operational[str | None] = None
-    """Directory in which compiled programs are kept between runs. Default: JAX_COMPILATION_CACHE_DIR, else the user's
-    cache directory."""
+    jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=("gs", "s3"))] | None] = None
+    """Directory in which compiled programs are kept between runs; with the package gcsfs or s3fs it may be a gs:// or
+    s3:// URL. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache directory."""
     distributed: Operational[DistributedConfig] = DistributedConfig()
     ray: Operational[RayConfig] = RayConfig()
     require_accelerator: Operational[bool | None] = None
@@ -204,7 +231,8 @@ class TrainerConfig(Config):
     @classmethod
     def _axes_exist(cls, value: Resources, info: Any) -> Resources:
         options = MESH_AXES if info.field_name == "parameter_axis_resources" else RULE_AXES
-        if "batch" in parse_rules(value, key=info.field_name, options=options):
+        rules = parse_rules(value, key=info.field_name, options=options)
+        if not {*rules.get("batch", ())} <= {*BATCH_AXES}:
             raise ValueError(f"{info.field_name}: the batch is always cut over {', '.join(BATCH_AXES)}; remove 'batch'")
         return value
 
@@ -223,14 +251,21 @@ class TrainerConfig(Config):
         return value
 
     @model_validator(mode="after")
+    def _shards_divide_the_batch(self) -> TrainerConfig:
+        chosen = "elastic_shards" in self.model_fields_set or self.allow_nondivisible_batch_size
+        if not chosen and self.per_device_parallelism == -1:
+            shards = math.gcd(self.elastic_shards, *piecewise_int(self.train_batch_size).values)
+            # The configuration is frozen from here on.
+            object.__setattr__(self, "elastic_shards", shards)
+        return self
+
+    @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
         self.resolve()
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
         if self.load_checkpoint_path is not None and self.load_checkpoint is False:
             raise ValueError("load_checkpoint_path has no effect while load_checkpoint is false; remove one of them")
-        if self.tensor_parallel_axes and self.model_axis_size == 1:
-            raise ValueError("tensor_parallel_axes has no effect while model_axis_size is 1; set both")
         for axis in self._cut_axes():
             if axis in {**self.axis_resources, **self.parameter_axis_resources, **self.compute_axis_resources}:
                 raise ValueError(
@@ -255,6 +290,7 @@ class TrainerConfig(Config):
             MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
             for size in sizes.values
         )
+        # Evaluation has as many microbatches as the largest batch, so that every mesh that can train can evaluate.
         largest = max(plans, key=lambda plan: plan.count)
         rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
         return StepPlan(
@@ -266,6 +302,55 @@ class TrainerConfig(Config):
             compute_rules=self._compute_rules(),
             policy=self.mp,
         )
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows in a microbatch at the first step, on however many devices."""
+        return self.resolve().microbatches.at(0).rows
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows in a batch of evaluation."""
+        return self.resolve().evaluation.batch_size
+
+    @property
+    def compute_axis_mapping(self) -> AxisRules:
+        """Logical axis to mesh axes during computation."""
+        return self._compute_rules()
+
+    @property
+    def parameter_axis_mapping(self) -> AxisRules:
+        """Logical axis to mesh axes for the state in storage."""
+        return self._param_rules()
+
+    def devices(self) -> Sequence[Any]:
+        """The devices of the run: the first `max_devices` of those that JAX has.
+
+        Raises:
+            UserError: when some processes would have none.
+        """
+        found = jax.devices()
+        if self.max_devices is not None and self.max_devices < len(found) and jax.process_count() > 1:
+            raise UserError(
+                f"trainer.max_devices: {self.max_devices} of {len(found)} devices would leave processes idle; start "
+                f"fewer processes"
+            )
+        return found[: self.max_devices]
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The devices of the run, laid out; raises `UserError` where they cannot be."""
+        return self.resolve().mesh(self.devices())
+
+    @property
+    def data_axis_size(self) -> int:
+        """Shards of the rows of a batch."""
+        return batch_shards(self.device_mesh)
+
+    @property
+    def replica_axis_size(self) -> int:
+        """Copies of the state."""
+        return self.replica_ici_axis_size * self.replica_dcn_axis_size
 
     @property
     def trackers(self) -> tuple[Any, ...]:
@@ -288,17 +373,23 @@ class TrainerConfig(Config):
         sizes = self._mesh_shape()._asdict()
         return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
 
+    def _tensor_parallel_rules(self) -> dict[str, tuple[str, ...]]:
+        """`tensor_parallel_axes` as rules; none over a single device."""
+        return dict.fromkeys(self.tensor_parallel_axes or (), ("model",)) if self.model_axis_size > 1 else {}
+
     def _compute_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes during computation."""
-        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        tensor = self._tensor_parallel_rules()
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.compute_axis_resources, key="compute_axis_resources")
-        return {"batch": BATCH_AXES, **tensor, **shared, **own, **self._cut_axes()}
+        # Later entries win: what is said of computation alone overrides what is said of both.
+        return {**tensor, **shared, **own, **self._cut_axes(), "batch": BATCH_AXES}
 
     def _param_rules(self) -> dict[str, tuple[str, ...]]:
         """Logical axis to mesh axes for the state in storage."""
-        tensor = dict.fromkeys(self.tensor_parallel_axes or (), ("model",))
+        tensor = self._tensor_parallel_rules()
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)
         axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
+        # Later entries win, as in `_compute_rules`.
         return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own, **self._cut_axes()}

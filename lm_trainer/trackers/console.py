@@ -134,7 +134,7 @@ class _View(Protocol):
 
 
 class _Lines:
-    """One line for a step, every so many steps and every so many seconds."""
+    """Prints a line for a step after a number of steps, or of seconds."""
 
     def __init__(self, stream: TextIO, total: int, every: int, seconds: float, clock: Callable[[], float]):
         self._stream, self._total, self._every, self._seconds, self._clock = stream, total, every, seconds, clock

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
@@ -29,7 +30,7 @@ class JsonlConfig(TrackerConfig):
     """Writes a second copy of the files that the run directory always holds, for example on a shared disk."""
 
     type: Literal["jsonl"] = "jsonl"
-    path: str
+    path: LocalPath
     """The directory; metrics.jsonl and its companions go to `path`/run id."""
 
     def open(self, run: TrackedRun) -> JsonlTracker:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 
@@ -24,7 +25,7 @@ class TensorboardConfig(TrackerConfig):
     """Writes event files, which `tensorboard --logdir` shows; the viewer is a package of its own."""
 
     type: Literal["tensorboard"] = "tensorboard"
-    logdir: str | None = None
+    logdir: Annotated[str, Takes(schemes=("gs", "s3"))] | None = None
     """Event files go to `logdir`/run id, which may be a gs:// or s3:// URL. Default: `tensorboard` in the run
     directory."""
 

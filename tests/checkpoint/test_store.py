@@ -114,6 +114,19 @@ def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: P
     assert not [p.name for p in directory.iterdir() if p.name.startswith(".trash")]
 
 
+def test_two_temporary_checkpoints_remain_between_saves_and_after_a_kill(directory: Path) -> None:
+    killed = saved(directory, 3, 5, 7)
+    killed.wait()
+    assert committed_steps(directory) == [5, 7]
+    # Not closed, as after a kill.
+    resumed = saved(directory, 9)
+    resumed.wait()
+    assert committed_steps(directory) == [7, 9]
+    resumed.close()
+    assert committed_steps(directory) == [9]
+    killed.close()
+
+
 def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
     store = saved(directory, 1, 2)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -241,7 +254,7 @@ def test_a_flipped_bit_in_any_file_is_noticed_or_harmless(directory: Path) -> No
 
 
 def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two processes this one can read everything, and the other one not the arrays of the newest step."""
+    """Restores an older step, since the other of two processes cannot read the arrays of the newest one."""
     saved(directory, 1, 2, config=NEVER.model_copy(update={"keep": (KeepEvery(every=1),)})).close()
     store = CheckpointStore(directory, NEVER)
     answers = iter([False, True, False, False])

@@ -61,7 +61,7 @@ def test_the_state_takes_what_its_arrays_do_on_each_of_four_devices():
 
 @pytest.fixture(scope="module")
 def memory() -> StepMemory:
-    """Of a step on two devices that share the state."""
+    """The memory of a step on two devices that share the state."""
     return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2], "gpu")
 
 

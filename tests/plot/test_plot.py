@@ -1,4 +1,4 @@
-"""What is drawn of a schedule: the points, the text, and a picture that is one."""
+"""Tests of plots of schedules: their points, their text, and an image file that can be read."""
 
 from __future__ import annotations
 

@@ -75,3 +75,12 @@ def test_the_share_of_waiting_is_taken_over_the_window():
 def test_an_unknown_peak_gives_no_mfu():
     clock = Clock()
     assert "throughput/mfu" not in steps(meter(clock, peak_flops=None), clock, (1, 1.0), (1, 1.0))[-1]
+
+
+def test_hfu_counts_what_is_computed_again_and_mfu_does_not():
+    clock = Clock()
+    last = steps(meter(clock, recomputed=2.5e8), clock, (100, 1.0), (100, 0.5))[-1]
+    assert last["throughput/mfu"] == pytest.approx(100 * 200 * 1e9 / 1e13)
+    assert last["throughput/hfu"] == pytest.approx(100 * 200 * 1.25e9 / 1e13)
+    unknown = steps(meter(Clock()), clock, (100, 1.0), (100, 0.5))[-1]
+    assert "throughput/hfu" not in unknown

@@ -28,6 +28,7 @@ class Machine:
     device_count: int = 2
     tokens_per_step: float = 1000.0
     flops_per_token: float = 6e9
+    recomputed_flops_per_token: float = 1.5e9
     num_params: int = 10**9
     vocab_size: int = 50_257
     flops: float = 5e12
@@ -95,6 +96,9 @@ def test_the_report_for_machines_is_json_in_si_units(monkeypatch):
     assert values["step_seconds"]["median"] == pytest.approx(0.05)
     assert values["datasheet"]["peak_flops_per_second"] == 624e12
     assert values["datasheet"]["fraction"] == report.datasheet_fraction
+    # 20,000 tokens/s of 7.5 GFLOPs, of two devices' 312 TFLOP/s.
+    assert values["datasheet"]["hardware_fraction"] == pytest.approx(20_000 * 7.5e9 / 624e12)
+    assert values["recomputed_flops_per_token"] == 1.5e9
     assert values["matmul"]["fraction"] == report.matmul_fraction
 
 
@@ -103,6 +107,7 @@ def test_the_report_for_people(monkeypatch):
     assert rows["device"] == "2 x NVIDIA A100-SXM4-80GB, computing in bfloat16"
     assert rows["throughput"] == "20,000 tokens/s, 120 TFLOP/s"
     assert rows["of datasheet peak (MFU)"] == "19.2% of 624 TFLOP/s in bfloat16"
+    assert rows["with recomputation (HFU)"] == "24.0%"
     assert rows["of measured matmul peak"] == "48.0% of 250 TFLOP/s (best 250 TFLOP/s; 8192 squared)"
 
 

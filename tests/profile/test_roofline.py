@@ -1,4 +1,4 @@
-"""What a program does at least, against a count by hand and XLA's own."""
+"""Least FLOPs and bytes of a program, against a count by hand and XLA's own."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Bigrams(nnx.Module):
 
 
 def loss(model: Bigrams, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    logits = model.table[...][batch.tokens] + model.bias[...]
+    logits = model.table[...][batch.tokens] + model.bias[None, None, :]
     right = jnp.argmax(logits, -1) == batch.targets
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], -1)[..., 0]
     return jnp.sum(nll * batch.weights), jnp.sum(batch.weights), {"accuracy": jnp.sum(right * batch.weights)}

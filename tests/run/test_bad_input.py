@@ -1,4 +1,4 @@
-"""What a user gets wrong: a clear message, the right exit code, no traceback, nothing saved is harmed."""
+"""Mistakes of a user: a clear message, the right exit code, no traceback, nothing saved is harmed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_directory_that_cannot_be_written(make_config: MakeConfig, train: Trai
 @pytest.mark.parametrize(
     ("trainer", "parts"),
     [
-        ({"train_batch_size": 12}, ("train_batch_size 12 cannot be cut into elastic_shards=8",)),
+        ({"train_batch_size": 12, "elastic_shards": 8}, ("train_batch_size 12 cannot be cut into elastic_shards=8",)),
         ({"per_device_parallelism": 3}, ("train_batch_size 16 is not a multiple of per_device_parallelism=3",)),
         ({"per_device_parallelism": 4}, ("8 devices along the data axes cannot share 4 microbatches of 4 rows",)),
         ({"model_axis_size": 3}, ("8 devices cannot be divided", "model_axis_size=3")),

@@ -1,4 +1,4 @@
-"""What counts as a difference between a run's configuration and one that would go on with it."""
+"""Differences that count between a run's configuration and one that would continue it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of all that two attempts may differ in, what may give other bits."""
+"""Differences between the environments of two attempts that may change the bits of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine does to a run: signals, locks, damaged and unsuitable checkpoints."""
+"""Faults that a run must survive or report: signals, locks, damaged and unsuitable checkpoints."""
 
 from __future__ import annotations
 

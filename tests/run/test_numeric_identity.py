@@ -37,6 +37,8 @@ def test_every_key_says_whether_it_decides_numbers(config: type[Config], key: st
         ({"data": {"shuffle": False}}, True),
         ({"optimizer": {"type": "adam", "learning_rate": 0.5}}, True),
         ({"model": {"type": "gpt2", "num_layers": 3}}, True),
+        ({"z_loss_weight": 1e-4}, True),
+        ({"log_entropy": True}, False),
         ({"hf_save_path": "out"}, False),
     ],
 )

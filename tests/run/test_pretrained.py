@@ -17,11 +17,12 @@ from lm_trainer.core.tree import nested_from_names
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, TextModel, write_hf
-from lm_trainer.models import DecoderConfig, LlamaConfig, Qwen2Config, hf
-from lm_trainer.models.rope import Llama3Rope
+from lm_trainer.models import DecoderConfig, LlamaConfig, Phi3Config, Qwen2Config, hf
+from lm_trainer.models.rope import Llama3Rope, LongRope
 from lm_trainer.parallel import sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.hf_transfer import import_model
 from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from lm_trainer.run.program import build_program
 
@@ -272,6 +273,37 @@ def test_a_copy_of_a_tied_tensor_must_be_one(tmp_path: Path) -> None:
                 source.load(tied, shapes, dict.fromkeys(leaves, here))
         else:
             assert source.load(tied, shapes, dict.fromkeys(leaves, here)).keys() == leaves.keys()
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    write_checkpoint(tmp_path / "base")
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = HfCheckpoint.open(config(tmp_path / "base")).weights.stored[name].file
+    tensors = load_file(file)
+    tensors[name][3, 5] = np.nan
+    save_file(tensors, file)
+    source = HfCheckpoint.open(config(tmp_path / "base"))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    leaves = hf.param_infos(LLAMA, 260)
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, np.float32) for path, leaf in leaves.items()}
+    message = rf"{file.name}: {name} holds NaN or infinite values; use a sound copy"
+    with pytest.raises(UserError, match=message):
+        source.load(LLAMA, shapes, dict.fromkeys(leaves, here))
+    with pytest.raises(UserError, match=message):
+        import_model(str(tmp_path / "base"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_longrope_that_takes_one_table_for_all_lengths_is_said(tmp_path: Path) -> None:
+    short, long = (1.0,) * 4, (2.0,) * 4
+    rope = LongRope(short_factor=short, long_factor=long, factor=2.0, original_max_position_embeddings=32)
+    phi = Phi3Config(**LLAMA.model_dump(include={*KEYS} - {"type", "rope"}), rope=rope)
+    write_checkpoint(tmp_path / "base", phi)
+    assert "as a run with model.seq_len: 32 does" in start(config(tmp_path / "base", use_hf_model_config=True)).notes[1]
+    shorter = {"type": "phi3", "seq_len": 32}
+    assert len(start(config(tmp_path / "base", use_hf_model_config=True, model=shorter)).notes) == 1
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:

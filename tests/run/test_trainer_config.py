@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import yaml
 from jax.sharding import PartitionSpec
@@ -27,8 +28,9 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import dry_run
 from lm_trainer.run.model import loss_function, trace_model
 from lm_trainer.run.program import build_program
+from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.microbatch import MicrobatchPlan
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from tests.conftest import RunLmt, lmt_environment
 
 VOCAB = 61
@@ -172,11 +174,10 @@ def test_how_a_batch_is_cut(trainer: dict[str, Any], plan: tuple[int, int], rows
     ("trainer", "message"),
     [
         ({"batch_axis": "rows"}, "the only batch axis is 'batch'"),
-        ({"axis_resources": {"batch": "data"}}, "axis_resources: the batch is always cut over replica_dcn"),
-        ({"tensor_parallel_axes": ["mlp"]}, "no effect while model_axis_size is 1"),
+        ({"axis_resources": {"batch": "model"}}, "axis_resources: the batch is always cut over replica_dcn"),
         ({"axis_resources": {"mlp": "context"}}, "context_axis_size alone says what the mesh axis 'context' cuts"),
         ({"expert_axis_size": 2, "axis_resources": {"experts": "model"}}, "expert_axis_size already says how"),
-        ({"train_batch_size": 30}, "set allow_nondivisible_batch_size"),
+        ({"train_batch_size": 30, "elastic_shards": 8}, "set allow_nondivisible_batch_size"),
         ({"load_checkpoint": False, "load_checkpoint_path": "x"}, "no effect while load_checkpoint is false"),
         ({"initialize_from": "y", "load_checkpoint_path": "x"}, "not both"),
         ({"shutdown_at_exit": -1.0}, "greater than or equal to 0"),
@@ -214,7 +215,7 @@ def test_as_many_tokens_are_sampled_as_are_asked_for(monkeypatch: pytest.MonkeyP
 def test_an_average_that_comes_to_rest() -> None:
     average = EmaDecaySqrtConfig(beta=0.75, switch_step=3, decay_steps=4)
     expected = [0.25 * (1 - x) for x in (0, 0, 0, 0.5, 0.5**0.5, 0.75**0.5, 1, 1)]
-    assert [average.share(step) for step in range(1, 9)] == pytest.approx(expected)
+    assert [average.rate(step) for step in range(1, 9)] == pytest.approx(expected)
 
 
 def test_processes_are_connected_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +280,56 @@ def test_jax_is_set_up_and_compiled_programs_are_kept(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.stdout == "2 7\n", done.stderr
     assert list((tmp_path / "compiled").iterdir()), "a program that is compiled in no time is kept as well"
+
+
+def test_directories_may_be_paths() -> None:
+    config = TrainerConfig.model_validate(
+        {"log_dir": Path("a/b"), "initialize_from": Path("c"), "checkpointer": {"base_path": Path("d")}}
+    )
+    assert (config.log_dir, config.initialize_from, config.checkpointer.base_path) == ("a/b", "c", "d")
+    schema = TrainerConfig.model_json_schema()["properties"]["log_dir"]
+    assert schema["type"] == "string"
+
+
+def test_what_levanter_asks_a_trainer_section(tmp_path: Path) -> None:
+    config = TrainerConfig.model_validate(
+        {
+            "train_batch_size": 32,
+            "per_device_parallelism": 4,
+            "per_device_eval_parallelism": 2,
+            "max_devices": 1,
+            "tensor_parallel_axes": None,
+            "checkpointer": {"base_path": str(tmp_path)},
+        }
+    )
+    assert (config.microbatch_size, config.eval_batch_size) == (4, 2 * 32 // 4)
+    assert (config.device_mesh.size, config.data_axis_size, config.replica_axis_size) == (1, 1, 1)
+    assert config.batch_schedule.at(7) == 32
+    assert config.parameter_axis_mapping == {"embed": ("data",)}
+    assert config.compute_axis_mapping["batch"] == ("replica_dcn", "replica", "data")
+    assert config.checkpointer.expanded_path("mine") == str(tmp_path / "mine")
+    whole = config.checkpointer.model_copy(update={"append_run_id_to_base_path": False})
+    assert whole.expanded_path("mine") == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((name, r"use (batch_schedule|eval_batch_size)") for name in ("TrainBatch", "EvalBatch")),
+        ("batch_axis_at_step", r"batch_schedule\.at\(step\)"),
+        ("initialize", "with Trainer"),
+        ("use_device_mesh", "jax.set_mesh"),
+        *((name, "use replica_dcn_axis_size|use device_mesh") for name in ("num_slices", "num_devices_per_slice")),
+        *((name, r"use device_mesh\.shape") for name in ("data_ici_axis_size", "data_dcn_axis_size")),
+    ],
+)
+def test_what_it_has_not_names_what_to_use(name: str, text: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no TrainerConfig\.{name}: .*({text})"):
+        getattr(TrainerConfig(), name)
+    with pytest.raises(AttributeError, match=r"no CheckpointerConfig\.create: use CheckpointStore"):
+        _ = TrainerConfig().checkpointer.create  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_trainer_names_the_optimizer_it_wants() -> None:
+    with pytest.raises(UserError, match=r"one of lm_trainer\.optim, such as AdamConfig.*not GradientTransformation"):
+        Trainer(TrainerConfig(), optax.adam(1e-3), lambda *_: None)  # pyright: ignore[reportArgumentType]

@@ -30,7 +30,8 @@ from lm_trainer.run.model import trace_module
 from lm_trainer.run.program import Program, build_program, plan_program
 from lm_trainer.run.saved_model import write_model
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.step.state import ModelDef, TrainState
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress, open_trackers
 from tests.run.own_model import OPTIMIZER, STEPS, VOCAB, Bigrams, Numbered, batch, loss, settings
 
@@ -233,7 +234,7 @@ def test_what_a_run_starts_from(other: np.ndarray, caplog: pytest.LogCaptureFixt
 
 
 def begun(program: Program, **changes: Any) -> TrainState:
-    """Where a run without checkpoints of its own starts."""
+    """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
     return start_state(Request(trainer, program, store, program.init, lambda _: ""))

@@ -1,0 +1,38 @@
+"""Keys at the top of other configurations that are refused: of Levanter's programs, and of our ladders."""
+
+_LADDER = "of a ladder of runs; use `lmt ladder plan` or `lmt ladder run`"
+_CHAT = "of a program for instruction data alone; use `data.train_urls` with `data.format: {type: chat}`"
+_ADAPTER = (
+    "use an `adapter` section, and `initialize_from_hf` or `trainer.initialize_from` for the model that it adapts"
+)
+_EXPORT = "use `hf_save_path`, which holds the adapter for `peft`; `lmt export-hf RUN OUT` merges it into the model"
+_HARNESS = "there is no evaluation harness here; export with `lmt export-hf RUN OUT` and evaluate what it wrote"
+
+REFUSED_AT_THE_TOP = {
+    "model_configurator": _LADDER,
+    "run_configurator": _LADDER,
+    "initialize_from_checkpoint_path": "use `trainer.initialize_from`, which loads weights alone",
+    "data_seed": "the order of the data follows from `trainer.seed`; remove it",
+    "epoch": "use `data.stop_strategy: first_exhausted` with `data.epochs`",
+    "eval_harness": _HARNESS,
+    "eval_harness_steps": _HARNESS,
+    "lora": _ADAPTER,
+    "peft_save_path": _EXPORT,
+    "peft_hf_upload": "use `hf_upload`",
+    "merged_hf_save_path": _EXPORT,
+    "merged_hf_upload": _EXPORT,
+    "trust_remote_code": "no code of a checkpoint or data set is ever run; remove it",
+    "max_train_length": "use `model.seq_len`",
+    "supervised_data": "use `data.format: {type: supervised}`, and `data.configs` for several sets",
+    "mixture_weights": "use `data.train_weights`",
+    "dataset_type": _CHAT,
+    "chat_train_urls": _CHAT,
+    "messages_field": "use `data.format: {type: chat, messages_field: ...}`",
+    "input_role": "the tokenizer's chat template knows the roles; use `data.format: {type: chat}`",
+    "output_role": "the tokenizer's chat template knows the roles; use `data.format: {type: chat}`",
+    "max_seq_len": "use `model.seq_len`",
+    "model_name_or_path": "use `initialize_from_hf`",
+    "tokenizer": "use `data.tokenizer`",
+    "reinit_tokens": "not available; a tokenizer with other tokens than the checkpoint's is refused",
+}
+"""Each with its replacement, or the reason why there is none."""

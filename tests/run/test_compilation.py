@@ -1,0 +1,88 @@
+"""Compilation while a run goes on: all of it before the second step, or left out of the speed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from lm_trainer.optim import OptimizerConfig
+from lm_trainer.run.trainer import Trainer
+from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+LATE = {"save_interval": "1h", "keep": [{"every": 100}]}
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """The names of the programs that JAX compiles, or reads from its cache, one after the other."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **facts: Any) -> None:
+        del duration_secs
+        if event == COMPILED:
+            names.append(str(facts.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def train(in_tmp_path: Path, compilations: list[str]) -> Callable[..., dict[int, list[str]]]:
+    """Trains a table of bigrams and returns what was compiled in each step and all that followed it."""
+
+    def train(optimizer: OptimizerConfig, **changes: Any) -> dict[int, list[str]]:
+        steps: dict[int, list[str]] = {}
+        with Trainer(settings(**changes), optimizer, loss) as trainer:
+            trainer.add_eval_hook(Numbered())
+            state = trainer.initial_state(model_init=Bigrams)
+            compilations.clear()
+            for info in trainer.training_steps(state, trainer.data_loader(Numbered())):
+                steps[info.step] = [*compilations]
+                compilations.clear()
+        return steps
+
+    return train
+
+
+def speeds(field: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in Path("logs/own/metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[field] for line in lines if field in line}
+
+
+@pytest.mark.parametrize(("determinism", "devices"), [("elastic", 1), ("elastic", 2), ("fast", 2)])
+def test_nothing_is_compiled_after_the_second_step(train: Any, determinism: str, devices: int) -> None:
+    steps = train(
+        OPTIMIZER,
+        determinism=determinism,
+        max_devices=devices,
+        num_train_steps=6,
+        steps_per_eval=2,
+        checkpointer={"keep": [{"every": 2}]},
+        watch={"watch_targets": "grads, updates, opt_state", "interval": 3},
+    )
+    assert "_values" in "".join(steps.pop(1))
+    # Evaluation and a checkpoint come first after the second step, norms after the third.
+    steps.pop(2)
+    assert steps == {3: [], 4: [], 5: [], 6: []}
+    assert {3, 6} == speeds("updates/norm/total").keys()
+    assert speeds("throughput/step_time").keys() == {2, 4, 6}
+
+
+def test_the_compilation_for_another_batch_size_is_no_time_of_a_step(train: Any) -> None:
+    sizes = [{"start": 0, "value": 8}, {"start": 3, "value": 16}]
+    steps = train(
+        OPTIMIZER, max_devices=1, num_train_steps=5, train_batch_size=sizes, steps_per_eval=9, checkpointer=LATE
+    )
+    assert [step for step, names in steps.items() if any("lane" in name for name in names)] == [1, 4]
+    assert speeds("throughput/step_time").keys() == {2, 3, 5}
+
+
+def test_norms_that_are_never_due_are_not_compiled(train: Any) -> None:
+    assert "_values" not in str(train(OPTIMIZER, max_devices=1, num_train_steps=2, watch={"interval": 3}))
