@@ -34,11 +34,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one kind of step on some devices."""
+    """The cost of one kind of step on some devices."""
 
     seconds: list[float]
     temporary: float
-    """Bytes, of the program with the largest temporary memory, on each device."""
+    """Temporary bytes on each device, of the program that takes most."""
     sent: dict[str, float]
     """Bytes that each device sends in a step, by collective."""
 
@@ -91,6 +91,7 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     from lm_trainer.profile.collectives import bytes_sent
     from lm_trainer.profile.workload import random_batch
 
+    # On 8 devices each has one microbatch: both kinds of `fast` are the same there.
     kinds = [kind for kind in KINDS if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}
     runs = {kind: steps_of(program, size) for kind, program in programs.items()}
@@ -100,6 +101,7 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
         run()
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(size.pairs):
+        # Every other turn backwards, so that no kind always follows the same one.
         for kind in kinds if turn % 2 else reversed(kinds):
             seconds[kind].append(runs[kind]())
     costs = {}
@@ -157,7 +159,7 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
 
 
 def parameter_bytes(size: argparse.Namespace) -> float:
-    """Of the parameters as they travel."""
+    """Bytes of all parameters in the dtype in which devices send them."""
     shapes = plan("elastic", 1, size).model.shapes.values()
     return float(sum(x.size * x.dtype.itemsize for x in shapes))
 

@@ -32,6 +32,7 @@ RUN: dict[str, Any] = {
     "data": {"tokenizer": "bytes", "num_workers": 0},
     "trainer": {
         "id": "run",
+        # On a CPU, XLA cuts sums by its number of threads: every division computes with the same one.
         "cpu_threads": DEVICES,
         "train_batch_size": 16,
         "num_train_steps": STEPS,
@@ -84,6 +85,7 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     log = directory / "logs" / "run"
+    # Numbers stay text, so that the hash is that of the digits in the file.
     lines = [json.loads(line, parse_float=str) for line in (log / "metrics.jsonl").read_text().splitlines()]
     keys = ("step", "train/loss", "optim/grad_norm", "eval/loss")
     series = [[line[key] for key in keys if key in line] for line in lines]

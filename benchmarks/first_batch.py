@@ -127,7 +127,7 @@ def since(before: tuple[float, float], name: str) -> dict[str, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its workers, also of those that have not ended (on Linux alone)."""
+    """CPU seconds of this process and of its workers, on Linux also of those that have not ended."""
     total = sum(os.times()[:4])
     for worker in multiprocessing.active_children():
         stat = Path(f"/proc/{worker.pid}/stat")

@@ -59,6 +59,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     from lm_trainer.models import LlamaConfig, hf
     from lm_trainer.models.hf_table import file_name, file_tensors
 
+    # Bytes in bfloat16: attention has four square matrices, the MLP three.
     per_layer = 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER)
     layers = max(2, round((gigabytes * 1e9 - 4 * VOCAB * WIDTH) / per_layer))
     config = LlamaConfig(
@@ -72,6 +73,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     size = 0
     for name in sorted(shapes):
         size += 2 * int(np.prod(shapes[name]))
+        # About five files, so that the largest is much smaller than the checkpoint.
         if size > gigabytes * 1e9 / 5:
             files.append([])
             size = 0
@@ -101,6 +103,7 @@ def measure(directory: Path) -> dict[str, int]:
     source = HfCheckpoint.open(config)
     config = config.model_copy(update={"model": source.config})
     program = build_program(config, source.vocab_size)
+    # The first computation starts threads and pools of XLA, whose memory is no part of the reading.
     jax.block_until_ready(jnp.zeros(8) + 1)
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew

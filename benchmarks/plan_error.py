@@ -91,7 +91,7 @@ def config_of(shape: dict[str, Any]) -> Any:
 
 
 def live_bytes(device: Any) -> int:
-    """Of all arrays that exist on a device; arrays that share a buffer count once."""
+    """Bytes of all arrays that exist on a device; arrays that share a buffer count once."""
     import jax
 
     buffers = {}

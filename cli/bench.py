@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
+from cli.common import (
+    OVERRIDES,
+    ConfigArgument,
+    OverridesArgument,
+    load_resolved_config,
+    load_run_config,
+    path_option,
+)
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +51,7 @@ def mfu(
     ] = False,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="DIR", help="Write a profile of 3 steps there, for TensorBoard and Perfetto."),
+        path_option("--trace", metavar="DIR", help="Write a profile of 3 steps there, for TensorBoard and Perfetto."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli.config_file import config_file, source_file
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import HUB_NAME, url_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
@@ -29,9 +32,46 @@ def _complete_key(incomplete: str) -> Iterator[str]:
             yield shown
 
 
+def _check_local(param: typer.CallbackParam, value: Any) -> Any:
+    return _checked(param, value)
+
+
+def _check_local_or_hub(param: typer.CallbackParam, value: Any) -> Any:
+    return _checked(param, value, name=HUB_NAME)
+
+
+def _find_config(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    return config_file(ctx, _checked(param, value))
+
+
+def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    return source_file(ctx, _checked(param, value))
+
+
+def _checked(param: typer.CallbackParam, value: Any, name: str = "") -> Any:
+    """Refuses URLs in the place of one path or of several."""
+    for path in value if isinstance(value, list | tuple) else [value]:
+        if path is not None and (problem := url_problem(path, name=name)):
+            shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
+            raise UserError(f"{shown}: {problem}")
+    return value
+
+
+path_argument = partial(typer.Argument, callback=_check_local)
+"""An argument that takes a path; every such argument is one, so that none takes a URL for a directory's name."""
+path_option = partial(typer.Option, callback=_check_local)
+"""An option that takes a path, as `path_argument`."""
+config_argument = partial(typer.Argument, callback=_find_config)
+"""An argument that takes a configuration file or the name of one, as `path_argument`."""
+source_argument = partial(typer.Argument, callback=_find_source)
+"""An argument that takes a configuration file, the name of one, or another file, as `path_argument`."""
+hub_argument = partial(typer.Argument, callback=_check_local_or_hub)
+"""An argument that takes a path or a name on the Hugging Face hub, as `path_argument`."""
+
 # Each is one Annotated type, so that an argument reads alike wherever it is taken.
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file.", show_default=False)]
-LadderArgument = Annotated[Path, typer.Argument(metavar="LADDER", help="The YAML file.", show_default=False)]
+_FILE_HELP = "The YAML file, or the name of one in configs/."
+ConfigArgument = Annotated[Path, config_argument(metavar="CONFIG", help=_FILE_HELP, show_default=False)]
+LadderArgument = Annotated[Path, config_argument(metavar="LADDER", help=_FILE_HELP, show_default=False)]
 OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -43,10 +83,10 @@ OverridesArgument = Annotated[
 ]
 
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run id or a run directory.", show_default=False)]
+RunArgument = Annotated[str, path_argument(metavar="RUN", help="A run id or a run directory.", show_default=False)]
 _MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory."
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-ExportedArgument = Annotated[str, typer.Argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
+ModelArgument = Annotated[str, path_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
+ExportedArgument = Annotated[str, path_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="Which checkpoint of a run.", show_default="newest")
 ]

@@ -12,8 +12,11 @@ from cli.common import (
     load_resolved_config,
     load_run,
     load_run_config,
+    path_argument,
+    path_option,
     resolve,
 )
+from cli.config_file import config_file
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ def plot(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="Draw into this file: .png, .svg or .pdf.")
+        Path | None, path_option("--out", metavar="FILE", help="Draw into this file: .png, .svg or .pdf.")
     ] = None,
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Draw in the terminal, which is the default without --out.")
@@ -96,7 +99,7 @@ def plot(
 @app.command()
 def schema(
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the schema here, not to the terminal.")
+        Path | None, path_option("--output", "-o", metavar="FILE", help="Write the schema here, not to the terminal.")
     ] = None,
 ) -> None:
     """Print the JSON schema, with which an editor completes and checks configurations.
@@ -121,8 +124,8 @@ def schema(
 @app.command(context_settings=OVERRIDES)
 def diff(
     ctx: typer.Context,
-    a: Annotated[Path, typer.Argument(metavar="A", help="A YAML file or a run directory.", show_default=False)],
-    b: Annotated[str | None, typer.Argument(metavar="B", help="Another one.", show_default=False)] = None,
+    a: Annotated[Path, path_argument(metavar="A", help="A YAML file or a run directory.", show_default=False)],
+    b: Annotated[str | None, path_argument(metavar="B", help="Another one.", show_default=False)] = None,
     overrides: OverridesArgument = None,
 ) -> None:
     """Print the keys in which A differs from the defaults, or B from A. Settings are for the last one named."""
@@ -133,16 +136,16 @@ def diff(
     if b is not None and (b.startswith("--") or "=" in b):
         b, settings = None, [b, *settings]
     if b is None:
-        found = differences_from_defaults(load_run_config(ctx, _file(a), settings))
+        found = differences_from_defaults(load_run_config(ctx, _file(ctx, a), settings))
     else:
-        old = load_run_config(ctx, _file(a), [])
-        found = differences(old, load_run_config(ctx, _file(Path(b)), settings))
+        old = load_run_config(ctx, _file(ctx, a), [])
+        found = differences(old, load_run_config(ctx, _file(ctx, Path(b)), settings))
     for difference in found:
         typer.echo(str(difference))
     if not found:
         typer.echo("all defaults" if b is None else "no differences")
 
 
-def _file(path: Path) -> Path:
+def _file(ctx: typer.Context, path: Path) -> Path:
     """A configuration file, or that of a run directory."""
-    return path / "config.yaml" if path.is_dir() else path
+    return path / "config.yaml" if path.is_dir() else config_file(ctx, path)

@@ -7,7 +7,15 @@ import typer
 
 from cli import data_at
 from cli.build_progress import build_progress
-from cli.common import OVERRIDES, CharsOption, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config
+from cli.common import (
+    OVERRIDES,
+    CharsOption,
+    ConfigArgument,
+    OverridesArgument,
+    load_resolved_config,
+    load_run_config,
+    path_option,
+)
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -162,7 +170,7 @@ def train_tokenizer(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIRECTORY", help="Where to write it.", show_default=False)
+        Path, path_option("--output", "-o", metavar="DIRECTORY", help="Where to write it.", show_default=False)
     ] = Path("tokenizer"),
 ) -> None:
     """Train a byte-level BPE on the training text and write it as a directory that data.tokenizer can name.

@@ -5,7 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cli.common import CheckpointOption, ModelArgument
+from cli.common import (
+    CheckpointOption,
+    ModelArgument,
+    path_option,
+)
 
 
 def generate(
@@ -15,7 +19,7 @@ def generate(
         typer.Option(metavar="TEXT", help="What to continue; may be repeated.", show_default="the start of a document"),
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")
+        list[Path] | None, path_option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Stop after so many tokens.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.8,

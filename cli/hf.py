@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import CheckpointOption, ExportedArgument
+from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option
 
 
 class ExportDtype(StrEnum):
@@ -19,7 +19,7 @@ class ExportDtype(StrEnum):
 def export_hf(
     run: ExportedArgument,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The directory to write; must be new or empty.", show_default=False)
+        Path, path_argument(metavar="OUT", help="The directory to write; must be new or empty.", show_default=False)
     ],
     step: CheckpointOption = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
@@ -74,19 +74,19 @@ def export_hf(
 def import_hf(
     model: Annotated[
         str,
-        typer.Argument(
+        hub_argument(
             metavar="DIR_OR_NAME", help="A Hugging Face model directory, or ORG/NAME on the hub.", show_default=False
         ),
     ],
     out: Annotated[
         Path,
-        typer.Argument(
+        path_argument(
             metavar="OUT", help="The checkpoint directory to write; must be new or empty.", show_default=False
         ),
     ],
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Take the tokenizer from this directory.", show_default="the model's own"),
+        path_option(metavar="DIR", help="Take the tokenizer from this directory.", show_default="the model's own"),
     ] = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit on the hub; a commit never moves.")
@@ -106,4 +106,6 @@ def import_hf(
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
     typer.echo(f"imported a {imported.config.type} model to {out}")
+    if (note := imported.config.differs_from_hf()) is not None:
+        typer.echo(note)
     typer.echo(f"train on from it with trainer.initialize_from={out}")

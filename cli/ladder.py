@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder
+from cli.common import (
+    OVERRIDES,
+    LadderArgument,
+    OverridesArgument,
+    load_ladder,
+    path_option,
+)
 from cli.ladder_fit import add_commands
 from lm_trainer.core.errors import UserError
 
@@ -66,7 +72,7 @@ def plan(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Draw every learning rate into DIR/SIZE.png.")
+        Path | None, path_option("--out", metavar="DIR", help="Draw every learning rate into DIR/SIZE.png.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
@@ -192,12 +198,12 @@ def metrics(
     kind: Annotated[
         str | None, typer.Option("--format", help="csv, json or parquet. Default: a table; by the name of --out.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write a file instead.")] = None,
+    out: Annotated[Path | None, path_option("--out", metavar="FILE", help="Write a file instead.")] = None,
     discover_all: Annotated[
         bool, typer.Option("--discover-all", help="Checkpoints that the ladder does not ask for as well.")
     ] = False,
     alternative_dir: Annotated[
-        list[Path] | None, typer.Option("--alternative-dir", help="Where to look for what is missing.")
+        list[Path] | None, path_option("--alternative-dir", help="Where to look for what is missing.")
     ] = None,
 ) -> None:
     """Gather what was measured at the checkpoints of all sizes, from the run directories alone.

@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import OVERRIDES, OverridesArgument, load_ladder
+from cli.common import (
+    OVERRIDES,
+    OverridesArgument,
+    load_ladder,
+    path_option,
+    source_argument,
+)
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -13,10 +19,10 @@ if TYPE_CHECKING:
 
 _POINTS = "A ladder's YAML file, or a table of points (.csv, .json, .parquet)"
 _SOURCES = f"{_POINTS}, or what `lmt ladder fit --out` wrote."
-SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
+SourceArgument = Annotated[Path, source_argument(metavar="SOURCE", help=_SOURCES, show_default=False)]
 FitOption = Annotated[
     Path | None,
-    typer.Option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
+    path_option("--fit", metavar="FIT.json", help="Default: a fit of SOURCE as it is.", show_default=False),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON with all digits.")]
 MaxOption = Annotated[
@@ -65,7 +71,7 @@ def _no_settings(source: Path, overrides: list[str] | None) -> None:
 
 def fit(
     ctx: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=f"{_POINTS}.", show_default=False)],
+    source: Annotated[Path, source_argument(metavar="SOURCE", help=f"{_POINTS}.", show_default=False)],
     overrides: OverridesArgument = None,
     metric: Annotated[
         str | None, typer.Option("--metric", help="The loss to fit. Default: eval/loss, else loss.", show_default=False)
@@ -95,7 +101,7 @@ def fit(
         typer.Option("--pre-decay", help="Keep points before a decay, which lie above the others."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FIT.json", help="Write the fit for the other commands.")
+        Path | None, path_option("--out", metavar="FIT.json", help="Write the fit for the other commands.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -173,8 +179,10 @@ def predict(
 
 def compare(
     ctx: typer.Context,
-    a: Annotated[Path, typer.Argument(metavar="A", help=f"The recipe to compare with. {_SOURCES}", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The other recipe.", show_default=False)],
+    a: Annotated[
+        Path, source_argument(metavar="A", help=f"The recipe to compare with. {_SOURCES}", show_default=False)
+    ],
+    b: Annotated[Path, source_argument(metavar="B", help="The other recipe.", show_default=False)],
     flops: Annotated[
         list[float] | None,
         typer.Option("--flops", metavar="C", help="A compute to compare at; repeatable. Default: what both cover."),
@@ -232,7 +240,7 @@ def register(
     fitted: FitOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
+        path_option("--out", metavar="FILE", help="Default: predictions/SIZE.json in the ladder's directory."),
     ] = None,
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
@@ -283,7 +291,7 @@ def report(
         float | None, typer.Option("--tokens", metavar="D", help="Tokens of that run.", show_default=False)
     ] = None,
     fitted: FitOption = None,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.html", help="Where to write it.")] = Path("ladder.html"),
+    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="Where to write it.")] = Path("ladder.html"),
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
 ) -> None:

@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+from cli.common import (
+    OVERRIDES,
+    ConfigArgument,
+    OverridesArgument,
+    load_run_config,
+    path_option,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +51,8 @@ SbatchOptions = Annotated[
     typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
 ]
 ScriptFile = Annotated[
-    Path | None, _unset("--output", metavar="FILE", help="Write the script here, not to the screen.")
+    Path | None,
+    path_option("--output", show_default=False, metavar="FILE", help="Write the script here, not to the screen."),
 ]
 Submit = Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")]
 

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import CharsOption, OverridesArgument, RunArgument, check_is_run
+from cli.common import (
+    CharsOption,
+    OverridesArgument,
+    RunArgument,
+    check_is_run,
+    path_option,
+)
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.replay import Norms, Replay
@@ -21,7 +27,7 @@ def replay(
     chars: CharsOption = 200,
     dump_grads: Annotated[
         Path | None,
-        typer.Option("--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors."),
+        path_option("--dump-grads", metavar="DIR", help="Write the gradients to DIR/gradients-N.safetensors."),
     ] = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Show so many tokens and parameters.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all parameters.")] = False,

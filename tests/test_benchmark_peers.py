@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, users_environment
 
 pytest.importorskip("benchmarks.peers", reason="benchmarks are no part of an unpacked archive")
 
@@ -44,7 +43,7 @@ def test_rounding_is_no_disagreement() -> None:
 
 def run_peers(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.peers", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    return subprocess.run(command, cwd=ROOT, env=users_environment(), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from lm_trainer.optim import AnyOptimizer, OptimizerConfig, Param
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import trace_model
 from lm_trainer.trackers import AnyTracker
+from tests.conftest import ROOT, users_environment
 
-ROOT = Path(__file__).resolve().parent.parent
 CHOOSE = ROOT / "docs/how-to/choose-an-optimizer.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -152,7 +151,7 @@ def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/how-to/own-loop.md").read_text(encoding="utf-8")
     program = tmp_path / "program.py"
     program.write_text("\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)), encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = {**users_environment(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"walks", "walks-2", "walks-3", "tables"}

@@ -92,6 +92,27 @@ def test_nothing_reads_code_from_data():
     assert found == {}
 
 
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring of a file: of the module, its classes and its functions."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield node.body[0].lineno, text
+
+
+def test_docstrings_open_with_a_noun_or_a_verb():
+    """A docstring that opens with a question word or `Of` leaves its reader to guess the subject."""
+    opening = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|Of)\b")
+    found = [
+        f"{name_of(path)}:{line}: {text.splitlines()[0]}"
+        for path in python_files("lm_trainer", "cli", "benchmarks", "tests")
+        for line, text in docstrings(path)
+        if opening.match(text)
+    ]
+    assert not found, "open these docstrings with a noun or a verb:\n" + "\n".join(found)
+
+
 def test_files_stay_short():
     lengths = {name_of(path): len(path.read_text().splitlines()) for path in tracked_files() if path.suffix == ".py"}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
@@ -118,6 +139,7 @@ def test_no_file_names_a_machine_or_a_package_host():
 def test_the_command_line_starts_light():
     """Command modules import the heavy parts inside the command, so that `lmt --help` answers at once."""
     allowed = {"typer", "cli", *sys.stdlib_module_names}
+    light = {"lm_trainer", "lm_trainer.core.errors", "lm_trainer.core.files"}
     found = {
         name_of(path): heavy
         for path in python_files("cli")
@@ -125,7 +147,7 @@ def test_the_command_line_starts_light():
             heavy := [
                 module
                 for module in imported_modules(parse(path).body)
-                if module.split(".")[0] not in allowed and module != "lm_trainer.core.errors" and module != "lm_trainer"
+                if module.split(".")[0] not in allowed and module not in light
             ]
         )
     }

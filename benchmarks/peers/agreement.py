@@ -15,7 +15,7 @@ class Trace(NamedTuple):
 
     losses: Sequence[float]
     norm: float
-    """Of all weights after them."""
+    """The norm of all weights after them."""
 
 
 class Tolerance(NamedTuple):

@@ -59,6 +59,7 @@ def attention(q_BSNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> jax.Ar
     rows, length, heads, size = q_BSNH.shape
     q_BSKGH = (q_BSNH * size**-0.5).reshape(rows, length, k_BTKH.shape[2], -1, size)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BTKH).astype(jnp.float32)
+    # Every query sees itself, so that no row is all -inf and no NaN comes of it.
     scores_BKGST = jnp.where(jnp.tri(length, dtype=bool), scores_BKGST, -jnp.inf)
     probabilities_BKGST = jax.nn.softmax(scores_BKGST, axis=-1).astype(v_BTKH.dtype)
     return jnp.einsum("bkgst,btkh->bskgh", probabilities_BKGST, v_BTKH).reshape(rows, length, heads * size)
@@ -133,6 +134,7 @@ class TwinTrainer:
             updates, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, updates), state, loss  # pyright: ignore[reportReturnType]
 
+        # Donated, as any training loop does: the new state takes the memory of the old one.
         self._step = jax.jit(step, donate_argnums=(0, 1))
         # What the step returns is committed to its device; if the first arguments were not, it would compile twice.
         self._params, self._state = jax.device_put((params, optimizer.init(params)), jax.devices()[0])
@@ -145,6 +147,7 @@ class TwinTrainer:
         return float(loss)
 
     def norm(self) -> float:
+        # In float64, so that kinds are compared and not their ways to add.
         return sum(float(np.sum(np.square(np.asarray(x), dtype=np.float64))) for x in self._params.values()) ** 0.5
 
 

@@ -39,7 +39,7 @@ class Kind:
     """A kind of trainer, and the way to make one."""
 
     module: str
-    """Of this package; its `make(shape, weights, **options)` makes one."""
+    """A module of this package; its `make(shape, weights, **options)` makes one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     prepares: bool = False
     """True if the allocator gets the settings that `lmt` gives it on a CPU."""

@@ -92,6 +92,7 @@ class LmtTrainer:
     def step(self, index: int) -> float:
         batch: Any = self._batches[index % len(self._batches)]
         self._state, metrics = self._program.step(self._state, batch, LEARNING_RATE)
+        # The loss may be there before the new state is.
         jax.block_until_ready((self._state, metrics))
         return float(metrics["loss"])
 

@@ -33,9 +33,9 @@ class Shape:
     rows: int
     vocab: int
     kv_heads: int = 0
-    """Of a Llama."""
+    """Heads of keys and values of a Llama."""
     mlp_width: int = 0
-    """Of a Llama; a GPT-2's is four times its width."""
+    """Width of the MLP of a Llama; that of a GPT-2 is four times its width."""
 
     @property
     def head_dim(self) -> int:
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.rows * self.seq_len
 
     @property
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def init_std(self) -> float:
-        """Of the initial weights: so large that every part of the model moves the loss from the first step on."""
+        """Standard deviation of initial weights, so large that every part moves the loss from the first step on."""
         return self.width**-0.5
 
     def describe(self) -> str:

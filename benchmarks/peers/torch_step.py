@@ -91,6 +91,7 @@ class TorchTrainer:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
 
     def _forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
+        # Float32 on a CPU, bfloat16 products on a GPU, as for every kind.
         with torch.autocast("cuda", torch.bfloat16, enabled=self._cuda):
             found = self._model(tokens_BS)
             logits_BSV = found if isinstance(found, Tensor) else found.logits
@@ -103,6 +104,7 @@ class TorchTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._cuda:
+            # Calls return before the GPU is done; a step is timed to its end.
             torch.cuda.synchronize()
         return float(loss.detach())
 

@@ -134,7 +134,7 @@ def test_the_second_start_finds_what_the_first_compiled(run_lmt: RunLmt, config:
     ("command", "words"),
     [
         (["decode", "--prompt", "30", "--new", "3"], ["--prompt 30", "33 tokens", "32"]),
-        (["compile", "trainer.train_batch_size=12"], ["12"]),
+        (["compile", "trainer.train_batch_size=12", "trainer.elastic_shards=8"], ["12"]),
         (["data", "data.train_urls=nothing.txt"], ["nothing.txt"]),
         (["checkpoint", "--steps", "0"], ["--steps"]),
     ],
@@ -149,7 +149,7 @@ def test_what_cannot_be_measured_is_refused(lmt: Lmt, config: Path, command: lis
     ("arguments", "words"),
     [
         (["model.hiden_dim=3"], ["model.hiden_dim", "hidden_dim"]),
-        (["trainer.train_batch_size=12"], ["12"]),
+        (["trainer.train_batch_size=12", "trainer.elastic_shards=8"], ["12"]),
         (["--steps", "0"], ["--steps"]),
     ],
     ids=str,

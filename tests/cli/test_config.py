@@ -73,7 +73,8 @@ def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
     [
         (
             ["check", "nun.yaml"],
-            "error: nun.yaml: no such file; did you mean run.yaml?\n1 problem; nothing was started.\n",
+            f"error: nun.yaml: no such file here, in configs or in {ROOT / 'configs'}; did you mean run.yaml?\n"
+            "1 problem; nothing was started.\n",
         ),
         (
             ["show", "run.yaml", "--orign"],
@@ -84,8 +85,8 @@ def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
             "error: --trainer.seed: no such option; a configuration file comes first, then settings (KEY=VALUE)\n",
         ),
         (
-            ["check", "run.yaml", "trainer.wandb=x"],
-            "error: override `trainer.wandb=x`: trainer.wandb: refused: deprecated; use `tracker` with `type: wandb`\n"
+            ["check", "run.yaml", "optimizer.cooldown=3"],
+            "error: override `optimizer.cooldown=3`: optimizer.cooldown: refused: deprecated; use `decay`\n"
             "1 problem; nothing was started.\n",
         ),
     ],

@@ -1,0 +1,149 @@
+"""Refusal of URLs by every argument that takes a path, found by walking the commands."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import typer
+
+from cli.main import app
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.cli.conftest import Lmt
+
+URL = "gs://b/x"
+NO_PATHS = {"KEY=VALUE"}
+"""Arguments that are no path; options are one if their values are called so."""
+PATH_NAMES = {"DIR", "DIRECTORY", "FILE", "FIT.json", "FILE.html"}
+
+
+def commands(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *names, name)
+        else:
+            yield (*names, name), command
+
+
+def path_arguments() -> Iterator[tuple[str, ...]]:
+    """Command lines with a URL in the place of one path, and other arguments before it as far as they are needed."""
+    for names, command in commands(typer.main.get_command(app)):
+        before: list[str] = []
+        types = get_type_hints(inspect.unwrap(command.callback))
+        for parameter in command.params:
+            positional = parameter.param_type_name == "argument"
+            if positional and parameter.metavar not in NO_PATHS:
+                yield (*names, *before, URL)
+                before.append("x")
+            elif not positional and ("Path" in str(types.get(parameter.name)) or parameter.metavar in PATH_NAMES):
+                yield (*names, *before, parameter.opts[0], URL)
+
+
+LINES = [*path_arguments()]
+
+
+def test_the_walk_finds_what_takes_a_path() -> None:
+    found = {" ".join(line) for line in LINES}
+    assert len(found) > 40
+    assert found >= {
+        f"train {URL}",
+        f"export-hf {URL}",
+        f"export-hf x {URL}",
+        f"import-hf {URL}",
+        f"import-hf x x --tokenizer {URL}",
+        f"generate x --prompt-file {URL}",
+        f"diff x {URL}",
+        f"config diff x {URL}",
+        f"verify {URL}",
+        f"replay x --dump-grads {URL}",
+        f"data train-tokenizer x --output {URL}",
+        f"launch slurm x --output {URL}",
+        f"ladder metrics x --alternative-dir {URL}",
+        f"ladder report x --out {URL}",
+    }
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_a_url_is_refused_before_anything_is_done(lmt: Lmt, line: tuple[str, ...]) -> None:
+    done = lmt(*line)
+    assert done.returncode == 2
+    (error,) = done.stderr.splitlines()
+    assert error.startswith("error: ")
+    assert f": {URL} is a URL, and only a path on this machine" in error
+    assert "data.cache_dir" in error
+    assert done.stdout == ""
+    assert not [*Path.cwd().iterdir()]
+
+
+def _export(out: Any) -> None:
+    from lm_trainer.export.output import complete_directory
+
+    with complete_directory(out, overwrite=False, replaceable=()):
+        pass
+
+
+def _read_run(run: Any) -> None:
+    from lm_trainer.reproduce.record import RunRecord
+
+    RunRecord.read(run)
+
+
+def _load_model(run: Any) -> None:
+    from lm_trainer.run.saved_model import load_model
+
+    load_model(run)
+
+
+def _open_model(source: Any) -> None:
+    from lm_trainer.run.open_model import open_model
+
+    open_model(source)
+
+
+def _fetch(source: Any) -> None:
+    from lm_trainer.run.hf_transfer import fetch_directory
+
+    fetch_directory(str(source))
+
+
+def _import(out: Any) -> None:
+    from lm_trainer.run.hf_transfer import import_model
+
+    import_model("x", out)
+
+
+def _points(path: Any) -> None:
+    from lm_trainer.ladder.fit.points import read_table
+
+    read_table(path)
+
+
+def _metrics(path: Any) -> None:
+    from lm_trainer.ladder.metrics import write
+
+    write([{"size": "1k", "loss": np.float32(1)}], "csv", path)
+
+
+def _picture(path: Any) -> None:
+    from lm_trainer.ladder.recipe import WSDSChinchillaRunConfigurator
+
+    WSDSChinchillaRunConfigurator(chinchilla_multiple=1).plot_lr_schedule(10**6, 2**16, show=False, save_path=path)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(_export, _read_run, _load_model, _open_model, _fetch, _import, _points, _metrics, _picture),
+        ByteTokenizer().save,
+    ],
+)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_functions_refuse_urls(in_tmp_path: Path, use: Callable[[Any], Any], kind: Any) -> None:
+    with pytest.raises(UserError, match="is a URL, and only a path"):
+        use(kind(URL))
+    assert not [*in_tmp_path.iterdir()]
