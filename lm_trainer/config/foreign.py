@@ -50,8 +50,11 @@ def adopt(place: Place, data: Any, path: KeyPath, document: Document) -> None:
         document.notes.append(f"{where}{more} {note}")
 
 
-def adopt_path(path: KeyPath, value: Any, document: Document, root: type[BaseModel], shown: str) -> KeyPath | None:
-    """The path of an override in keys of ours; None for a key that is dropped.
+def adopt_override(
+    path: KeyPath, value: Any, document: Document, root: type[BaseModel], shown: str
+) -> tuple[KeyPath, Any] | None:
+    """The path of an override in keys of ours, and the value there: `value` itself unless a key is read as one of ours
+    with another value. None for a key that is dropped.
 
     Args:
         path: as it was typed.
@@ -62,8 +65,11 @@ def adopt_path(path: KeyPath, value: Any, document: Document, root: type[BaseMod
     """
     place, data, own = Place.root(root), document.data, ()
     for depth, key in enumerate(path):
-        found = _meaning(place.model_for(data), key, value if depth == len(path) - 1 else _NOT_READ)
-        if found is not None:
+        model, given = place.model_for(data), value if depth == len(path) - 1 else _NOT_READ
+        # What the key of ours is set to in the file does not count: an override takes its place.
+        if respelt := _respelt(model, key, given, {}):
+            key, value = respelt
+        elif (found := _meaning(model, key, given)) is not None:
             key, note = found
             if note:
                 document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
@@ -71,7 +77,17 @@ def adopt_path(path: KeyPath, value: Any, document: Document, root: type[BaseMod
                 return None
         own = (*own, key)
         place, data = place.step_or_nowhere(data, key), child(data, key)
-    return own
+    return own, value
+
+
+def sets_type(path: KeyPath, value: Any, document: Document, root: type[BaseModel]) -> bool:
+    """Returns true for an override that sets the `type` of a block, by that key or by a foreign one that means it."""
+    *parent, key = path
+    place, data = Place.root(root), document.data
+    for step in parent:
+        place, data = place.step_or_nowhere(data, step), child(data, step)
+    respelt = _respelt(place.model_for(data), key, value, {})
+    return (key if respelt is None else respelt[0]) == "type"
 
 
 def _adopt(place: Place, data: Any, path: KeyPath, document: Document) -> Iterator[_Found]:
@@ -108,9 +124,9 @@ def _adopt(place: Place, data: Any, path: KeyPath, document: Document) -> Iterat
         yield from _adopt(place.step_or_nowhere(data, key), item, (*path, key), document)
 
 
-def _respelt(model: type[BaseModel] | None, key: str, value: Any, block: Any) -> tuple[str, Any] | None:
+def _respelt(model: type[BaseModel] | None, key: str | int, value: Any, block: Any) -> tuple[str, Any] | None:
     """The key and the value of ours that a foreign key with this value means; else None."""
-    if not isinstance(value, bool | int | str):
+    if not isinstance(key, str) or not isinstance(value, bool | int | str):
         return None
     found = lists_of(model).respelt_keys.get(key, {}).get(value)
     return None if found is None or found[0] in block else found

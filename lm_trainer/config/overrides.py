@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
-from lm_trainer.config.foreign import adopt, adopt_path, lists_of
+from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
 from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
 from lm_trainer.config.shape import tags
 from lm_trainer.config.yaml_nodes import read_text
@@ -73,7 +73,7 @@ def parse(
         path = (first, *(int(part) if part.isdecimal() else part for part in rest))
         found.append(Override(path, typed.text, Origin(order, f"override `{shown}`", is_override=True)))
     # A block comes before the keys inside it, and its type before its other keys, in whatever order they were typed.
-    return sorted(found, key=lambda override: len(override.path) - (override.path[-1] == "type"))
+    return sorted(found, key=lambda each: len(each.path) - sets_type(each.path, _plain(each), document, root))
 
 
 def _shown(typed: _Typed) -> str:
@@ -139,13 +139,15 @@ def apply(overrides: Sequence[Override], document: Document, root: type[BaseMode
 
 
 def _apply_one(override: Override, document: Document, root: type[BaseModel]) -> None:
-    own = adopt_path(override.path, _plain(override), document, root, override.origin.text)
-    if own is None:
+    plain = _plain(override)
+    adopted = adopt_override(override.path, plain, document, root, override.origin.text)
+    if adopted is None:
         return
+    own, meant = adopted
     override = replace(override, path=own)
     place, holders = _descend(override, document, root)
     key, holder = override.path[-1], holders[-1]
-    value = _value(override, place)
+    value = _value(override, place) if meant is plain else meant
     adopt(place, value, override.path, document)
     # Only now that nothing can fail any more, new blocks are hung in.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):

@@ -19,9 +19,9 @@ from lm_trainer.run.config import RunConfig, numeric_identity
 from lm_trainer.run.notes import configuration_warnings
 
 
-def read(directory: Path, text: str) -> RunConfig:
+def read(directory: Path, text: str, *overrides: str) -> RunConfig:
     (directory / "theirs.yaml").write_text(text + "\n")
-    return load(directory / "theirs.yaml", [], RunConfig).config
+    return load(directory / "theirs.yaml", overrides, RunConfig).config
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,36 @@ def read(directory: Path, text: str) -> RunConfig:
 )
 def test_other_spellings_mean_the_same(theirs: str, ours: str, tmp_path: Path) -> None:
     assert numeric_identity(read(tmp_path, theirs)) == numeric_identity(read(tmp_path, ours))
+
+
+class TestFp8OnTheCommandLine:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["trainer.quantization.fp8=true"],
+            ["--trainer.quantization.fp8=true"],
+            ["--trainer.quantization.fp8", "true"],
+        ],
+    )
+    @pytest.mark.parametrize("file", ["{}", "trainer: {quantization: {type: int8}}"])
+    def test_it_is_that_of_a_file(self, file: str, arguments: list[str], tmp_path: Path) -> None:
+        written = read(tmp_path, "trainer: {quantization: {fp8: true}}")
+        assert read(tmp_path, file, *arguments) == written
+        loaded = load(tmp_path / "theirs.yaml", arguments, RunConfig)
+        assert loaded.origin("trainer.quantization.type") == f"override `{' '.join(arguments)}`"
+
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_other_keys_of_the_block_are_kept_whatever_the_order(self, reverse: bool, tmp_path: Path) -> None:
+        arguments = ["trainer.quantization.fp8=true", "trainer.quantization.targets=mlp"]
+        (tmp_path / "theirs.yaml").write_text("{}\n")
+        loaded = load(tmp_path / "theirs.yaml", arguments[::-1] if reverse else arguments, RunConfig)
+        assert loaded.config == read(tmp_path, "trainer: {quantization: {fp8: true, targets: mlp}}")
+        assert loaded.notes == ()
+
+    def test_false_is_refused_as_in_a_file(self, tmp_path: Path) -> None:
+        for arguments in (["trainer: {quantization: {fp8: false}}"], ["{}", "trainer.quantization.fp8=false"]):
+            with pytest.raises(ConfigError, match=r"quantization\.fp8: unknown key"):
+                read(tmp_path, *arguments)
 
 
 @pytest.mark.parametrize("name", ["quick_gelu", "tanh", "gelu_new", "silu"])
