@@ -130,13 +130,14 @@ def test_two_temporary_checkpoints_remain_between_saves_and_after_a_kill(directo
 def test_saves_leave_no_thread_and_no_open_file_behind(directory: Path) -> None:
     store = saved(directory, 1, 2)
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for step in range(3, 9):
+    saves = range(3, 15)
+    for step in saves:
         store.save(step, arrays(step, sharded(8)), {})
     store.wait()
     after = len(os.listdir("/proc/self/fd")), threading.active_count()
-    # Less than one of each save; others in this process may open a few meanwhile.
-    assert after[0] <= before[0] + 2
-    assert after[1] <= before[1] + 2
+    # Less than one of every second save; pools of this process may grow by a few meanwhile.
+    assert after[0] < before[0] + len(saves) // 2
+    assert after[1] < before[1] + len(saves) // 2
 
 
 def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) -> None:
