@@ -154,7 +154,13 @@ def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
     env = {**users_environment(), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, program], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"walks", "walks-2", "walks-3", "tables"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {
+        "walks",
+        "walks-2",
+        "walks-3",
+        "walks-4",
+        "tables",
+    }
 
 
 def test_a_name_that_is_gone_is_noticed() -> None:

@@ -14,10 +14,12 @@ from lm_trainer.optim.adopt import AdoptConfig
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.cautious import CautiousConfig
 from lm_trainer.optim.decay import decays_by_default
+from lm_trainer.optim.from_optax import OptaxOptimizer, from_optax
 from lm_trainer.optim.kron import KronConfig
 from lm_trainer.optim.lion import LionConfig
 from lm_trainer.optim.mars import MarsConfig
 from lm_trainer.optim.muon import MuonConfig
+from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Param, Params
 from lm_trainer.optim.rmsprop import RmsPropConfig
 from lm_trainer.optim.schedule_free import ScheduleFreeConfig
@@ -58,6 +60,8 @@ __all__ = [
     "LionConfig",
     "MarsConfig",
     "MuonConfig",
+    "OptaxOptimizer",
+    "Optimizer",
     "OptimizerConfig",
     "Param",
     "Params",
@@ -68,4 +72,5 @@ __all__ = [
     "SophiaGConfig",
     "SophiaHConfig",
     "decays_by_default",
+    "from_optax",
 ]

@@ -16,11 +16,12 @@ from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
 from lm_trainer.optim.low_precision import keep_in_bfloat16
+from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Params
 from lm_trainer.optim.skip import SkipStepConfig, skip_bad_steps
 
 
-class OptimizerConfig(LearningRateConfig):
+class OptimizerConfig(LearningRateConfig, Optimizer):
     """Keys of every optimizer, and the update rule that they have in common.
 
     A new optimizer defines `transform`, and sets `elementwise_transform` where that is true. Where its paper differs in
@@ -85,29 +86,14 @@ class OptimizerConfig(LearningRateConfig):
 
     @property
     def elementwise(self) -> bool:
-        """True if the update of each number follows from its own gradient and state and given scalars alone.
-
-        Only then does every device update its own shard of the state. Otherwise each computes the whole update, in one
-        program that is the same on every mesh: a sum over a shard would have other bits on another mesh.
-        """
         return self.elementwise_transform and self.clip_update_norm is None
 
     @property
-    def curvature(self) -> Literal["hutchinson", "gauss_newton_bartlett"] | None:
-        """The estimate of the loss's curvature that `update` takes as its keyword argument `curvature`; None: none."""
-        return None
-
-    @property
-    def curvature_interval(self) -> int:
-        """Steps from one estimate to the next; between them `curvature` is None."""
-        return 1
+    def skips_steps(self) -> bool:
+        return self.skip_bad_steps is not False
 
     def build(self, params: Params) -> optax.GradientTransformationExtraArgs:
-        """Returns the update rule for these parameters, on flat dicts of arrays by the same names.
-
-        Its `update` takes the keyword arguments `learning_rate`, `grad_norm` (the global norm of the gradient) and
-        `loss`, float32 scalars that are computed once, outside of it, so that no device computes them differently. It
-        ignores others. `optax.tree_utils.tree_map_params` finds the arrays of its state that are like parameters.
+        """Returns clipping, `rule`, rounding and skipping as one rule; see `Optimizer.build`.
 
         Raises:
             UserError: when `weight_decay_modules` names no parameter, and for a number of steps in place of `params`.
@@ -161,11 +147,6 @@ class OptimizerConfig(LearningRateConfig):
         """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
         return {f"optim/{name}": value for name, value in fields.items() if value is not None}
-
-    def eval_params(self, params: Any, opt_state: Any) -> Any:
-        """Returns the weights to evaluate and to export, from the trained ones and the optimizer's state."""
-        del opt_state
-        return params
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:

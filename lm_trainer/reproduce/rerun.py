@@ -74,7 +74,7 @@ class Rerun:
         values = {name: scalar(x) for name, x in metrics.items()}
         if self._chain is not None:
             self._chain = extend_chain(self._chain, self.state.step, values["loss"], values["grad_norm"])
-        return step_metrics(values, program.schedule(at))
+        return step_metrics(values, program.learning_rate(at))
 
     def hashes(self) -> dict[str, str]:
         """The hash of each parameter, by name."""

@@ -20,7 +20,8 @@ class StepInfo:
     """After the step; the next step consumes its arrays, so a hook that wants to keep them copies them."""
     metrics: Mapping[str, jax.Array]
     """float32 scalars on the device: `loss`, `grad_norm`, `tokens`, and what the loss and the optimizer report."""
-    learning_rate: float
+    learning_rate: float | None
+    """None where the optimizer keeps its own."""
     tokens: int
     """Positions in the global batch."""
     total_tokens: int

@@ -75,7 +75,7 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     return StepInfo(
         state,
         metrics,
-        learning_rate=program.schedule(step),
+        learning_rate=program.learning_rate(step),
         tokens=rows.at(step) * seq_len,
         total_tokens=rows.rows_before(step + 1) * seq_len,
         loading=loading,

@@ -30,7 +30,7 @@ class _Pending(NamedTuple):
 
     step: int
     metrics: Mapping[str, jax.Array]
-    learning_rate: float
+    learning_rate: float | None
     tokens: int
     total_tokens: int
     loading: float
@@ -168,17 +168,17 @@ def _when_done(x: jax.Array) -> float:
     return time.perf_counter()
 
 
-def step_metrics(values: Mapping[str, float], learning_rate: float) -> dict[str, float]:
+def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> dict[str, float]:
     """The metrics of a step that are the same whenever and wherever it is computed, by the name they are logged under.
 
     Args:
         values: the scalars that the step returned.
-        learning_rate: of the step.
+        learning_rate: of the step; None where the optimizer keeps its own, and reports it if at all.
     """
     return {
         "train/loss": values["loss"],
         "optim/grad_norm": values["grad_norm"],
-        "optim/learning_rate": learning_rate,
+        **({} if learning_rate is None else {"optim/learning_rate": learning_rate}),
         "data/loss_tokens": values["tokens"],
         **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
     }

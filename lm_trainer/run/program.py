@@ -19,7 +19,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
@@ -50,14 +50,14 @@ class Program:
 
     model: ModelDef
     sharding: StateSharding
-    optimizer: OptimizerConfig
+    optimizer: Optimizer
     tx: optax.GradientTransformationExtraArgs
     step: Step
     evaluate: Evaluator
     plan: StepPlan
     """The trainer section that all of this was planned from."""
-    schedule: Schedule
-    """The learning rate by the number of steps done before."""
+    schedule: Schedule | None
+    """The learning rate by the number of steps done before; None where the optimizer keeps its own."""
     averages: bool
     """True if the state has averaged weights."""
     freezes: bool
@@ -66,7 +66,7 @@ class Program:
     @property
     def averages_by_itself(self) -> bool:
         """True if the optimizer evaluates other weights than those that it updates."""
-        return type(self.optimizer).eval_params is not OptimizerConfig.eval_params
+        return type(self.optimizer).eval_params is not Optimizer.eval_params
 
     def init(self) -> TrainState:
         """The state of the run at step 0: the values that its model comes with, else those of the seed."""
@@ -102,11 +102,15 @@ class Program:
         """
         return self.compute_step(state, self.step.put(batch, state.step), observer)
 
+    def learning_rate(self, step: int) -> float | None:
+        """The learning rate after `step` steps; None where the optimizer keeps its own."""
+        return None if self.schedule is None else self.schedule(step)
+
     def compute_step(
         self, state: TrainState, placed: Any, observer: Observer | None = None
     ) -> tuple[TrainState, Metrics]:
         """One training step on a batch that `step.put` has placed on the devices; otherwise as `take_step`."""
-        return self.step(state, placed, self.schedule(state.step), observer)
+        return self.step(state, placed, self.learning_rate(state.step) or 0.0, observer)
 
     def from_weights(self, params: Mapping[str, np.ndarray | jax.Array]) -> TrainState:
         """A state at step 0 with given weights, all of them."""
@@ -151,7 +155,7 @@ def plan_run(
 
 def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring oneself
     trainer: TrainerConfig,
-    optimizer: OptimizerConfig,
+    optimizer: Optimizer,
     model: ModelDef,
     loss: LossFn,
     *,
@@ -203,7 +207,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
 
 
 def shard_state(
-    plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Any
+    plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Any
 ) -> tuple[optax.GradientTransformationExtraArgs, StateSharding]:
     """The transform of an optimizer for a model, and where the state of both lies.
 
@@ -229,7 +233,7 @@ def shard_state(
     return tx, plan_state_sharding(trained, tx, param_shardings, mesh)
 
 
-def _check_model_parallel(plan: StepPlan, optimizer: OptimizerConfig, model: ModelDef, mesh: Mesh) -> None:
+def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> None:
     """Refuses models, optimizers and microbatches that the model-parallel axes of the mesh cannot share."""
     axes = model_parallel_axes(mesh.shape)
     if not axes:
@@ -240,7 +244,7 @@ def _check_model_parallel(plan: StepPlan, optimizer: OptimizerConfig, model: Mod
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
-def _curvature(optimizer: OptimizerConfig, loss: LossFn, dtype: Any) -> CurvatureFn | None:
+def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
     """The estimate that the optimizer takes."""
     match optimizer.curvature:
         case None:

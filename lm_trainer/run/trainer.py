@@ -17,7 +17,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.precision import Policy
-from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
 from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import BatchLoader, EvalData, TrainData, batches_from
@@ -40,7 +40,7 @@ class _Settings(Config):
     """The settings that decide a run which no configuration file describes."""
 
     trainer: TrainerConfig
-    optimizer: SerializeAsAny[OptimizerConfig]
+    optimizer: SerializeAsAny[Optimizer]
 
 
 class Trainer:
@@ -48,7 +48,7 @@ class Trainer:
 
     Args:
         config: the `trainer` section; its `id` names the run, and the same id again resumes it.
-        optimizer: one of `lm_trainer.optim`.
+        optimizer: one of `lm_trainer.optim`, such as `from_optax` makes of a transformation of optax.
         loss_fn: `loss(model, batch, key)` returns three float32 scalars or a dict of them: the sum of the weighted
             losses, the sum of the weights, and sums of what else to report.
         settings: written down as the configuration of the run, by default the two above.
@@ -69,18 +69,18 @@ class Trainer:
     def __init__(
         self,
         config: TrainerConfig,
-        optimizer: OptimizerConfig,
+        optimizer: Optimizer,
         loss_fn: LossFn,
         *,
         settings: Config | None = None,
         progress: Progress | None = None,
         add_default_hooks: bool = True,
     ):
-        if not isinstance(optimizer, OptimizerConfig):
+        if not isinstance(optimizer, Optimizer):
             raise UserError(
                 f"Trainer: the optimizer must be one of lm_trainer.optim, such as AdamConfig(learning_rate=1e-3), not "
-                f"{type(optimizer).__name__}; put a transformation of optax into `transform` of a subclass of "
-                f"OptimizerConfig"
+                f"{type(optimizer).__name__}; a transformation of optax becomes one by "
+                f"lm_trainer.optim.from_optax(NAME, TRANSFORMATION)"
             )
         self.config, self.optimizer, self.loss_fn = config, optimizer, loss_fn
         self.progress = progress or Progress(config.num_train_steps)

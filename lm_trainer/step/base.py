@@ -11,7 +11,7 @@ import optax
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
-from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import CurvatureFn, Sums
@@ -39,7 +39,7 @@ class Observer(Protocol):
 class UpdateRule:
     """The rule that turns a gradient into new weights."""
 
-    optimizer: OptimizerConfig
+    optimizer: Optimizer
     tx: optax.GradientTransformationExtraArgs
     """Built from `optimizer` for the parameters that are trained."""
     averaging: AveragingConfig | None = None

@@ -39,7 +39,7 @@ def plan_state_sharding(
     param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
 ) -> StateSharding:
-    """Moments lie as their parameters do; everything else of the optimizer is replicated.
+    """Moments, found by name and shape, lie as their parameters do; everything else of the optimizer is replicated.
 
     Args:
         trainable: the parameters that the optimizer updates.
@@ -50,22 +50,12 @@ def plan_state_sharding(
     storage = {name: NamedSharding(mesh, param_sharding.storage) for name, param_sharding in param_shardings.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
     params = {name: storage[name] for name in trainable}
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        # A statistic of a parameter (a row mean, a factor) may stand under its name: it is small, and lies everywhere.
+        name = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
+        return params[name] if name in params and leaf.shape == trainable[name].shape else replicated
+
     # Shapes alone, since a large optimizer state would not fit on one device.
-    abstract = jax.eval_shape(tx.init, dict(trainable))
-
-    def place(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        # A statistic of a parameter (a row mean, a factor) may stand in its place: it is small, and lies everywhere.
-        return sharding if leaf.shape == param.shape else replicated
-
-    opt_state = optax.tree_utils.tree_map_params(
-        tx,
-        place,
-        abstract,
-        dict(trainable),
-        params,
-        transform_non_params=lambda _: replicated,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
+    opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, dict(trainable)))
     return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)

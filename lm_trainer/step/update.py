@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lm_trainer.optim import OptimizerConfig
+from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
@@ -27,7 +27,7 @@ UpdateFn = Callable[..., tuple[Params, Any, Metrics]]
 """`update(params, opt_state, grads, curvature, scalars)`: see `make_update`."""
 
 
-def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs) -> UpdateFn:
+def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs) -> UpdateFn:
     """One update as a function to be compiled.
 
     Its arguments are parameters, optimizer state, summed gradients, the optimizer's curvature estimate (None where it
@@ -54,7 +54,7 @@ def make_update(optimizer: OptimizerConfig, tx: optax.GradientTransformationExtr
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         new_params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
         # An optimizer that skips bad steps leaves all but its history as it was, and counts the step.
-        kept = new_opt_state if optimizer.skip_bad_steps else jax.tree.map(keep, new_opt_state, opt_state)
+        kept = new_opt_state if optimizer.skips_steps else jax.tree.map(keep, new_opt_state, opt_state)
         metrics = {**means, "grad_norm": grad_norm, "tokens": weight, **optimizer.metrics(kept)}
         return new_params, kept, metrics
 
@@ -149,7 +149,7 @@ class ReplicatedUpdate:
 
 
 def compile_update(
-    optimizer: OptimizerConfig, tx: optax.GradientTransformationExtraArgs, shardings: TrainedShardings, mesh: Mesh
+    optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs, shardings: TrainedShardings, mesh: Mesh
 ) -> ShardedUpdate | ReplicatedUpdate:
     """The update of `optimizer` as it must be computed to have the same bits on every mesh."""
     kind = ShardedUpdate if optimizer.elementwise else ReplicatedUpdate

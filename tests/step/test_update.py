@@ -7,9 +7,19 @@ from typing import get_args
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from lm_trainer.optim import AdamConfig, AnyOptimizer, MuonConfig, OptimizerConfig, Param, ScheduleFreeConfig
+from lm_trainer.optim import (
+    AdamConfig,
+    AnyOptimizer,
+    MuonConfig,
+    Optimizer,
+    OptimizerConfig,
+    Param,
+    ScheduleFreeConfig,
+    from_optax,
+)
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.state_sharding import plan_state_sharding
@@ -30,17 +40,21 @@ SMALL: Shapes = {
 }
 """Shapes whose halves are compiled to other instructions than the whole."""
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
-CONFIGS: list[OptimizerConfig] = [
+CONFIGS: list[Optimizer] = [
     *(member() for member in MEMBERS),
     AdamConfig(weight_decay=0.37, beta1=0.83, beta2=0.991, epsilon=1e-3, max_grad_norm=None),
     AdamConfig(nesterov=True, adamc_weight_decay=True, skip_bad_steps=4),
     AdamConfig(state_dtype="bfloat16"),
     MuonConfig(state_dtype="bfloat16"),
     AdamConfig.model_validate({"update_rms_clipping": 1.0, "clip_update_norm": {"rolling_interval_length": 4}}),
+    from_optax(
+        "clipped", optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.cosine_decay_schedule(0.1, 6)))
+    ),
+    from_optax("elementwise", optax.adamw(optax.cosine_decay_schedule(0.1, 6)), elementwise=True),
 ]
 
 
-def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
+def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
     mesh = build_mesh(MeshShape(), jax.devices()[:devices])
     rules = {"embed": ("data",)} if fsdp else {}
     param_shardings = plan_shardings(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
@@ -67,7 +81,7 @@ def updated(config: OptimizerConfig, devices: int, fsdp: bool, shapes: Shapes = 
     return digest.hexdigest()
 
 
-def kind(config: OptimizerConfig) -> str:
+def kind(config: Optimizer) -> str:
     return config.model_dump()["type"]
 
 
@@ -79,7 +93,7 @@ QUICK = (AdamConfig(), MuonConfig())
     "config",
     [pytest.param(c, id=kind(c), marks=() if c in QUICK else pytest.mark.slow) for c in CONFIGS],
 )
-def test_the_update_has_the_same_bits_on_every_mesh(config: OptimizerConfig) -> None:
+def test_the_update_has_the_same_bits_on_every_mesh(config: Optimizer) -> None:
     reference = updated(config, 1, fsdp=True)
     meshes = [(2, True), (2, False), (8, True)] if config.elementwise else [(2, True)]
     for devices, fsdp in meshes:
