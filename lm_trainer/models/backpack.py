@@ -1,5 +1,5 @@
-"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors that depend on it alone; a trunk
-like GPT-2's says how much each of them weighs, and their sum predicts the next token.
+"""Backpack language models (Hewitt et al. 2023): each token has several sense vectors that depend on it alone; a
+backbone like GPT-2's says how much each of them weighs, and their sum predicts the next token.
 """
 
 from dataclasses import replace
@@ -54,4 +54,4 @@ class BackpackConfig(LearnedPositionsConfig):
             norm=self.norm(),
             dropout=self.resid_pdrop,
         )
-        return replace(self.trunk(vocab_size), senses=senses)
+        return replace(self.backbone(vocab_size), senses=senses)

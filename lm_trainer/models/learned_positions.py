@@ -61,8 +61,8 @@ class LearnedPositionsConfig(EqualHeadsConfig):
             block_size=self.flash_attention_block_size or (FLASH_BLOCK if self.use_flash_attention else None),
         )
 
-    def trunk(self, vocab_size: int) -> DecoderSpec:
-        """The whole model."""
+    def backbone(self, vocab_size: int) -> DecoderSpec:
+        """The decoder, without what a family adds to it."""
         scores = replace(self.probabilities(), inverse_layer=self.scale_attn_by_inverse_layer_idx)
         attention = AttentionSpec(
             self.num_heads, self.head_size, bias=self.use_bias, out_bias=self.use_bias, scores=scores

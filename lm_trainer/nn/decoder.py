@@ -1,4 +1,4 @@
-"""The trunk of every decoder-only model.
+"""The decoder that all families share.
 
 Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabulary, C cache capacity.
 """

@@ -51,9 +51,9 @@ class SenseVectors(nnx.Module):
 
 
 class SenseCache(NamedTuple):
-    """Keys and values of the trunk, and of the weights of senses, at past positions."""
+    """Keys and values of the backbone, and of the weights of senses, at past positions."""
 
-    trunk: KvCache
+    backbone: KvCache
     senses: KvCache
     """One layer: the keys of the weights, and the senses in the place of values."""
 
@@ -62,7 +62,7 @@ class SenseDecoder(Decoder):
     """The head reads sum_j sum_n a_nij C(x_j)_n / N at position i (Hewitt et al. 2023, equations 1 and 6 to 8).
 
     C(x)_n is sense n of token x, and a_n = softmax(q_n k_n^T / sqrt(H)), with q and k from the last hidden state h of
-    the trunk. The division by N is not in the paper but in its models: it makes the sum as large as a sense.
+    the backbone. The division by N is not in the paper but in its models: it makes the sum as large as a sense.
     """
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
@@ -85,8 +85,8 @@ class SenseDecoder(Decoder):
         key: jax.Array | None = None,
     ) -> tuple[jax.Array, RouterStats | None]:
         """As for `Decoder`."""
-        trunk_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=trunk_key)
+        backbone_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
+        h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=backbone_key)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
         c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(dtype), key=senses_key)
         return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key), stats
@@ -102,12 +102,12 @@ class SenseDecoder(Decoder):
         self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: SenseCache
     ) -> tuple[jax.Array, SenseCache]:
         """As for `Decoder`."""
-        h_BTD, trunk = super().decode_hidden(tokens_BT, positions_BT, cache.trunk)
+        h_BTD, backbone = super().decode_hidden(tokens_BT, positions_BT, cache.backbone)
         q_BTNH, k_BTNH = self._queries_and_keys(h_BTD)
         c_BTND = self.senses(self.embed.lookup(tokens_BT).astype(h_BTD.dtype))
         senses, k_BCNH, c_BCND = cache.senses.write(0, positions_BT, k_BTNH, c_BTND)
         bias = cache_bias(positions_BT, cache.senses.k.shape[2])
-        return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(trunk, senses)
+        return self._weighted(q_BTNH, k_BCNH, c_BCND, bias), SenseCache(backbone, senses)
 
     def _queries_and_keys(self, h_BSD: jax.Array, *, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         adapters = None if key is None else jax.random.fold_in(key, 0)

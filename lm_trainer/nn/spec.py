@@ -244,7 +244,7 @@ class SenseSpec:
     """Sense vectors: several for each token, independent of its neighbours, whose sum the head reads (Hewitt et al.
     2023).
 
-    The trunk only gives the weight of each.
+    The backbone only gives the weight of each.
     """
 
     attention: AttentionSpec

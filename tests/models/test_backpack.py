@@ -1,4 +1,4 @@
-"""Senses against the paper's equations, written out sense by sense, on top of a trunk that is tested elsewhere."""
+"""Senses against the paper's equations, written out sense by sense, on top of a backbone that is tested elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def brute_force(weights: dict[str, Any], rows: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Logits from the last hidden states of the trunk, in float64."""
+    """Logits from the last hidden states of the backbone, in float64."""
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
     n, d = CONFIG.num_senses, CONFIG.hidden_dim
     sense, table = w["senses"], w["embed"]["tokens"]
@@ -67,9 +67,10 @@ def test_the_sum_of_weighted_senses():
 
     def run(weights: Any, parts: Any) -> tuple[jax.Array, jax.Array]:
         graph = nnx.split(nnx.eval_shape(lambda: SenseDecoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
-        trunk = nnx.split(nnx.eval_shape(lambda: Decoder(replace(spec, senses=None), rngs=nnx.Rngs(0))), nnx.Param)[0]
+        plain = replace(spec, senses=None)
+        backbone = nnx.split(nnx.eval_shape(lambda: Decoder(plain, rngs=nnx.Rngs(0))), nnx.Param)[0]
         where = (jnp.asarray(rows), jnp.asarray(positions()), jnp.asarray(SEGMENTS))
-        return nnx.merge(graph, weights)(*where), nnx.merge(trunk, parts).hidden(*where)
+        return nnx.merge(graph, weights)(*where), nnx.merge(backbone, parts).hidden(*where)
 
     logits, hidden = quick_jit(run)(weights, parts)
     expected = brute_force(weights, rows, np.asarray(hidden, np.float64))

@@ -36,7 +36,7 @@ from tests.models.common import (
 
 EVERY = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 FEATURES = ("gpt2", "gemma3")
-"""Families that together have most parts of the trunk that execution could treat differently."""
+"""Families that together have most parts of the decoder that execution could treat differently."""
 QUICK = pytest.mark.parametrize(
     "config",
     [
