@@ -5,14 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import (
-    OVERRIDES,
-    ConfigArgument,
-    OverridesArgument,
-    load_resolved_config,
-    load_run_config,
-    path_option,
-)
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config, path_option
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:

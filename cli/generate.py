@@ -5,11 +5,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import (
-    CheckpointOption,
-    ModelArgument,
-    path_option,
-)
+from cli.common import CheckpointOption, ModelArgument, path_option
 
 
 def generate(

@@ -5,13 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import (
-    OVERRIDES,
-    OverridesArgument,
-    load_ladder,
-    path_option,
-    source_argument,
-)
+from cli.common import OVERRIDES, OverridesArgument, load_ladder, path_option, source_argument
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import (
-    OVERRIDES,
-    ConfigArgument,
-    OverridesArgument,
-    load_run_config,
-    path_option,
-)
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, path_option
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import (
-    CharsOption,
-    OverridesArgument,
-    RunArgument,
-    check_is_run,
-    path_option,
-)
+from cli.common import CharsOption, OverridesArgument, RunArgument, check_is_run, path_option
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.replay import Norms, Replay

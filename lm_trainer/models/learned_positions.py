@@ -7,15 +7,7 @@ from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName
 from lm_trainer.models.equal_heads import EqualHeadsConfig
-from lm_trainer.nn.spec import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    EmbeddingSpec,
-    MlpSpec,
-    NormSpec,
-    ScoreSpec,
-)
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, MlpSpec, NormSpec, ScoreSpec
 
 FLASH_BLOCK = 1024
 

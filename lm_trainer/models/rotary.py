@@ -12,15 +12,7 @@ from pydantic import Field, model_validator
 from lm_trainer.models.base import ActivationName, DecoderConfig
 from lm_trainer.models.hf_table import HfField, HfTensor, linear
 from lm_trainer.models.rope import AnyRope, DefaultRope, rope_to_hf
-from lm_trainer.nn.spec import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    MlpSpec,
-    NormSpec,
-)
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec, DecoderSpec, EmbeddingSpec, HeadSpec, MlpSpec, NormSpec
 
 ACTIVATIONS: Mapping[str, str] = {"swish": "silu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 """Hugging Face's other names for activations."""

@@ -17,12 +17,7 @@ from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.ordered_sum import TreeSum, most_held, sum_over_shards, tree_sum
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import MicrobatchFn, Sums
-from lm_trainer.step.groups import (
-    DeviceGroups,
-    ModelParallelGroup,
-    PlacedBatch,
-    stack_groups,
-)
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch, stack_groups
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.per_group import PerGroupExecutable

@@ -21,18 +21,7 @@ from lm_trainer.nn.loss import token_loss
 from lm_trainer.nn.spec import DecoderSpec, MoeSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from tests.compiling import quick_jit
-from tests.models.common import (
-    SEQ,
-    TINY,
-    VOCAB,
-    WITHOUT_OWN_PARTS,
-    change,
-    graphdef,
-    params,
-    parts,
-    positions,
-    tokens,
-)
+from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change, graphdef, params, parts, positions, tokens
 
 EVERY = pytest.mark.parametrize("config", TINY.values(), ids=TINY)
 FEATURES = ("gpt2", "gemma3")
