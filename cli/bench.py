@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure how fast a configuration t
 
 _TRACED_STEPS = 3
 
-RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="How often each is timed, in turn.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", min=1, help="Timings of each, in turn.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object in SI units.")]
 
 
@@ -34,7 +34,7 @@ def mfu(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, help="How often the step is timed; short ones in groups.")
+        int, typer.Option("--steps", metavar="N", min=1, help="Number of steps to time; short ones in groups.")
     ] = 20,
     warmup: Annotated[
         int, typer.Option("--warmup", metavar="N", min=1, help="Steps before that, compilation included.")
@@ -92,7 +92,7 @@ def data(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    batches: Annotated[int, typer.Option("--batches", metavar="N", min=1, help="How many in each turn.")] = 50,
+    batches: Annotated[int, typer.Option("--batches", metavar="N", min=1, help="Number of batches in each turn.")] = 50,
     repeats: RepeatsOption = 3,
     as_json: JsonOption = False,
 ) -> None:

@@ -88,7 +88,7 @@ _MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face direct
 ModelArgument = Annotated[str, path_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
 ExportedArgument = Annotated[str, path_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="Which checkpoint of a run.", show_default="newest")
+    int | None, typer.Option("--step", metavar="N", help="Step of a run's checkpoint.", show_default="newest")
 ]
 CharsOption = Annotated[int, typer.Option("--chars", metavar="N", min=0, help="Show so much of each; 0 is all.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]

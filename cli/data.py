@@ -124,7 +124,7 @@ def inspect(
     overrides: OverridesArgument = None,
     cache: Annotated[str, _CACHE] = "train",
     first: Annotated[int, typer.Option("--first", metavar="N", min=0, help="Number of the first document.")] = 0,
-    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many documents.")] = 3,
+    count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="Number of documents.")] = 3,
     chars: CharsOption = 300,
 ) -> None:
     """Print documents as the cache holds them: where they came from, their tokens, and their text.
@@ -170,7 +170,7 @@ def train_tokenizer(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     output: Annotated[
-        Path, path_option("--output", "-o", metavar="DIRECTORY", help="Where to write it.", show_default=False)
+        Path, path_option("--output", "-o", metavar="DIRECTORY", help="Directory to write.", show_default=False)
     ] = Path("tokenizer"),
 ) -> None:
     """Train a byte-level BPE on the training text and write it as a directory that data.tokenizer can name.

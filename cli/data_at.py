@@ -15,7 +15,9 @@ def at(
     ctx: typer.Context,
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    step: Annotated[int, typer.Option("--step", metavar="N", min=1, help="As metrics.jsonl counts: from 1.")] = 1,
+    step: Annotated[
+        int, typer.Option("--step", metavar="N", min=1, help="Number of the step, as in metrics.jsonl: from 1.")
+    ] = 1,
     row: Annotated[
         int | None,
         typer.Option("--row", metavar="R", min=0, help="One row of its batch, counted from 0.", show_default="all"),

@@ -12,7 +12,7 @@ def generate(
     model: ModelArgument,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="What to continue; may be repeated.", show_default="the start of a document"),
+        typer.Option(metavar="TEXT", help="Text to continue; may be repeated.", show_default="the start of a document"),
     ] = None,
     prompt_file: Annotated[
         list[Path] | None, path_option(metavar="FILE", help="A file with one prompt, - for stdin; may be repeated.")

@@ -33,11 +33,11 @@ def export_hf(
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option("--public/--private", help="Who can see a repository that the upload creates.")
+        bool, typer.Option("--public/--private", help="Visibility of a repository that the upload creates.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Of a run that trains an adapter, write the whole model with it merged in.")
+        bool, typer.Option("--merge", help="Write the whole model, with the run's adapter merged in.")
     ] = False,
 ) -> None:
     """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.

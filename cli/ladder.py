@@ -47,14 +47,14 @@ def plan(
     size: SizesOption = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="As JAX names it, such as 'NVIDIA H100 80GB HBM3'. Default: device_type."),
+        typer.Option("--device", help="Name in JAX, such as 'NVIDIA H100 80GB HBM3'. Default: device_type."),
     ] = None,
-    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="How much of its peak training reaches.")] = 0.4,
+    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="Share of its peak that is reached.")] = 0.4,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Of a device for an hour, in any currency.")
+        float | None, typer.Option("--price", min=0, help="Price of a device for an hour, in any currency.")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option("--vocab-size", min=1, help="Where the tokenizer cannot be reached to ask it.")
+        int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, if no tokenizer can be reached.")
     ] = None,
     compat: Annotated[
         str | None, typer.Option("--compat", help="`olmo`: batch and devices as OLMo-core would choose them.")
@@ -197,7 +197,7 @@ def metrics(
         bool, typer.Option("--discover-all", help="Checkpoints that the ladder does not ask for as well.")
     ] = False,
     alternative_dir: Annotated[
-        list[Path] | None, path_option("--alternative-dir", help="Where to look for what is missing.")
+        list[Path] | None, path_option("--alternative-dir", help="Directory to search for what is missing.")
     ] = None,
 ) -> None:
     """Gather what was measured at the checkpoints of all sizes, from the run directories alone.

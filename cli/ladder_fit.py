@@ -78,14 +78,14 @@ def fit(
         str, typer.Option("--method", help="vp: variable projection; huber: Huber on log L by L-BFGS-B, as the papers.")
     ] = "vp",
     start: Annotated[
-        str, typer.Option("--start", help="Of --method huber: hoffmann (a grid) or olmo (a single point).")
+        str, typer.Option("--start", help="Start of --method huber: hoffmann (a grid) or olmo (a single point).")
     ] = "hoffmann",
     resample: Annotated[
-        str, typer.Option("--resample", help="What the bootstrap draws: residuals, points or runs.")
+        str, typer.Option("--resample", help="Unit that the bootstrap draws: residuals, points or runs.")
     ] = "residuals",
-    draws: Annotated[int, typer.Option("--draws", help="Of the bootstrap.")] = 500,
-    seed: Annotated[int, typer.Option("--bootstrap-seed", min=0, help="Of the bootstrap.")] = 0,
-    level: Annotated[float, typer.Option("--level", help="Of the intervals.")] = 0.9,
+    draws: Annotated[int, typer.Option("--draws", help="Number of the bootstrap's fits.")] = 500,
+    seed: Annotated[int, typer.Option("--bootstrap-seed", min=0, help="Seed of the bootstrap.")] = 0,
+    level: Annotated[float, typer.Option("--level", help="Confidence of the intervals.")] = 0.9,
     without: Annotated[
         list[str] | None,
         typer.Option("--without", metavar="SIZE", help="Leave a size out; repeatable."),
@@ -132,10 +132,10 @@ def predict(
     overrides: OverridesArgument = None,
     params: Annotated[
         float | None,
-        typer.Option("--params", metavar="N", help="Of the run, such as 7e9.", show_default=False),
+        typer.Option("--params", metavar="N", help="Parameters of the run, such as 7e9.", show_default=False),
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option("--tokens", metavar="D", help="Of the run, such as 4e12.", show_default=False)
+        float | None, typer.Option("--tokens", metavar="D", help="Tokens of the run, such as 4e12.", show_default=False)
     ] = None,
     flops: Annotated[
         float | None,
@@ -285,7 +285,7 @@ def report(
         float | None, typer.Option("--tokens", metavar="D", help="Tokens of that run.", show_default=False)
     ] = None,
     fitted: FitOption = None,
-    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="Where to write it.")] = Path("ladder.html"),
+    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="File to write.")] = Path("ladder.html"),
     max_extrapolation: MaxOption = 100,
     extrapolate: ExtrapolateOption = False,
 ) -> None:

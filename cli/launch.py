@@ -18,7 +18,7 @@ app = typer.Typer(
 _unset = partial(typer.Option, show_default=False)
 """An option without a default that could be shown."""
 
-Processes = Annotated[int, _unset("--processes", "-n", metavar="N", min=1, help="How many processes.")]
+Processes = Annotated[int, _unset("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
 Devices = Annotated[
     int | None,
     _unset(
@@ -167,7 +167,7 @@ def ray(
     ] = 0,
     devices_per_process: Devices = None,
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for room on the cluster.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Longest wait for room on the cluster.")
     ] = 300,
 ) -> None:
     """Train in N processes on a Ray cluster that is running already; none is ever started here.

@@ -14,14 +14,19 @@ def plan(
     *,
     devices: Annotated[
         str,
-        typer.Option("--devices", metavar="COUNTxKIND", help="Such as 8xH100, 64xv5p or 1xcpu.", show_default=False),
+        typer.Option(
+            "--devices",
+            metavar="COUNTxKIND",
+            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu.",
+            show_default=False,
+        ),
     ],
-    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="How much of its peak training reaches.")] = 0.4,
+    mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="Share of its peak that is reached.")] = 0.4,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Of a device for an hour, in any currency.")
+        float | None, typer.Option("--price", min=0, help="Price of a device for an hour, in any currency.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", help="Of each device for the run, such as 80GiB. Default: by datasheet.")
+        str | None, typer.Option("--memory", help="Memory of each device, such as 80GiB. Default: by datasheet.")
     ] = None,
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, in place of the tokenizer's.")

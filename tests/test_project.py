@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import itertools
 import os
 import re
 import subprocess
@@ -93,24 +94,70 @@ def test_nothing_reads_code_from_data():
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring of a file: of the module, its classes and its functions."""
+    """Line and text of each docstring of a file: of the module, its classes, functions and attributes."""
     for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield node.body[0].lineno, text
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text is not None:
+            yield node.body[0].lineno, text
+        if isinstance(node, ast.Module | ast.ClassDef):
+            yield from attribute_docstrings(node.body)
+
+
+def attribute_docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands directly below an assignment."""
+    for assignment, below in itertools.pairwise(body):
+        match assignment, below:
+            case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(text))):
+                yield below.lineno, text
+
+
+def help_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each `help=` of a file."""
+    for node in ast.walk(parse(path)):
+        match node:
+            case ast.keyword(arg="help", value=ast.Constant(value=str(text)) as value):
+                yield value.lineno, text
+            case ast.keyword(arg="help", value=ast.JoinedStr(values=[ast.Constant(value=str(text)), *_]) as value):
+                yield value.lineno, text
+
+
+OPENING = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|Of)\b")
+"""A question word or `Of`, which leaves the reader to guess the subject of the sentence."""
 
 
 def test_docstrings_open_with_a_noun_or_a_verb():
-    """A docstring that opens with a question word or `Of` leaves its reader to guess the subject."""
-    opening = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|Of)\b")
+    """Help texts of keys and options are such docstrings too: `lmt config explain` and `--help` show them."""
     found = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in python_files("lm_trainer", "cli", "benchmarks", "tests")
-        for line, text in docstrings(path)
-        if opening.match(text)
+        for line, text in (*docstrings(path), *help_texts(path))
+        if OPENING.match(text)
     ]
     assert not found, "open these docstrings with a noun or a verb:\n" + "\n".join(found)
+
+
+def test_docstrings_of_every_place_are_read(tmp_path: Path):
+    source = tmp_path / "example.py"
+    source.write_text(
+        """'Of a module.'
+LIMIT = 1
+'How many.'
+class Settings:
+    'What it is.'
+    size: int = 3
+    'Whether it fits.'
+    def build(self):
+        'Where it is.'
+option('--size', help='Which size.')
+option('--name', help=f'Who {LIMIT} is.')
+"""
+    )
+    opened = [text for _, text in (*docstrings(source), *help_texts(source)) if OPENING.match(text)]
+    assert sorted(opened) == sorted(
+        ["Of a module.", "How many.", "What it is.", "Whether it fits.", "Where it is.", "Which size.", "Who "]
+    )
 
 
 def test_files_stay_short():

@@ -22,7 +22,7 @@ class DeviceMeshSpec(NamedTuple):
     world_size: int
     """Devices."""
     dp_world_size: int | None
-    """Of them those that share the batch; None: all."""
+    """Devices that share the batch; None: all."""
 
 
 class ModelConfigurator(Config):

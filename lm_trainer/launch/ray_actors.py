@@ -23,7 +23,7 @@ class RayJob:
 
     processes: int
     address: str
-    """Of the cluster, as `auto` or `ray://host:10001`."""
+    """Address of the cluster, as `auto` or `ray://host:10001`."""
     cpus_per_process: float = 1
     gpus_per_process: float = 0
     devices_per_process: int | None = None

@@ -31,9 +31,9 @@ class BackpackConfig(LearnedPositionsConfig):
     seq_len: int = Field(default=512, gt=0)
     """The longest sequence, in tokens."""
     use_bias: bool = True
-    """Whether linear layers and LayerNorm have biases."""
+    """Adds biases to the linear layers and LayerNorm."""
     num_senses: int = Field(default=16, gt=0)
-    """How many vectors each token has; divides hidden_dim."""
+    """Number of vectors that each token has; divides hidden_dim."""
     sense_intermediate_scale: int = Field(default=4, gt=0)
     """Width of the MLP that makes them, in multiples of hidden_dim. The one before it has `mlp_scale`."""
 

@@ -50,8 +50,8 @@ class CheckpointPolicy(Config):
     """`true`: everything; `false`: nothing; or a list of what is kept: `attention` (what attention returns) and `mlp`
     (what the MLP returns)."""
     save_carries: Literal[True, "offload"] = True
-    """Where what enters each block is kept: `true`: on the device; `offload`: in the memory of its host, which costs
-    the time of two copies."""
+    """Place of what enters each block: `true`: on the device; `offload`: in the memory of its host, which costs the
+    time of two copies."""
     offload_block_internals: tuple[BlockInternal, ...] = ()
     """Values that are kept in host memory as well; names as in `save_block_internals`, `true`: all of them."""
     nested: bool | Annotated[int, Field(gt=1)] = False
@@ -131,34 +131,34 @@ class DecoderConfig(Config):
     seq_len: int = Field(default=1024, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=12, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     reference_checkpoint: LocalPathOrHubName | None = None
-    """What `initialize_from_hf: true` starts from: a directory, or a name on the hub. Unset: the family's best known
+    """Start of `initialize_from_hf: true`: a directory, or a name on the hub. Unset: the family's best known
     checkpoint, if it has one."""
     gradient_checkpointing: (
         bool | Literal["full", "recompute", "save_all", "dots", "dots_no_batch", "offload", "nested"] | CheckpointPolicy
     ) = True
-    """What the backward pass computes again instead of keeping it: `true`, `full` or `recompute`: everything inside a
-    block (least memory, about a third more computation); `dots`: all but the results of matrix products;
+    """Values that the backward pass computes again instead of keeping them: `true`, `full` or `recompute`: everything
+    inside a block (least memory, about a third more computation); `dots`: all but the results of matrix products;
     `dots_no_batch`: all but the results of matrix products with weights, so attention scores are not kept; `false` or
     `save_all`: nothing; `offload`: everything, and what enters a block is kept in the memory of the device's host;
     `nested`: everything, and most of what enters a block as well; or a block that says what is kept."""
     scan_layers: bool | None = None
-    """Whether the layers run as one compiled loop (compiles fast, runs a few percent slower) or unrolled. Unset: as
-    a loop when there are more than 12, or `gradient_checkpointing` puts them into groups. Both have the same
-    parameters, and numbers equal up to rounding."""
+    """Runs the layers as one compiled loop (compiles fast, runs a few percent slower); false: unrolled. Unset: as a
+    loop when there are more than 12, or `gradient_checkpointing` puts them into groups. Both have the same parameters,
+    and numbers equal up to rounding."""
     cross_entropy_block_size: int | None = Field(default=None, gt=0)
-    """How many tokens are processed together in the output layer. Unset: all, so that batch x sequence x vocabulary
+    """Number of tokens that the output layer processes together. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
     attn_backend: BackendName | None = None
-    """What computes attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16) or `splash` (TPUs, sequences of
-    a multiple of 128), refused where they cannot do what the model asks for; `auto`: the platform's own where it can,
-    else xla. The log says which and why. Where a backend cannot decode with a cache, xla generates text. Unset: xla.
-    """
+    """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16) or `splash` (TPUs, sequences
+    of a multiple of 128), refused where they cannot do what the model asks for; `auto`: the platform's own where it
+    can, else xla. The log says which and why. Where a backend cannot decode with a cache, xla generates text. Unset:
+    xla."""
     flash_attention_block_size: int | None = Field(default=None, gt=0)
-    """How many queries attention processes together; their scores are computed again in the backward pass, so that
-    no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never keeps
-    them, the size of its blocks, a multiple of 128 that divides the sequence; unset: the largest up to 512."""
+    """Number of queries that attention processes together; their scores are computed again in the backward pass, so
+    that no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never
+    keeps them, the size of its blocks, a multiple of 128 that divides the sequence; unset: the largest up to 512."""
     upcast_attn: bool = False
     """Computes attention scores in float32 under mixed precision; the softmax always is float32."""
 

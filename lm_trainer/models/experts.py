@@ -13,9 +13,9 @@ class ExpertsConfig(RotaryConfig):
     """Settings of a decoder with experts."""
 
     n_routed_experts: int = Field(default=8, gt=0)
-    """How many experts each layer has."""
+    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=2, gt=0)
-    """How many of them compute each token."""
+    """Number of them that compute each token."""
     lbl_coef: float = Field(default=0.01, ge=0)
     """Weight of the loss for experts that do not share the tokens equally; 0: none. It acts on the gradient alone: the
     loss that is reported is that of the tokens."""

@@ -56,11 +56,11 @@ class _GemmaConfig(RotaryConfig):
     head_dim: int | None = Field(default=256, gt=0, multiple_of=2)
     """Size of a head. `null`: hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu_new"
-    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     layer_norm_epsilon: float = Field(default=1e-6, gt=0)
     """Added to the mean square in the norms."""
     tie_word_embeddings: bool = True
-    """Whether the output layer has the weights of the token embedding."""
+    """Gives the output layer the weights of the token embedding."""
 
     def norm(self) -> NormSpec:
         # Files store gains less 1, and so do the parameters: nothing is added or subtracted on the way.
@@ -108,7 +108,7 @@ class GemmaConfig(_GemmaConfig):
     intermediate_dim: int = Field(default=24576, gt=0)
     """Width of the MLP."""
     num_layers: int = Field(default=28, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     num_heads: int = Field(default=16, gt=0)
     """Query heads."""
     num_kv_heads: int = Field(default=16, gt=0)
@@ -170,7 +170,7 @@ class _WindowedGemmaConfig(_GemmaConfig):
     intermediate_dim: int = Field(default=9216, gt=0)
     """Width of the MLP."""
     num_layers: int = Field(default=26, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     num_heads: int = Field(default=8, gt=0)
     """Query heads."""
     num_kv_heads: int = Field(default=4, gt=0)
@@ -180,7 +180,7 @@ class _WindowedGemmaConfig(_GemmaConfig):
     final_logit_softcapping: float | None = Field(default=None, gt=0)
     """Bounds the logits l to c * tanh(l / c); `null`: no bound."""
     sliding_window: int = Field(default=4096, gt=0)
-    """How many positions a layer with a window sees, its own included."""
+    """Number of positions that a layer with a window sees, its own included."""
     sliding_window_pattern: int = Field(default=6, gt=0)
     """Every layer but each n-th has a window."""
 

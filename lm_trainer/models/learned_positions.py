@@ -20,14 +20,14 @@ class LearnedPositionsConfig(EqualHeadsConfig):
     embed_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout after the embeddings."""
     activation_function: ActivationName = "gelu_new"
-    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Divides the attention scores of layer i (from 0) by i + 1."""
     use_bias: bool = True
-    """Whether linear layers and LayerNorm have biases. Without them the model cannot be exported to Hugging Face."""
+    """Adds biases to the linear layers and LayerNorm. Without them the model cannot be exported to Hugging Face."""
     use_flash_attention: bool | None = None
-    """Whether attention keeps no sequence x sequence scores. `true` is short for `flash_attention_block_size: 1024`
-    where that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
+    """Keeps no sequence x sequence scores of attention. `true` is short for `flash_attention_block_size: 1024` where
+    that is not set; with `false` it may not be set. Unset: as `flash_attention_block_size` says."""
 
     @model_validator(mode="after")
     def _flash_agrees(self) -> Self:

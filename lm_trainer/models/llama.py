@@ -78,9 +78,9 @@ class LlamaConfig(RotaryConfig):
     input_embedding_norm: bool = False
     """Normalizes the token embeddings. Such a model cannot be exported to Hugging Face."""
     use_bias: bool = False
-    """Whether the linear layers of attention and MLP have biases."""
+    """Adds biases to the linear layers of attention and MLP."""
     use_layer_norm_weight: bool = True
-    """Whether the norms have gains to learn. Without them the model cannot be exported to Hugging Face."""
+    """Gives the norms gains to learn. Without them the model cannot be exported to Hugging Face."""
 
     def norm(self) -> NormSpec:
         return replace(super().norm(), scale=self.use_layer_norm_weight)

@@ -63,7 +63,7 @@ class MistralConfig(RotaryConfig):
     num_kv_heads: int = Field(default=8, gt=0)
     """Key and value heads, each for num_heads / num_kv_heads query heads."""
     sliding_window: int | None = Field(default=4096, gt=0)
-    """How many positions attention sees, its own included; `null`: all before it."""
+    """Number of positions that attention sees, its own included; `null`: all before it."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention(), window=self.sliding_window)

@@ -77,7 +77,7 @@ class MixtralConfig(ExpertsConfig):
     rope: AnyRope = DefaultRope(theta=1_000_000.0)
     """Rotary positions."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many positions attention sees, its own included. Unset: all before it."""
+    """Number of positions that attention sees, its own included. Unset: all before it."""
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         attention = replace(self.attention(), window=self.sliding_window)

@@ -90,7 +90,7 @@ class MptConfig(EqualHeadsConfig):
     seq_len: int = Field(default=2048, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=24, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     hidden_dim: int = Field(default=2048, gt=0)
     """Width of the residual stream; a multiple of num_heads."""
     num_heads: int = Field(default=16, gt=0)

@@ -87,7 +87,7 @@ class GptNeoxConfig(EqualHeadsConfig):
     seq_len: int = Field(default=2048, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=44, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     hidden_dim: int = Field(default=6144, gt=0)
     """Width of the residual stream; a multiple of num_heads."""
     intermediate_dim: int = Field(default=24576, gt=0)
@@ -95,17 +95,17 @@ class GptNeoxConfig(EqualHeadsConfig):
     num_heads: int = Field(default=64, gt=0)
     """Attention heads, each of size hidden_dim / num_heads."""
     activation_function: ActivationName = "gelu"
-    """Of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     tie_word_embeddings: bool = False
-    """Whether the output layer has the weights of the token embedding."""
+    """Gives the output layer the weights of the token embedding."""
     use_parallel_residual: bool = True
-    """Whether attention and MLP read the same input; otherwise the MLP reads what attention made of it."""
+    """Feeds attention and MLP the same input; otherwise the MLP reads what attention made of it."""
     use_bias: bool = True
-    """Whether the linear layers of attention have biases; those of the MLP and LayerNorm always do."""
+    """Adds biases to the linear layers of attention; those of the MLP and LayerNorm always do."""
     rope: AnyRope = DefaultRope()
     """Rotary positions."""
     rotary_pct: float = Field(default=0.25, gt=0, le=1)
-    """Of each head's dimensions, from the first, that are rotated."""
+    """Share of each head's dimensions, from the first, that is rotated."""
 
     @model_validator(mode="after")
     def _pairs_rotate(self) -> "GptNeoxConfig":

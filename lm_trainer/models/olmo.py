@@ -129,7 +129,7 @@ class Olmo3Config(_OlmoConfig):
     rope_local_base_freq: float = Field(default=_THETA, gt=1)
     """Theta of the layers with a window, whose positions are never scaled."""
     sliding_window: int = Field(default=4096, gt=0)
-    """How many positions a layer with a window sees, its own included."""
+    """Number of positions that a layer with a window sees, its own included."""
     sliding_window_pattern: int = Field(default=_PATTERN, gt=0)
     """Every layer but each n-th has a window."""
 

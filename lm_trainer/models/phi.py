@@ -96,9 +96,9 @@ class Phi3Config(RotaryConfig):
     intermediate_dim: int = Field(default=8192, gt=0)
     """Width of the MLP."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many positions attention sees, its own included. Unset: all before it."""
+    """Number of positions that attention sees, its own included. Unset: all before it."""
     partial_rotary_factor: float = Field(default=1.0, gt=0, le=1)
-    """Of each head's dimensions, from the first, that are rotated."""
+    """Share of each head's dimensions, from the first, that is rotated."""
     resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of what attention and MLP add to the residual stream."""
 

@@ -38,11 +38,11 @@ class _QwenConfig(RotaryConfig):
     intermediate_dim: int = Field(default=22016, gt=0)
     """Width of the MLP."""
     use_sliding_window: bool = False
-    """Whether the layers from `max_window_layers` on see only `sliding_window` positions."""
+    """Limits the layers from `max_window_layers` on to `sliding_window` positions."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many positions such a layer sees, its own included. Unset: 4096."""
+    """Number of positions that such a layer sees, its own included. Unset: 4096."""
     max_window_layers: int = Field(default=28, ge=0)
-    """How many of the first layers see all positions."""
+    """Number of first layers that see all positions."""
 
     @model_validator(mode="after")
     def _window_is_used(self) -> "_QwenConfig":

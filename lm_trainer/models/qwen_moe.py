@@ -88,7 +88,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     hidden_dim: int = Field(default=2048, gt=0)
     """Width of the residual stream."""
     num_layers: int = Field(default=24, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     num_kv_heads: int = Field(default=4, gt=0)
     """Key and value heads, each for num_heads / num_kv_heads query heads."""
     intermediate_dim: int = Field(default=6144, gt=0)
@@ -96,9 +96,9 @@ class Qwen3MoeConfig(ExpertsConfig):
     moe_intermediate_dim: int = Field(default=768, gt=0)
     """Width of an expert."""
     n_routed_experts: int = Field(default=128, gt=0)
-    """How many experts each layer has."""
+    """Number of experts in each layer."""
     num_experts_per_tok: int = Field(default=8, gt=0)
-    """How many of them compute each token."""
+    """Number of them that compute each token."""
     norm_topk_prob: bool = False
     """Makes the weights of a token's experts sum to 1."""
     decoder_sparse_step: int = Field(default=1, gt=0)
@@ -106,7 +106,7 @@ class Qwen3MoeConfig(ExpertsConfig):
     mlp_only_layers: tuple[int, ...] = ()
     """Layers, from 0, that have a plain MLP in any case."""
     sliding_window: int | None = Field(default=None, gt=0)
-    """How many positions attention sees, its own included. Unset: all before it."""
+    """Number of positions that attention sees, its own included. Unset: all before it."""
 
     @model_validator(mode="after")
     def _layers_exist(self) -> "Qwen3MoeConfig":

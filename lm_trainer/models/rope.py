@@ -93,7 +93,7 @@ class YarnRope(RopeConfig):
     type: Literal["yarn"] = "yarn"
     """The kind of scaling."""
     factor: float = Field(default=1.0, gt=0)
-    """How many times longer sequences become."""
+    """Ratio of the new length of sequences to that of the first training."""
     original_max_position_embeddings: int = Field(default=2048, gt=0)
     """The longest sequence of the first training."""
     beta_fast: float = Field(default=32.0, gt=0)
@@ -151,7 +151,7 @@ class LongRope(RopeConfig):
     long_factor: tuple[Annotated[float, Field(gt=0)], ...]
     """The same for models of longer sequences."""
     factor: float = Field(gt=0)
-    """How many times longer sequences became than in the first training."""
+    """Ratio of the new length of sequences to that of the first training."""
     original_max_position_embeddings: int = Field(default=4096, gt=1)
     """The longest sequence of the first training."""
     attention_factor: float | None = Field(default=None, gt=0)

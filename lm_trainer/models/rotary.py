@@ -24,7 +24,7 @@ class RotaryConfig(DecoderConfig):
     seq_len: int = Field(default=2048, gt=0)
     """The longest sequence, in tokens."""
     num_layers: int = Field(default=32, gt=0)
-    """How many blocks the model has."""
+    """Number of blocks."""
     hidden_dim: int = Field(default=4096, gt=0)
     """Width of the residual stream."""
     intermediate_dim: int = Field(default=11008, gt=0)
@@ -36,14 +36,14 @@ class RotaryConfig(DecoderConfig):
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2)
     """Size of a head. Unset: hidden_dim / num_heads."""
     activation_function: ActivationName = "silu"
-    """Of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
+    """Activation of the MLP's gate: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh."""
     initializer_range: float = Field(default=0.02, ge=0)
     """Standard deviation of the initial weights. Those that write to the residual stream get it divided by
     sqrt(2 * num_layers)."""
     layer_norm_epsilon: float = Field(default=1e-5, gt=0)
     """Added to the mean square in the norms."""
     tie_word_embeddings: bool = False
-    """Whether the output layer has the weights of the token embedding."""
+    """Gives the output layer the weights of the token embedding."""
     rope: AnyRope = DefaultRope()
     """Rotary positions."""
 

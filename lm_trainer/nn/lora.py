@@ -50,9 +50,9 @@ class LoraConfig(Config):
     alpha: PositiveFloat = 8.0
     """The adapter's product is multiplied by alpha / rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of what enters an adapter; what enters the frozen layer stays whole."""
+    """Dropout of what enters an adapter; what enters the frozen layer stays whole."""
     target_modules: str | tuple[str, ...] | None = None
-    """Which linear layers get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
+    """Linear layers that get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
     v_proj]` or `[attention.*]`: whole components from the end of a layer's name here or in `transformers`, `*` for
     anything. A string: a regular expression for the whole of either name."""
     use_rslora: bool = False

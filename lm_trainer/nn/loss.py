@@ -21,7 +21,7 @@ class LossTerms(NamedTuple):
     """Terms computed of the logits besides the cross-entropy."""
 
     z_loss_weight: float = 0.0
-    """Of the penalty that keeps the softmax's normalizer near 1; 0: none."""
+    """Weight of the penalty that keeps the softmax's normalizer near 1; 0: none."""
     entropy: bool = False
     """Asks for the sum of the entropies of the predicted distributions."""
 
@@ -141,7 +141,7 @@ class _Softmax(NamedTuple):
     right_C1: jax.Array
     """The logits of the targets."""
     slopes_CV: jax.Array | None
-    """Of the softcap."""
+    """Derivatives of the softcapped logits by the logits."""
 
     def of_tokens(self, terms: LossTerms) -> TokenSums:
         """The summands of each token, float32 [C]."""

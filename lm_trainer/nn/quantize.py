@@ -34,8 +34,8 @@ class QuantizationConfig(Config):
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {"fp8": {True: ("type", "fp8")}}
 
     targets: str | tuple[str, ...] | None = None
-    """Which linear maps, by their place in the model: a regular expression for the whole of it, such as `.*mlp.*`, or a
-    list of parts of it, such as `[mlp, attention.out]`; null: all of them."""
+    """Linear maps, by their place in the model: a regular expression for the whole of it, such as `.*mlp.*`, or a list
+    of parts of it, such as `[mlp, attention.out]`; null: all of them."""
     backward: bool = False
     """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
 

@@ -15,7 +15,7 @@ class AveragingConfig(Config):
     """An average that moves towards the weights after every step: a += rate * (w - a), from the initial weights."""
 
     beta: float = Field(default=0.999, ge=0, lt=1)
-    """How much of the average stays at each step; about 1 / (1 - beta) steps count."""
+    """Share of the average that stays at each step; about 1 / (1 - beta) steps count."""
 
     def rate(self, step: int) -> float:
         """The part of its distance to the weights that the average moves after `step` steps, counted from 1."""
@@ -41,7 +41,7 @@ class EmaDecaySqrtConfig(AveragingConfig):
     switch_step: NonNegativeInt = 100_000
     """The step until which it is a plain moving average."""
     decay_steps: PositiveInt = 100_000
-    """How many steps it takes to come to rest."""
+    """Number of steps until the average is at rest."""
 
     def rate(self, step: int) -> float:
         """(1 - beta) * (1 - sqrt(x)) with the x of the class."""

@@ -40,16 +40,15 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
     weight_decay_modules: str | tuple[str, ...] | None = None
-    """Which parameters decay: a regular expression that matches a dotted name from its start, such as
+    """Parameters that decay: a regular expression that matches a dotted name from its start, such as
     `.*attn.*weight|.*mlp.*weight`, or a list of parts of names. `attn`, `token_embeddings`, `position_embeddings` and
     `lm_head` may be written for `attention`, `embed.tokens`, `embed.positions` and `head`, and `.weight` after a name
     that does not end in it; so may the classes `Linear`, `Embedding`, `LayerNorm` and `RMSNorm`, and Levanter's names
     of modules, such as `c_attn` or `q_proj`. `lmt config show --decays` lists the parameters that are found. A pattern
     that matches no parameter is an error."""
     default_weight_decay_mask: bool | None = None
-    """Whether matrices and heads decay, but no biases, norms and embedding tables. null: if no weight_decay_modules
-    are set; true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything
-    decays."""
+    """Decays matrices and heads, but no biases, norms and embedding tables. null: if no weight_decay_modules are set;
+    true: in addition to weight_decay_modules; false: never, so that without weight_decay_modules everything decays."""
     max_grad_norm: PositiveFloat | None = 1.0
     """The gradient is scaled down to this global norm; null: no clipping."""
     clip_update_norm: ClipUpdateNormConfig | None = None

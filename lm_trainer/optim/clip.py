@@ -23,9 +23,9 @@ class ClipUpdateNormConfig(Config):
     """
 
     rolling_interval_length: int = Field(default=128, ge=2)
-    """How many steps the history holds."""
+    """Number of steps in the history."""
     sigma_factor: PositiveFloat = 3.0
-    """How many standard deviations above the mean the norm of an update may be."""
+    """Number of standard deviations above the mean that the norm of an update may be."""
 
 
 class ClipUpdateState(NamedTuple):

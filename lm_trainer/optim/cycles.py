@@ -33,9 +33,9 @@ class Lengths(NamedTuple):
     """Phases as a configuration has them: fractions of their cycle (floats up to 1.0) or numbers of steps."""
 
     warmup: float = 0
-    """Of the first cycle."""
+    """Warm-up of the first cycle."""
     rewarmup: float = 0
-    """Of the others."""
+    """Warm-up of the others."""
     decay: float | Sequence[int] | None = None
     """None: all that follows the warm-up; a list: of each cycle, in steps."""
 

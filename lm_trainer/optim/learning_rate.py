@@ -33,8 +33,8 @@ class LearningRateConfig(Config):
     """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
     each cycle; null: everything after the warm-up. The steps between warm-up and decay are at the peak."""
     cycles: PositiveInt | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """How many times warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is lowest;
-    the end of the run need not be listed."""
+    """Number of times that warm-up, peak and decay repeat, or the steps at which each ends and the learning rate is
+    lowest; the end of the run need not be listed."""
     cycle_length: PositiveInt | PositiveFloat | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Instead of `cycles`, how long each is: a fraction of the run (a float up to 1.0), a number of steps, or a list of
     numbers of steps. The steps left over at the end of the run are a last, shorter cycle."""

@@ -22,9 +22,9 @@ class SkipStepConfig(Config):
     """
 
     rolling_interval_length: int = Field(default=128, ge=2)
-    """How many steps the history holds."""
+    """Number of steps in the history."""
     sigma_factor: PositiveFloat = 6.0
-    """How many standard deviations above the mean a step may be."""
+    """Number of standard deviations above the mean that a step may be."""
 
     @classmethod
     def parse(cls, value: bool | int | SkipStepConfig) -> SkipStepConfig:

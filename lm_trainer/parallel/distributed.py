@@ -20,14 +20,14 @@ class DistributedConfig(Config):
     coordinator_address: str | None = None
     """`host:port` that process 0 listens on; null: what the cluster says."""
     num_processes: PositiveInt | None = None
-    """How many processes the run has; null: what the cluster says, else one."""
+    """Number of the run's processes; null: what the cluster says, else one."""
     process_id: NonNegativeInt | None = None
-    """Which of them this is, from 0; null: what the cluster says. Differs between processes, so it is given on the
+    """Number of this process, from 0; null: what the cluster says. Differs between processes, so it is given on the
     command line: `--trainer.distributed.process_id 1`."""
     local_device_ids: NonNegativeInt | tuple[NonNegativeInt, ...] | None = None
     """The devices of this machine that this process uses; null: those in CUDA_VISIBLE_DEVICES, else all."""
     initialize_jax_distributed: bool = True
-    """Whether to connect the processes; false: this process is a run of its own."""
+    """Connects the processes; false: this process is a run of its own."""
 
     @model_validator(mode="after")
     def _complete(self) -> DistributedConfig:

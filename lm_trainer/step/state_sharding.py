@@ -28,9 +28,9 @@ class StateSharding:
     params: Mapping[str, ParamSharding]
     """By parameter name."""
     trained: TrainedShardings
-    """Of what is trained."""
+    """Shardings of what is trained."""
     storage: Mapping[str, NamedSharding]
-    """Of every parameter in storage, whether it is trained or not."""
+    """Shardings of every parameter in storage, whether it is trained or not."""
 
 
 def plan_state_sharding(

@@ -26,7 +26,7 @@ class MissingTokens(NamedTuple):
     need: int | None
     """None = all that there will be."""
     progress: BuildProgress | None
-    """Of the cache that is to hold them."""
+    """Progress of the cache that is to hold them."""
 
     def __str__(self) -> str:
         if self.need is not None:

@@ -46,9 +46,9 @@ class Influence:
     """Dependence of a fit on single points; arrays have shape (P,)."""
 
     shifts: np.ndarray
-    """Of each point: the relative change, without it, of the loss at ten times the compute of the largest rung."""
+    """Relative change, without each point, of the loss at ten times the compute of the largest rung."""
     strange: np.ndarray
-    """Of each point: its error in the law of the others, over the noise of the others."""
+    """Error of each point in the law of the others, over the noise of the others."""
 
 
 def backtest(found: Fit) -> list[Held]:
