@@ -46,6 +46,7 @@ class Gate:
         self._left, self._open = threading.Semaphore(0), False
 
     def encode(self, _: object, texts: list[str]) -> list[Any]:
+        # A timeout, because opening the gate releases nobody who waits for a turn.
         while not self._open and not self._left.acquire(timeout=0.05):
             pass
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
@@ -63,7 +64,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
     monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, texts: gate.encode(self, texts))
     monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", partial(BuildOptions, part_bytes=(2000, 4000)))
+    # Text as small as this is otherwise tokenised before anything is read.
     monkeypatch.setattr("lm_trainer.data.pipeline.AT_ONCE_BYTES", 0)
+    # What is committed is seen at once and not by the clock, so that the gate alone decides when.
     monkeypatch.setattr("lm_trainer.data.tokenize.build.POLL_SECONDS", 0.0)
     yield gate
     gate.open()
@@ -137,6 +140,7 @@ def test_the_batches_are_those_of_a_finished_cache(
         while (missing := iterator.missing()) is not None:
             assert str(missing).startswith("waiting for tokenised data")
             gate.release()
+            # Turns add up: without a pause all text could be tokenised before the first batch is asked for again.
             time.sleep(0.002)
         began_early |= not batches and not data.complete
         batches.append(next(iterator))

@@ -95,6 +95,7 @@ def test_kills_change_nothing_and_cost_no_committed_part(
     for kill in range(4):
         builder = subprocess.Popen(builder_command(corpus, directory, delay=0.02), env=lmt_environment())
         deadline = time.monotonic() + 60
+        # Two more parts each time, so that every builder has committed something that the next one may lose.
         while len(list(directory.glob("parts/*.json"))) < 2 * (kill + 1) and time.monotonic() < deadline:
             time.sleep(0.005)
         assert builder.poll() is None, "the builder was to be killed at work"
@@ -105,6 +106,7 @@ def test_kills_change_nothing_and_cost_no_committed_part(
     assert len(committed) >= 8
     started = time.monotonic()
     subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
+    # By the heartbeat alone, as between machines, it would be taken for dead after 30 seconds.
     assert time.monotonic() - started < 25, "a dead builder's lock does not hold up the next one"
     assert contents(directory) == reference
     assert all(path.stat().st_mtime_ns == changed for path, changed in committed.items())
@@ -134,6 +136,7 @@ def test_two_builders_in_one_process_do_the_work_once(
 
     class Counting(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[Any]:
+            # The other builder comes while this one is at work.
             time.sleep(0.1)
             encoded.extend(texts)
             return super().encode_batch(texts)

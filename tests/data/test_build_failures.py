@@ -288,6 +288,7 @@ class TestFailures:
 
     def test_a_full_disk(self, make_build: MakeBuild, small_disk: Path, reference: dict[str, bytes]) -> None:
         ballast = small_disk / "ballast"
+        # Leaves room for some parts of the cache, and not for all.
         ballast.write_bytes(bytes(1_700_000))
         build = make_build(store=KvStore(str(small_disk / "cache")))
         with pytest.raises(MachineError, match="the disk is full"):
@@ -325,6 +326,7 @@ class TestFailures:
         while not list(directory.glob("parts/*.json")) and time.monotonic() < deadline:
             time.sleep(0.01)
         waiting = make_build()
+        # Late enough for the other one to have found it at work.
         killer = threading.Timer(0.5, builder.kill)
         seen: list[int] = []
         callbacks = BuildCallbacks(on_progress=lambda at: seen.append(at.tokens))
@@ -345,4 +347,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if not mounted:
         pytest.skip("mounting a small file system is not permitted here")
     yield directory
+    # 2 is MNT_DETACH: a file that is still open would make a plain unmount fail.
     libc.umount2(bytes(directory), 2)

@@ -41,6 +41,7 @@ def test_a_suspended_process_is_waited_for_and_a_killed_one_is_named() -> None:
             assert any("ready" in line for line in process.stdout)
         first, killed, other = processes
         os.kill(killed.pid, signal.SIGSTOP)
+        # A process that is suspended keeps its connection, however long nothing is heard of it.
         time.sleep(2)
         assert [process.poll() for process in processes] == [None] * 3
         os.kill(killed.pid, signal.SIGKILL)

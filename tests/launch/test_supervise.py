@@ -16,6 +16,7 @@ from lm_trainer.launch.local import process_environments, visible_gpus
 from lm_trainer.launch.supervise import LocalProcess, Status, describe_exit, supervise
 from tests.conftest import ROOT, lmt_environment
 
+# Far longer than a test lasts: these processes end by what is done to them or not at all.
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n" + WAIT
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
@@ -50,6 +51,7 @@ def test_the_first_that_fails_is_named_and_takes_the_others_down(program: str, c
 
 
 def test_others_that_end_by_themselves_are_left_alone() -> None:
+    # The other one outlives the failure, and ends long before it would be told to.
     code, lines = run("raise SystemExit(1)", "import time; time.sleep(0.5)", grace_period=60)
     assert code == 1
     assert not [line for line in lines if line.startswith("sending")]
@@ -95,6 +97,7 @@ def test_a_stop_is_no_failure() -> None:
 
 
 def test_a_signal_reaches_every_process_once(tmp_path: Path) -> None:
+    # Each lives on for a while after its signal, so that a second one would be printed too.
     counting = """
 import signal, sys, time
 def note(number, frame):

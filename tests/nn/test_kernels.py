@@ -57,6 +57,7 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
 
     plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
     expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(SEGMENTS, spec.window or 0)))
+    # The kernel has masks of its own: if it read this bias, everything would be nan.
     unread = jnp.full((1, 1, S, S), jnp.nan)
     found = results(
         lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, SEGMENTS), interpret=True)
@@ -112,6 +113,7 @@ def spec_for(backend: Backend, **scores: Any) -> AttentionSpec:
 
 
 def test_splash_lowers_for_tpus(monkeypatch):
+    # `auto` goes by the platform of the process, and not by the one that is lowered for.
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     text = lowered(spec_for("auto", softcap=3.0), "tpu")
     assert text.count("tpu_custom_call") >= 3, "forward, and backward for queries and for keys"

@@ -31,6 +31,7 @@ def plain(h: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) ->
 
 @pytest.mark.parametrize("block", [None, 1, 4, 100])
 def test_value_and_gradients(block):
+    # The gradient is computed with the value, before the factor behind it is known.
     def scaled(f):
         return lambda h, w, weights: 0.37 * f(h, w, TARGETS, weights) + 1.0
 
@@ -137,6 +138,7 @@ def test_hessian_vector_product():
 
 
 def test_large_logits_stay_finite():
+    # exp overflows float32 beyond 88.
     value, grad = jax.value_and_grad(lambda h: weighted_nll(h, W, TARGETS, WEIGHTS, 4))(1e4 * H)
     assert np.isfinite(value)
     assert np.isfinite(grad).all()
@@ -156,6 +158,7 @@ def test_blocks_hold_no_logits_of_all_tokens():
         text = grad.lower(h, w).compile().as_text() or ""
         return {int(np.prod([int(d) for d in m.split(",")])) for m in re.findall(r"\w+\[([\d,]+)\]", text)}
 
+    # The control: where all logits are held, the pattern finds them.
     assert max(sizes(None)) >= n * v
     assert max(sizes(block)) <= max(block * v, v * D, n * D)
 

@@ -48,6 +48,7 @@ def test_every_token_gets_its_experts(renormalize, dense):
 
 def test_nothing_is_dropped_when_all_choose_the_same():
     moe = build()
+    # All inputs are positive, so expert 1 wins everywhere, and the second place goes to the first of equal ones.
     moe.router[...] = jnp.zeros((D, E)).at[:, 1].set(1e-6)
     x = jnp.ones((1, 9, D)) + jnp.arange(9.0)[None, :, None] / 10
     run = jax.jit(lambda x: moe(x, jnp.ones(x.shape[:2], bool)))

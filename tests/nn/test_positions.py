@@ -17,6 +17,7 @@ def test_rotation_of_complex_numbers():
     angles = POSITIONS[..., None, None] * 100.0 ** (-np.arange(4) / 4)
     turned = (X[..., :4] + 1j * X[..., 4:]) * np.exp(1j * angles)
     found = apply_rope(RopeSpec(100.0), jnp.asarray(X), jnp.asarray(POSITIONS))
+    # Position 5000 is an angle of 5000 radians, where float32 has steps of 5e-4.
     np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
     np.testing.assert_allclose(found[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
 
@@ -50,6 +51,7 @@ def test_scalings():
     assert (np.diff(by_length) < 0).all()
     yarn, magnitude = rope_frequencies(RopeSpec(scaling=YarnScaling(8.0, 1024, 32.0, 1.0, 1.2)), 64)
     turns = 1024 / wavelengths
+    # The ramp goes from 32 turns to 1, and both ends are rounded outwards to whole dimensions.
     np.testing.assert_allclose(yarn[turns > 40], plain[turns > 40], rtol=1e-6)
     np.testing.assert_allclose(yarn[turns < 0.8], plain[turns < 0.8] / 8, rtol=1e-6)
     assert magnitude == 1.2

@@ -21,6 +21,7 @@ STEPS = 25
 
 def estimate(step: int) -> Arrays:
     """Sums over a batch, of both signs."""
+    # Seeds that no gradient has, so that estimate and gradient are independent.
     return {name: 10 * x for name, x in gradients(1000 + step).items()}
 
 

@@ -47,6 +47,7 @@ def brute_force_tree(items: list[np.ndarray]) -> np.ndarray:
 
 def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
+    # Of very different sizes, so that another order of additions rounds to other bits.
     return (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 4, shape)).astype(np.float32)
 
 
@@ -91,6 +92,7 @@ def test_a_streaming_sum_holds_few_partial_sums() -> None:
     streaming: TreeSum[Item] = TreeSum(64, lambda a, b: a + b)
     for _ in range(64):
         streaming.push(Item())
+    # One partial sum for each of the log2(64) levels, and the items of the addition at hand.
     assert most <= 8
 
 
@@ -135,6 +137,7 @@ def test_a_large_array_that_no_dimension_can_be_sliced_along_travels_as_slices_t
     np.testing.assert_array_equal(np.asarray(program(placed)["large"]), brute_force_tree(list(values)))
     if shards > 1:
         sent = sum(bytes_sent(program.as_text() or "").values())
+        # There and back each device sends all shares but its own; the numbers are padded to equal shares.
         assert sent == pytest.approx(2 * (shards - 1) / shards * 4 * 129 * 257, rel=0.01)
 
 

@@ -155,6 +155,7 @@ def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:
     metrics = {name: jnp.float32(1) for name in ("loss", "grad_norm", "tokens")}
     for number in (1, 2):
         it.step_done(StepInfo(TrainState(number, {}, ()), metrics, 0.1, 8, 8 * number, 0.0))
+        # A wait after the first step alone, which is then the time that the second one takes.
         time.sleep(0.5 * (2 - number))
     it.flush()
     it.close()

@@ -67,6 +67,7 @@ class Run:
         self.tx = optax.adam(0.1)
         params = self.put(values(0))
         self.state = TrainState(0, params, jax.jit(self.tx.init)(params))
+        # Donated as in a real step, after which the old weights are gone.
         self._update = jax.jit(self._next, donate_argnums=(0, 1), out_shardings=None)
 
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
