@@ -128,7 +128,7 @@ OPENING = re.compile(r"(What|Where|How|Which|Whether|Why|When|Who|Whose|That|If|
 
 
 def test_docstrings_open_with_a_noun_or_a_verb():
-    """Help texts of keys and options are such docstrings too: `lmt config explain` and `--help` show them."""
+    """Help texts of keys and options count too: the reference, `lmt config schema` and `--help` show them."""
     found = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
         for path in python_files("lm_trainer", "cli", "benchmarks", "tests")
