@@ -5,6 +5,8 @@ Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabula
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,6 +47,17 @@ class Embedding(nnx.Module):
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """The rows of the token table alone; NaN for a token past its end."""
         return jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
+
+
+class PartKeys(NamedTuple):
+    """Keys of dropout; None switches it off."""
+
+    enter: jax.Array | None = None
+    """Of `Decoder.enter`."""
+    blocks: jax.Array | None = None
+    """Of the layers, which fold their number into it."""
+    leave: Any = None
+    """Of `Decoder.leave`; for some models several."""
 
 
 class Decoder(nnx.Module):
@@ -101,16 +114,35 @@ class Decoder(nnx.Module):
             dtype: of activations and of the operands of matrix products.
             key: for dropout; None switches it off.
         """
-        embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
+        keys = self.part_keys(key)
+        x_BSD = self.enter(tokens_BS, positions_BS, dtype=dtype, key=keys.enter)
+        stats = None
+        if axis_size("pipeline") > 1:
+            x_BSD = run_stages(self.spec, self.blocks, x_BSD, positions_BS, segments_BS, key=keys.blocks)
+        else:
+            context = make_context(self.spec.blocks, positions_BS, segments_BS)
+            x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
+        return self.leave(x_BSD, tokens_BS, segments_BS, key=keys.leave), stats
+
+    def part_keys(self, key: jax.Array | None) -> PartKeys:
+        """The keys of dropout in the parts of the model, from that of a microbatch; None switches it off."""
+        if key is None:
+            return PartKeys()
+        enter, blocks = jax.random.split(key)
+        return PartKeys(enter, blocks)
+
+    def enter(
+        self, tokens_BS: jax.Array, positions_BS: jax.Array, *, dtype: DTypeLike, key: jax.Array | None
+    ) -> jax.Array:
+        """The stream before the first layer, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         # Embeddings are added, scaled and normalized in float32, and rounded to the compute dtype once.
         x_BSD = self.embed(tokens_BS, positions_BS).astype(dtype)
-        x_BSD = dropout(x_BSD, self.spec.embedding.dropout, embed_key)
-        if axis_size("pipeline") > 1:
-            x_BSD = run_stages(self.spec, self.blocks, x_BSD, positions_BS, segments_BS, key=blocks_key)
-            return self.final_norm(x_BSD), None
-        context = make_context(self.spec.blocks, positions_BS, segments_BS)
-        x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=blocks_key)
-        return self.final_norm(x_BSD), stats
+        return dropout(x_BSD, self.spec.embedding.dropout, key)
+
+    def leave(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
+        """The hidden states that the head reads, from the stream after the last layer."""
+        del tokens_BS, segments_BS, key
+        return self.final_norm(x_BSD)
 
     def head_weight(self) -> jax.Array:
         """The matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.moe import RouterStats
 from lm_trainer.parallel.collectives import group_sum
 
 
@@ -67,6 +68,19 @@ def token_loss(
     h_BSD, stats = model.hidden_and_stats(
         jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype, key=key
     )
+    return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
+
+
+def hidden_loss(
+    model: Decoder,
+    h_BSD: jax.Array,
+    stats: RouterStats | None,
+    batch: Batch,
+    *,
+    block_size: int | None = None,
+    terms: LossTerms = CROSS_ENTROPY,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As `token_loss`, from what `Decoder.hidden_and_stats` returns."""
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)

@@ -6,7 +6,7 @@ M width of an MLP, or of all senses together.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,10 @@ from jax.typing import DTypeLike
 from lm_trainer.nn.attention import cache_bias, causal_bias
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.cache import KvCache
-from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.decoder import Decoder, PartKeys
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
 from lm_trainer.nn.mlp import Mlp
-from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.spec import DecoderSpec, SenseSpec
 
@@ -75,21 +74,21 @@ class SenseDecoder(Decoder):
         self.q = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
         self.k = Linear({"embed": spec.hidden_dim}, heads, bias=weights.bias, init=init)
 
-    def hidden_and_stats(
-        self,
-        tokens_BS: jax.Array,
-        positions_BS: jax.Array,
-        segments_BS: jax.Array,
-        *,
-        dtype: DTypeLike = jnp.float32,
-        key: jax.Array | None = None,
-    ) -> tuple[jax.Array, RouterStats | None]:
+    def part_keys(self, key: jax.Array | None) -> PartKeys:
         """As for `Decoder`."""
-        backbone_key, senses_key, weights_key = (None,) * 3 if key is None else jax.random.split(key, 3)
-        h_BSD, stats = super().hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=backbone_key)
+        if key is None:
+            return PartKeys()
+        backbone_key, senses_key, weights_key = jax.random.split(key, 3)
+        enter, blocks, _ = super().part_keys(backbone_key)
+        return PartKeys(enter, blocks, (senses_key, weights_key))
+
+    def leave(self, x_BSD: jax.Array, tokens_BS: jax.Array, segments_BS: jax.Array, *, key: Any) -> jax.Array:
+        """As for `Decoder`; `key` is a pair: of the senses, and of their weights."""
+        senses_key, weights_key = (None, None) if key is None else key
+        h_BSD = super().leave(x_BSD, tokens_BS, segments_BS, key=None)
         q_BSNH, k_BSNH = self._queries_and_keys(h_BSD, key=weights_key)
-        c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(dtype), key=senses_key)
-        return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key), stats
+        c_BSND = self.senses(self.embed.lookup(tokens_BS).astype(h_BSD.dtype), key=senses_key)
+        return self._weighted(q_BSNH, k_BSNH, c_BSND, causal_bias(segments_BS), key=weights_key)
 
     def init_cache(self, batch_size: int, capacity: int, *, dtype: DTypeLike = jnp.float32) -> SenseCache:
         """As for `Decoder`."""

@@ -78,6 +78,31 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     )
 
 
+def run_layer(
+    block: Block,
+    x_BSD: jax.Array,
+    stats: RouterStats | None,
+    context: ForwardContext,
+    layer: jax.Array,
+    *,
+    key: jax.Array | None,
+) -> tuple[jax.Array, RouterStats | None]:
+    """One layer as `run_blocks` computes it: the stream after it, and the sums of router statistics up to it.
+
+    Args:
+        block: the layer.
+        x_BSD: the stream before it.
+        stats: the sums before it, None without routers.
+        context: of all layers.
+        layer: its number, an int32 scalar.
+        key: that of all layers; None switches dropout off.
+    """
+    x_BSD, _, stats = _apply(
+        block, (x_BSD, None, stats), context, layer, None if key is None else jax.random.fold_in(key, layer)
+    )
+    return x_BSD, stats
+
+
 def _run_unrolled(run: _Run, carry: _Carry, slots: Sequence[Block], num_layers: int) -> _Carry:
     period = len(slots)
     rows = [unstack(block, -(-(num_layers - j) // period)) for j, block in enumerate(slots)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,12 @@ def tree_sum(x: jax.Array) -> jax.Array:
     return total[0]
 
 
-def sum_over_shards(stacked: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict:
+def sum_over_shards(
+    stacked: Mapping[str, jax.Array],
+    param_shardings: Mapping[str, ParamSharding],
+    mesh: Mesh,
+    dtypes: Mapping[str, Any] | None = None,
+) -> dict:
     """Adds the contributions of all batch shards and leaves the sums where the state is stored.
 
     Each shard sends every other shard its slice and adds the slices that it receives in the fixed order, so the volume
@@ -103,16 +108,18 @@ def sum_over_shards(stacked: Mapping[str, jax.Array], param_shardings: Mapping[s
         stacked: name -> [shards, ...], the first axis sharded over the batch axes, the rest as in `compute`.
         param_shardings: by name, of the array without its first axis.
         mesh: the device mesh.
+        dtypes: by name, to add in, where the contributions may be narrower; they are exchanged as they are.
 
     Returns:
         name -> [...], to be constrained to the `storage` sharding by the caller's `out_shardings`.
     """
     shards = batch_shards(mesh)
+    dtypes = {name: x.dtype for name, x in stacked.items()} if dtypes is None else dtypes
     if shards == 1:
-        return {name: x[0] for name, x in stacked.items()}
+        return {name: x[0].astype(dtypes[name]) for name, x in stacked.items()}
 
     def reduce(local: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: _sum_leaf(x[0], param_shardings[name], mesh) for name, x in local.items()}
+        return {name: _sum_leaf(x[0], param_shardings[name], mesh, dtypes[name]) for name, x in local.items()}
 
     in_specs = {name: PartitionSpec(BATCH_AXES, *param_shardings[name].compute) for name in stacked}
     out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
@@ -138,7 +145,7 @@ def _summed_spec(sharding: ParamSharding, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh) -> jax.Array:
+def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> jax.Array:
     """Sums one array over the batch shards: a reduce-scatter, then all-gathers over the axes that do not store it so.
 
     For a dimension of 8 on 2 replicas x 2 data shards, `x` is [8, ...] and each device adds two of its rows:
@@ -147,7 +154,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh) -> jax.Array:
     """
     dim = sharding.scatter_dim
     if dim is None or not _scatters(sharding, mesh):
-        return _sum_vector(x, batch_shards(mesh))
+        return _sum_vector(x, batch_shards(mesh), dtype)
     data = mesh.shape["data"]
     replicas = batch_shards(mesh) // data
     shape = x.shape
@@ -157,20 +164,20 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh) -> jax.Array:
     x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
     x = x.reshape(replicas * data, *x.shape[2:])
     # What arrives is stacked by sender, that is in the order of the batch: the order of the tree.
-    x = tree_sum(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True))
+    x = tree_sum(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
     if replicas > 1:
         # The replicas of a data shard hold neighbouring slices, which make up the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
     return x if _stored_over_data(sharding) else lax.all_gather(x, "data", axis=dim, tiled=True)
 
 
-def _sum_vector(x: jax.Array, shards: int) -> jax.Array:
+def _sum_vector(x: jax.Array, shards: int, dtype: Any) -> jax.Array:
     """Sums an array that no dimension can be split of; the result is on all devices."""
     if x.size < _SMALL:
-        return tree_sum(lax.all_gather(x, BATCH_AXES))
+        return tree_sum(lax.all_gather(x, BATCH_AXES).astype(dtype))
     # Padding makes the length divisible. It changes no order, since every element is added on its own.
     slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
-    total = tree_sum(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True))
+    total = tree_sum(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
     return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 

@@ -110,7 +110,7 @@ class StepMemory:
     """The memory of a configuration's step for any rows of a microbatch.
 
     The programs that do not depend on the rows are compiled once, on a mesh of all `devices`. Those that do are
-    compiled for one batch shard with `determinism: elastic`, where the program is the same on every mesh, else for all.
+    compiled for one batch shard, where their program is the same on every mesh; with `determinism: fast` for all.
 
     Args:
         config: of the run, with a whole model section.
@@ -129,7 +129,7 @@ class StepMemory:
         self.state = state_bytes(state)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
         self._fixed = compile_programs(self._phases(self.largest_step()), grows=False)
-        self._elastic = config.trainer.determinism == "elastic"
+        self._elastic = config.trainer.determinism != "fast"
 
     def _phases(self, plan: MicrobatchPlan) -> list[Phase]:
         return [*self.program.step.phases(self._batch, plan, self._platform)]

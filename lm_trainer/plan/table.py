@@ -72,7 +72,7 @@ def _largest(plan: RunPlan) -> str:
         rows = _count(fit.least_rows, "row")
         return f"none: the least that a step takes is {_size(fit.bytes)}, with {rows}; {_way_out(plan)}"
     above = "" if fit.next_rows is None else f"; {_count(fit.next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
-    changes = " (changes the numbers of the run)" if plan.determinism == "elastic" else ""
+    changes = " (changes the numbers of the run)" if plan.determinism != "fast" else ""
     return f"{_count(fit.rows, 'row')}, {_size(fit.bytes)}{above}: trainer.per_device_parallelism={fit.rows}{changes}"
 
 
@@ -85,8 +85,8 @@ def _way_out(plan: RunPlan) -> str:
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
     if plan.determinism == "elastic":
         return (
-            f"parameters and gradients are whole on every device while a microbatch is computed: cut the model by "
-            f"{tensor}, or let trainer.determinism=fast cut their sums"
+            f"parameters and gradients are whole on every device while a microbatch is computed: compute layer by "
+            f"layer with trainer.determinism=layerwise, or cut the model by {tensor}"
         )
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss
+from lm_trainer.nn.loss_parts import LossParts, token_loss_parts
 from lm_trainer.nn.quantize import quantize
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.run.config import RunConfig
-from lm_trainer.step.gradient import LossFn
 from lm_trainer.step.model_def import ModelDef
 
 INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
@@ -59,28 +61,46 @@ def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable
     return ModelDef.trace(cast, is_trainable)
 
 
-def loss_function(config: RunConfig) -> LossFn:
+def loss_function(config: RunConfig) -> NextTokenLoss:
     """The training loss in the compute dtype of the configuration."""
     terms = LossTerms(z_loss_weight=config.z_loss_weight)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
-def evaluation_loss(config: RunConfig) -> LossFn:
+def evaluation_loss(config: RunConfig) -> NextTokenLoss:
     """The loss on held-out sets: without the penalty of training."""
     terms = LossTerms(entropy=config.log_entropy)
     return next_token_loss(config.trainer.mp.compute_dtype, config.model.cross_entropy_block_size, terms)
 
 
-def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> LossFn:
-    """Cross-entropy of the next token, for a `Decoder`.
+def next_token_loss(dtype: Any, block_size: int | None = None, terms: LossTerms = CROSS_ENTROPY) -> NextTokenLoss:
+    """Cross-entropy of the next token, for a `Decoder`; arguments as the fields of `NextTokenLoss`."""
+    return NextTokenLoss(dtype, block_size, terms)
 
-    Args:
-        dtype: of the computation.
-        block_size: as for `token_loss`.
-        terms: as for `token_loss`.
-    """
 
-    def loss(model: nnx.Module, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict]:
-        return token_loss(model, batch, dtype=dtype, key=key, block_size=block_size, terms=terms)  # pyright: ignore[reportArgumentType]
+@dataclass(frozen=True)
+class NextTokenLoss:
+    """Cross-entropy of the next token, for a `Decoder`; a `LossFn`."""
 
-    return loss
+    dtype: Any
+    """Of the computation."""
+    block_size: int | None = None
+    """As for `token_loss`."""
+    terms: LossTerms = CROSS_ENTROPY
+    """As for `token_loss`."""
+
+    def __call__(
+        self, model: nnx.Module, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        return token_loss(
+            model,  # pyright: ignore[reportArgumentType]
+            batch,
+            dtype=self.dtype,
+            key=key,
+            block_size=self.block_size,
+            terms=self.terms,
+        )
+
+    def parts(self, spec: DecoderSpec) -> LossParts:
+        """The same loss in parts, for decoders of `spec`."""
+        return token_loss_parts(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)

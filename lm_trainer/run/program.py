@@ -19,11 +19,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import DROPOUT_KEY, evaluation_loss, loss_function, trace_model
+from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, evaluation_loss, loss_function, trace_model
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
@@ -186,11 +187,18 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, plan.policy.compute_dtype))
     # Not the key of the initial weights: another use of the seed must not draw the same numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
-    parts = {"sharding": sharding, "plans": plan.microbatches, "key": key}
+    given = {"sharding": sharding, "plans": plan.microbatches, "key": key}
+    eval_parts = None
     if trainer.determinism == "fast":
-        step: Step = FastStep(model, loss, rule, **parts, accumulate=trainer.per_device_parallelism != -1)
+        step: Step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
+    elif trainer.determinism == "layerwise":
+        parts, eval_parts = (
+            _in_parts(loss, optimizer, model, mesh),
+            _in_parts(eval_loss or loss, optimizer, model, mesh),
+        )
+        step = ElasticStep(model, loss, rule, **given, parts=parts, together=trainer.microbatches_per_gather)
     else:
-        step = ElasticStep(model, loss, rule, **parts)
+        step = ElasticStep(model, loss, rule, **given)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
     return Program(
         model=model,
@@ -198,7 +206,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         optimizer=optimizer,
         tx=tx,
         step=step,
-        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation),
+        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation, parts=eval_parts),
         plan=plan,
         schedule=optimizer.schedule(trainer.num_train_steps, tokens),
         averages=trainer.model_averaging is not None,
@@ -242,6 +250,25 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
     check_model_parallel(built.spec if isinstance(built, Decoder) else None, plan.microbatch_rows, mesh.shape)
     if optimizer.curvature is not None:
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
+
+
+def _in_parts(loss: LossFn, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> LossParts:
+    """The loss in parts, for `determinism: layerwise`; refuses what that cannot do."""
+    built = nnx.eval_shape(model.build)
+    if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss)):
+        raise UserError(
+            "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
+            "or loss of your own; use elastic"
+        )
+    if axes := model_parallel_axes(mesh.shape):
+        raise UserError(
+            f"trainer.determinism: layerwise cannot be used with {axes[0]}_axis_size yet; set it to 1, or use elastic"
+        )
+    if optimizer.curvature is not None:
+        raise UserError(
+            "trainer.determinism: layerwise cannot be used with an optimizer that estimates curvature yet; use elastic"
+        )
+    return loss.parts(built.spec)
 
 
 def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:

@@ -91,10 +91,17 @@ class TrainerConfig(Config):
     no loss is scaled."""
     quantization: Numeric[AnyQuantization | None] = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
-    determinism: Numeric[Literal["elastic", "fast"]] = "elastic"
-    """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
-    order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
-    at once. It is there to measure what `elastic` costs."""
+    determinism: Numeric[Literal["elastic", "layerwise", "fast"]] = "elastic"
+    """`elastic`: the same bits on any number of devices; each holds all parameters while it computes. `layerwise`: the
+    same promise with the memory of FSDP: each holds the parameters of one layer at a time, whose inside is always
+    computed again for the gradient (`gradient_checkpointing` has no effect). The bits of the two differ in the last
+    digits. `fast`: one program for all devices, in which XLA adds in an order of its own; bits then depend on the
+    devices, and with per_device_parallelism -1 a device computes all its rows at once. It is there to measure what the
+    others cost."""
+    microbatches_per_gather: Operational[PositiveInt | None] = None
+    """With `determinism: layerwise`, the most microbatches of a device that share the gathered parameters of a layer:
+    fewer keep fewer activations and gather more often, with the same bits. Rounded down to what the fixed order of
+    additions allows; null: all."""
 
     cpu_threads: Numeric[PositiveInt | None] = None
     """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
@@ -262,6 +269,8 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
         self.resolve()
+        if self.microbatches_per_gather is not None and self.determinism != "layerwise":
+            raise ValueError("microbatches_per_gather is for determinism: layerwise; remove it, or set that")
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
         if self.load_checkpoint_path is not None and self.load_checkpoint is False:

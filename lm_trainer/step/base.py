@@ -13,7 +13,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.averaging import AveragingConfig
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import CurvatureFn, Sums
 from lm_trainer.step.groups import DeviceGroups
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -58,7 +58,7 @@ class Step(Protocol):
     plans: Piecewise[MicrobatchPlan]
     devices: DeviceGroups
 
-    def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
+    def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`.
 
         With `observed` also what a step needs only for an observer. Returns the program that computes the gradient: of

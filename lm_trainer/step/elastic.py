@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,15 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
+from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.layerwise import LayerwiseSum
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import MicrobatchSum
 from lm_trainer.step.model_def import ModelDef, Params
@@ -38,9 +41,20 @@ _GATHERED = "gathered parameters"
 
 
 class ElasticStep:
-    """The `Step` whose bits are the same on every mesh."""
+    """The `Step` whose bits are the same on every mesh.
 
-    def __init__(
+    Args:
+        model: what is trained.
+        loss: of a microbatch.
+        rule: how gradients become weights.
+        sharding: where everything lies.
+        plans: the batches.
+        key: for dropout.
+        parts: the loss in parts, to compute a microbatch layer by layer instead of as a whole.
+        together: as for `DeviceGroups`.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a step consists of
         self,
         model: ModelDef,
         loss: LossFn,
@@ -49,14 +63,20 @@ class ElasticStep:
         sharding: StateSharding,
         plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
+        parts: LossParts | None = None,
+        together: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
-        self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding), model.shapes
+        self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding, together), model.shapes
         # For its errors: a mesh that cannot share a batch is refused before anything is compiled.
         for plan in plans.values:
             plan.per_shard(mesh)
         trainable = shardings.params
-        self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        self._gradient: MicrobatchSum | LayerwiseSum
+        if parts is None:
+            self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        else:
+            self._gradient = LayerwiseSum(model, parts, self.devices, key, trainable)
         self._curvature = None
         if rule.curvature is not None:
             estimate = curvature_sums(model, rule.curvature, trainable)
@@ -71,12 +91,12 @@ class ElasticStep:
         self._zero = replicate(np.uint32(0), mesh)
         self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
 
-    def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable:
+    def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
         del observed  # the gradient has a program of its own in any case
         if self._curvature is not None:
             self._curvature.compile(self._shapes, batch, self.plans.at(step))
-        return self._gradient.compile(self._shapes, batch, self.plans.at(step)).program
+        return self._gradient.compile(self._shapes, batch, self.plans.at(step))
 
     def compiled(self, step: int) -> bool:
         """Returns true if this step needs no compilation."""
@@ -92,10 +112,10 @@ class ElasticStep:
 
     def gradient(self, state: TrainState, batch: PlacedBatch) -> Sums:
         """The sums of the loss (and what it reports), the weights and the gradients over the global batch."""
-        return self._gradient(self._on_groups(state), batch, state.step)
+        return self._gradient(self._ready(state), batch, state.step)
 
-    def _on_groups(self, state: TrainState) -> list[Params]:
-        return self.devices.params_on_groups({**state.frozen, **state.params})
+    def _ready(self, state: TrainState) -> Any:
+        return self._gradient.ready({**state.frozen, **state.params})
 
     def __call__(
         self, state: TrainState, batch: PlacedBatch, learning_rate: float, observer: Observer | None = None
@@ -122,14 +142,7 @@ class ElasticStep:
         """Describes `__call__`, program by program; a change of one needs a change of the other."""
         sharding, averaged = self.devices.sharding, self._rule.averaging is not None
         state = abstract_state(self._shapes, self._rule.tx, sharding, averaged=averaged)
-        if (gather := self.devices.gathering(self._shapes)) is not None:
-            yield Phase("gather", gather, adds={_GATHERED: gather.outputs}, leaves={_GATHERED: gather.outputs})
-        sums = [*self._gradient.phases("microbatch", "gradients", self._shapes, batch, plan, platform)]
-        if self._curvature is not None:
-            sums += self._curvature.phases("curvature", "estimates", self._shapes, batch, plan, platform)
-        yield from sums[:-1]
-        # Gathered parameters live until all sums are there: see `_gradient_and_curvature`.
-        yield replace(sums[-1], frees=(*sums[-1].frees, _GATHERED))
+        yield from self._phases_of_sums(batch, plan, platform)
         # Gradients and estimates have the shapes of the parameters, and lie as they do.
         grads, curvature = state.params, None if self._curvature is None else state.params
         yield Phase("norm", StepProgram("norm", partial(Executable.make, self._norm, grads)))
@@ -141,13 +154,26 @@ class ElasticStep:
             average = StepProgram("average", partial(Executable.make, self._average, *moved))
             yield Phase("average", average, adds={"new state": average.new})
 
+    def _phases_of_sums(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
+        if isinstance(self._gradient, LayerwiseSum):
+            yield from self._gradient.phases("gradients", self._shapes, batch, plan, platform)
+            return
+        if (gather := self.devices.gathering(self._shapes)) is not None:
+            yield Phase("gather", gather, adds={_GATHERED: gather.outputs}, leaves={_GATHERED: gather.outputs})
+        sums = [*self._gradient.phases("microbatch", "gradients", self._shapes, batch, plan, platform)]
+        if self._curvature is not None:
+            sums += self._curvature.phases("curvature", "estimates", self._shapes, batch, plan, platform)
+        yield from sums[:-1]
+        # Gathered parameters live until all sums are there: see `_gradient_and_curvature`.
+        yield replace(sums[-1], frees=(*sums[-1].frees, _GATHERED))
+
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
         # Whole parameters live as long as this function: the update finds their memory free.
-        on_groups = self._on_groups(state)
-        sums = self._gradient(on_groups, batch, state.step)
+        params = self._ready(state)
+        sums = self._gradient(params, batch, state.step)
         if self._curvature is None or state.step % self._rule.optimizer.curvature_interval:
             return sums, None
-        return sums, self._curvature(on_groups, batch, state.step).tree
+        return sums, self._curvature(params, batch, state.step).tree
 
     def _averaged(self, state: TrainState, params: Params) -> Params | None:
         if state.averaged is None or self._rule.averaging is None:

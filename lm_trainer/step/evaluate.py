@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.gradient import LossFn, Sums
-from lm_trainer.step.groups import DeviceGroups
+from lm_trainer.step.groups import DeviceGroups, PlacedBatch
+from lm_trainer.step.layerwise_model import SCALAR, LayerwiseForward, Parts, turns
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.part_functions import PartFunctions
 from lm_trainer.step.per_group import PerGroupExecutable
 
 
@@ -25,23 +28,21 @@ class Evaluator:
         loss: called without a key.
         devices: where.
         plan: the batches of evaluation.
+        parts: the loss in parts, to compute it layer by layer instead of as a whole.
     """
 
-    def __init__(self, model: ModelDef, loss: LossFn, devices: DeviceGroups, plan: MicrobatchPlan):
-        def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
-            del key
-            total, weight, metrics = loss(model.merge(params), batch, None)
-            return Sums({"loss": total, "weight": weight, **metrics}, {})
-
-        cut = devices.cut(sums, ())
-
-        def of_microbatch(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
-            del step, index
-            # The key is not used: nothing is dropped in evaluation.
-            return cut(params, batch, jax.random.key(0))[0]
-
-        self._executable = PerGroupExecutable(of_microbatch, devices.groups)
-        self._devices, self._plan, self._shapes = devices, plan, model.shapes
+    def __init__(
+        self,
+        model: ModelDef,
+        loss: LossFn,
+        devices: DeviceGroups,
+        plan: MicrobatchPlan,
+        *,
+        parts: LossParts | None = None,
+    ):
+        self._devices, self._plan = devices, plan
+        self._sums: _WholeModel | _Layerwise
+        self._sums = _WholeModel(model, loss, devices) if parts is None else _Layerwise(model, parts, devices)
 
     @property
     def batch_size(self) -> int:
@@ -63,22 +64,91 @@ class Evaluator:
         Returns:
             `loss` in nats, and what else the loss function reports.
         """
-        on_groups = self._devices.params_on_groups(params)
+        ready = self._sums.ready(params)
         parts: dict[str, list[jax.Array]] = {}
         for batch in batches:
             self._compile(batch)
-            placed = self._devices.put(batch, self._plan)
-            for i, microbatches in enumerate(placed.microbatches):
-                for rows, index in zip(microbatches, placed.indices[i], strict=True):
-                    # The program has a place for a step, and asks nothing of it.
-                    for name, x in self._executable(i, on_groups[i], rows, index, index).items():
-                        parts.setdefault(name, []).append(x)
+            for sums in self._sums(ready, self._devices.put(batch, self._plan)):
+                for name, x in sums.items():
+                    parts.setdefault(name, []).append(x)
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
         sums = {name: math.fsum(gather(np.asarray(values)).ravel().tolist()) for name, values in sorted(parts.items())}
         weight = sums.pop("weight", 0.0)
         return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
 
     def _compile(self, batch: Batch) -> None:
-        if not self._executable.compiled:
-            rows = Batch(*(np.empty((self._plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-            self._executable.compile(self._shapes, self._devices.sharding.params, rows)
+        if not self._sums.compiled:
+            shapes = (jax.ShapeDtypeStruct((self._plan.rows, *x.shape[1:]), x.dtype) for x in batch)
+            self._sums.compile(Batch(*shapes))  # pyright: ignore[reportArgumentType]
+
+
+class _WholeModel:
+    """The sums of each microbatch by one program."""
+
+    def __init__(self, model: ModelDef, loss: LossFn, devices: DeviceGroups):
+        def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
+            del key
+            total, weight, metrics = loss(model.merge(params), batch, None)
+            return Sums({"loss": total, "weight": weight, **metrics}, {})
+
+        cut = devices.cut(sums, ())
+
+        def of_microbatch(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
+            del step, index
+            # The key is not used: nothing is dropped in evaluation.
+            return cut(params, batch, jax.random.key(0))[0]
+
+        self._executable = PerGroupExecutable(of_microbatch, devices.groups)
+        self._devices, self._shapes = devices, model.shapes
+
+    @property
+    def compiled(self) -> bool:
+        return self._executable.compiled
+
+    def compile(self, batch: Batch) -> None:
+        """Compiles for the shapes of a microbatch."""
+        self._executable.compile(self._shapes, self._devices.sharding.params, batch)
+
+    def ready(self, params: Params) -> list[Params]:
+        """The parameters as `__call__` takes them."""
+        return self._devices.params_on_groups(params)
+
+    def __call__(self, on_groups: list[Params], batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+        for i, microbatches in enumerate(batch.microbatches):
+            for rows, index in zip(microbatches, batch.indices[i], strict=True):
+                # The program has a place for a step, and asks nothing of it.
+                yield self._executable(i, on_groups[i], rows, index, index)
+
+
+class _Layerwise:
+    """The sums of each microbatch by one program for each part of the model."""
+
+    def __init__(self, model: ModelDef, loss: LossParts, devices: DeviceGroups):
+        self._functions, self._devices = PartFunctions(model, loss, None), devices
+        self._programs: tuple[LayerwiseForward, PerGroupExecutable] | None = None
+
+    @property
+    def compiled(self) -> bool:
+        return self._programs is not None
+
+    def compile(self, batch: Batch) -> None:
+        """Compiles for the shapes of a microbatch."""
+        parts = Parts(self._functions, self._functions.model.shapes, self._devices, batch)
+        others = (parts.stream(batch), batch, SCALAR, SCALAR)
+        leave = parts.compile(self._functions.leave, parts.leave, others, donated=(1,))
+        self._programs = LayerwiseForward(parts, batch), leave
+
+    def ready(self, params: Params) -> Params:
+        """The parameters as `__call__` takes them."""
+        return params
+
+    def __call__(self, params: Params, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+        assert self._programs is not None, "compiled before"
+        forward, leave = self._programs
+        for turn in turns(batch, self._devices, 0):
+            streams = forward(params, turn)
+            gathered = forward.parts.leave.gather(params, forward.parts.row(0))
+            sums = turn.each(
+                lambda i, j, rows, step, index, p=gathered, x=streams: leave(i, p[i], x[i][j], rows, step, index)
+            )
+            yield from (each for group in sums for each in group)

@@ -1,13 +1,16 @@
-"""A compiled program with its trace, and a hash by which two programs are compared."""
+"""Compiled programs with their traces, and a hash by which two programs are compared."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,31 @@ class Executable:
         return self.compiled.memory_analysis()
 
 
+@dataclass(frozen=True)
+class Executables:
+    """Programs that together compute what one `Executable` does elsewhere."""
+
+    by_name: Mapping[str, Executable]
+
+    def fingerprint(self) -> str:
+        """A hash of all of them."""
+        each = [f"{name} {executable.fingerprint()}" for name, executable in self.by_name.items()]
+        return hashlib.sha256("\n".join(each).encode()).hexdigest()[:_DIGITS]
+
+    def jaxpr(self) -> str:
+        """The traced programs, as JAX prints them."""
+        return "\n\n".join(f"# {name}\n{executable.jaxpr()}" for name, executable in self.by_name.items())
+
+    def hlo(self) -> str:
+        """The optimised programs, as XLA prints them."""
+        return "\n\n".join(executable.hlo() for executable in self.by_name.values())
+
+    def memory(self) -> Any:
+        """XLA's memory analysis of the program that takes most while it runs, None where the backend has none."""
+        found = [each for executable in self.by_name.values() if (each := executable.memory()) is not None]
+        return max(found, key=lambda each: each.temp_size_in_bytes, default=None)
+
+
 def program_hash(compiled: jax.stages.Compiled) -> str:
     """SHA-256 (16 hex digits) over the instructions of a compiled program; equal programs compute equal bits."""
     text = compiled.as_text() or ""
@@ -47,4 +75,4 @@ def program_hash(compiled: jax.stages.Compiled) -> str:
     body = re.sub(r",? metadata=\{[^}]*\}", "", text[first.start() if first else 0 :])
     # On a CPU: into how many tasks an element-wise loop is cut, by the threads of the process that compiled it.
     body = re.sub(r'"outer_dimension_partitions":\[[^\]]*\],?', "", body)
-    return hashlib.sha256(body.encode()).hexdigest()[:16]
+    return hashlib.sha256(body.encode()).hexdigest()[:_DIGITS]

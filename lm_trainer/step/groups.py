@@ -73,10 +73,16 @@ class PlacedBatch:
 
 
 class DeviceGroups:
-    """The groups of devices that compute microbatches, and the way of rows and parameters to them."""
+    """The groups of devices that compute microbatches, and the way of rows and parameters to them.
 
-    def __init__(self, sharding: StateSharding):
-        self.sharding = sharding
+    Args:
+        sharding: of the state.
+        together: the most microbatches of a group that are neighbours in the batch; None: all of them. With fewer, a
+            group computes them in turns, and the sums of each turn are added over all groups before the next.
+    """
+
+    def __init__(self, sharding: StateSharding, together: int | None = None):
+        self.sharding, self._together = sharding, together
         self.groups = local_groups(sharding.mesh)
         compute = compute_shardings(sharding)
         self._gather = None if compute is None else jax.jit(lambda p: p, out_shardings=compute)
@@ -84,6 +90,36 @@ class DeviceGroups:
     def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
         return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
+
+    def together(self, plan: MicrobatchPlan) -> int:
+        """The microbatches of a group in one turn: those of a turn are a subtree of the tree over all.
+
+        Raises:
+            UserError: when several processes would need rows that are no neighbours.
+        """
+        per_shard = plan.per_shard(self.sharding.mesh)
+        if self._together is None or self._together >= per_shard:
+            return per_shard
+        if jax.process_count() > 1:
+            raise UserError(
+                f"trainer.microbatches_per_gather={self._together} is less than the {per_shard} microbatches of a "
+                f"device, which works in a single process only; leave it out"
+            )
+        # The leaves of the tree are runs of `odd` microbatches, of which pairs are added: see `TreeSum`.
+        odd = plan.count // (plan.count & -plan.count)
+        together = odd
+        while together * 2 <= self._together:
+            together *= 2
+        return together
+
+    def numbers(self, plan: MicrobatchPlan) -> list[list[int]]:
+        """For each local group, the numbers of its microbatches in the global batch, in the order of computation."""
+        per_shard, together = plan.per_shard(self.sharding.mesh), self.together(plan)
+        shards = batch_shards(self.sharding.mesh)
+        return [
+            [(j // together * shards + group.index) * together + j % together for j in range(per_shard)]
+            for group in self.groups
+        ]
 
     def local_rows(self, plan: MicrobatchPlan) -> range:
         """The rows of the global batch that this process needs."""
@@ -96,13 +132,13 @@ class DeviceGroups:
         per_shard = plan.per_shard(self.sharding.mesh)
         batch = pad_rows(batch, per_shard * plan.rows * len(self.groups))
         placed, indices = [], []
-        for i, group in enumerate(self.groups):
-            starts = [(i * per_shard + j) * plan.rows for j in range(per_shard)]
+        first = self.groups[0].index * per_shard
+        for group, numbers in zip(self.groups, self.numbers(plan), strict=True):
+            starts = [(number - first) * plan.rows for number in numbers]
             cuts = [Batch(*(x[start : start + plan.rows] for x in batch)) for start in starts]
             # All at once: later microbatches are on their way while the first is computed.
-            numbers = [np.int32(group.index * per_shard + j) for j in range(per_shard)]
             # One transfer for both; a scalar given to a program from the host would be another for each microbatch.
-            rows, at = jax.device_put((cuts, numbers), group.sharding())
+            rows, at = jax.device_put((cuts, [np.int32(number) for number in numbers]), group.sharding())
             placed.append(rows)
             indices.append(at)
         return PlacedBatch(plan, placed, indices)

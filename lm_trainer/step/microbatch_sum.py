@@ -48,21 +48,23 @@ class MicrobatchSum:
         alone = (0,) if batch_shards(mesh) == 1 else ()
         self._reduce = jax.jit(self._reduction, out_shardings=summed, donate_argnums=alone)
 
-    def compile(
-        self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan
-    ) -> PerGroupExecutable:
+    def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Executable:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._executables:
             executable = PerGroupExecutable(_lane(self._function, self._key_data), self.devices.groups, self._on_group)
             rows = Batch(*(np.empty((plan.rows, *x.shape[1:]), x.dtype) for x in batch))
             executable.compile(shapes, self.devices.sharding.params, rows)
             self._executables[plan.rows] = executable
-        return self._executables[plan.rows]
+        return self._executables[plan.rows].program
 
     def _on_group(self, group: ModelParallelGroup) -> Any:
         """The shardings of a microbatch's sums, with an axis in front, on its group: those of the parameters there."""
         tree = {name: group.sharding(None, *param_sharding.compute) for name, param_sharding in self._layouts.items()}
         return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
+
+    def ready(self, params: Params) -> list[Params]:
+        """All parameters as `__call__` takes them: whole, on each local group."""
+        return self.devices.params_on_groups(params)
 
     def compiled(self, plan: MicrobatchPlan) -> bool:
         """Returns true if microbatches of `plan` need no compilation."""
@@ -101,7 +103,7 @@ class MicrobatchSum:
             platform: on which the step is to run.
         """
         running, held = programs_and_results(plan.per_shard(self._mesh), self._mesh, platform)
-        program = StepProgram(name, lambda: self.compile(shapes, batch, plan).program, grows=True)
+        program = StepProgram(name, lambda: self.compile(shapes, batch, plan), grows=True)
         reduction = StepProgram("reduction", lambda: self._reduction_program(shapes))
         yield Phase(
             name, program, adds={sums: held * program.outputs}, leaves={sums: reduction.arguments}, at_once=running

@@ -90,6 +90,13 @@ class ModelDef:
         """The module with these parameters."""
         return nnx.merge(self.graphdef, self.nested(params))
 
+    def merge_some(self, params: Mapping[str, Any]) -> Any:
+        """The module with these parameters, and shapes alone in the places of the others, which nothing may read.
+
+        A parameter may have another shape than in the model, as one layer of several that are stacked.
+        """
+        return nnx.merge(self.graphdef, self.nested({**self.shapes, **params}))
+
     def init(self) -> Params:
         """Fresh parameters, all of them. Call it under `jax.jit`: run eagerly, initialisers differ by an ulp."""
         return named_leaves(nnx.to_pure_dict(nnx.state(self.build(), nnx.Param)))

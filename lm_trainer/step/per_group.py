@@ -29,10 +29,11 @@ class PerGroupExecutable:
     """One function, compiled once for every group of this process.
 
     Args:
-        function: `function(params, batch, step, index)` with a Batch of one microbatch; `step` and
+        function: for `compile` `function(params, batch, step, index)`, with a Batch of one microbatch; `step` and
             `index` are int32 scalars.
         groups: where to compile it.
         results: how what it returns lies on a group; XLA's choice without.
+        donated: the arguments whose memory it may take for its results.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class PerGroupExecutable:
         function: Callable[..., Any],
         groups: Sequence[ModelParallelGroup],
         results: Callable[[ModelParallelGroup], Any] | None = None,
+        *,
+        donated: Sequence[int] = (),
     ):
-        self._function, self._results = function, results
+        self._function, self._results, self._donated = function, results, tuple(donated)
         self.groups = groups
         devices = groups[0].mesh.devices
         self._streams = DispatchThreads(programs_at_once(devices.flat[0].platform, len(groups), devices.size))
@@ -51,10 +54,8 @@ class PerGroupExecutable:
         self, params: Mapping[str, jax.ShapeDtypeStruct], param_shardings: Mapping[str, ParamSharding], batch: Batch
     ) -> None:
         """Compiles for all groups at once, for parameters in their `compute` sharding and a microbatch like `batch`."""
-        traced: list[jax.stages.Traced] = []
 
-        def one(index: int) -> jax.stages.Compiled:
-            group = self.groups[index]
+        def on_group(group: ModelParallelGroup) -> tuple[Any, ...]:
             whole = group.sharding()
             placed = {
                 name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=group.sharding(*param_shardings[name].compute))
@@ -62,8 +63,19 @@ class PerGroupExecutable:
             }
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), batch)
             scalar = jax.ShapeDtypeStruct((), np.int32, sharding=whole)
+            return placed, rows, scalar, scalar
+
+        self.compile_for(on_group)
+
+    def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[Any, ...]]) -> None:
+        """Compiles for all groups at once, for arguments of which `arguments` gives shapes and shardings on a group."""
+        traced: list[jax.stages.Traced] = []
+
+        def one(index: int) -> jax.stages.Compiled:
+            group = self.groups[index]
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
-            executable = Executable.make(jax.jit(self._function, out_shardings=results), placed, rows, scalar, scalar)
+            jitted = jax.jit(self._function, out_shardings=results, donate_argnums=self._donated)
+            executable = Executable.make(jitted, *arguments(group))
             traced.append(executable.traced)
             return executable.compiled
 

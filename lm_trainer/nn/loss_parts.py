@@ -1,0 +1,84 @@
+"""The loss of a decoder in parts: what comes before its layers, each layer, and what comes after them.
+
+A step that computes them apart holds the parameters of one part at a time.
+
+Shape letters: B rows, S positions, D hidden dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.attention import make_context
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss
+from lm_trainer.nn.moe import RouterStats, zero_router_stats
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stack import run_layer
+
+
+class Stream(NamedTuple):
+    """The values that go from part to part."""
+
+    x_BSD: jax.Array
+    """The residual stream, in the compute dtype."""
+    stats: RouterStats | None
+    """Sums over the layers so far; None without routers."""
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """A loss in parts: `leave(layer(... layer(enter)))`, with the numbers of the loss as a whole.
+
+    The functions take a module of which only the parameters that they read need be there, and a key for dropout, that
+    of the microbatch; None switches dropout off.
+    """
+
+    num_layers: int
+    period: int
+    """Layers with the same `layer % period` have one program; their parameters are stacked as those of that block."""
+    enter: Callable[[Any, Batch, jax.Array | None], Stream]
+    """`enter(model, batch, key)`: the stream before the first layer."""
+    layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream]
+    """`layer(model, place, stream, batch, layer, key)`: the stream after a layer, the only one that the model has at
+    its place in the period; `layer` is its number, an int32 scalar."""
+    leave: Callable[[Any, Stream, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+    """`leave(model, stream, batch, key)`: what the loss returns, from the stream after the last layer."""
+
+
+def token_loss_parts(
+    spec: DecoderSpec,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    block_size: int | None = None,
+    terms: LossTerms = CROSS_ENTROPY,
+) -> LossParts:
+    """`lm_trainer.nn.loss.token_loss` in parts, for decoders of `spec`; the other arguments as there."""
+
+    def enter(model: Decoder, batch: Batch, key: jax.Array | None) -> Stream:
+        key = model.part_keys(key).enter
+        x_BSD = model.enter(jnp.asarray(batch.tokens), jnp.asarray(batch.positions), dtype=dtype, key=key)
+        return Stream(x_BSD, zero_router_stats() if spec.num_routers else None)
+
+    def layer(
+        model: Decoder, place: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
+    ) -> Stream:
+        context = make_context(spec.blocks, jnp.asarray(batch.positions), jnp.asarray(batch.segments))
+        block: Any = model.blocks[str(place)]
+        return Stream(*run_layer(block, *stream, context, layer, key=model.part_keys(key).blocks))
+
+    def leave(
+        model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        tokens_BS, segments_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
+        h_BSD = model.leave(stream.x_BSD, tokens_BS, segments_BS, key=model.part_keys(key).leave)
+        return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
+
+    return LossParts(len(spec.blocks), spec.period, enter, layer, leave)

@@ -1,0 +1,258 @@
+"""The gradient of a batch computed layer by layer, in an order that no mesh changes, with the memory of FSDP.
+
+A device holds the parameters of one layer at a time, gathered over the batch axes by a program of their own. Each part
+of each microbatch is an executable of its own (`PerGroupExecutable`), the same one for every layer, microbatch and
+mesh. The gradients of a layer are added over the microbatches of a device by the fixed tree, then over devices, and
+are stored cut before the next layer is computed:
+
+    forward     for each layer:            gather; each microbatch: stream = layer(stream)     kept: what enters it
+    backward    for each layer, reversed:  gather; each microbatch: compute again, gradients; add; reduce over devices
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.loss_parts import LossParts
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.ordered_sum import TreeSum
+from lm_trainer.step.executable import Executable, Executables
+from lm_trainer.step.gradient import Sums
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
+from lm_trainer.step.layerwise_model import SCALAR, LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
+from lm_trainer.step.layerwise_phases import layerwise_phases
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.part import Part
+from lm_trainer.step.part_functions import PartFunctions
+from lm_trainer.step.per_group import PerGroupExecutable
+from lm_trainer.step.phases import Phase
+
+
+class _Gradients(NamedTuple):
+    """Gradients of a turn by the part that made them, in storage."""
+
+    enter: Params
+    layers: list[Params]
+    leave: Params
+
+
+class _Programs:
+    """The executables of a microbatch.
+
+    Args:
+        parts: of the loss.
+        batch: the shapes of a microbatch.
+    """
+
+    def __init__(self, parts: Parts, batch: Batch):
+        functions, stream = parts.functions, parts.stream(batch)
+        self.forward = LayerwiseForward(parts, batch)
+
+        def results(part: Part, group: ModelParallelGroup) -> Any:
+            return group.sharding(), part.sums_on(group)
+
+        self.leave = parts.compile(
+            functions.leave_gradient,
+            parts.leave,
+            (stream, batch, SCALAR, SCALAR),
+            results=partial(results, parts.leave),
+            donated=(1,),
+        )
+        # What entered the layer is not needed again: its derivative takes its memory.
+        self.layers = [
+            parts.compile(
+                functions.layer_gradient(place),
+                part,
+                (stream, batch, SCALAR, stream, SCALAR, SCALAR),
+                results=partial(results, part),
+                donated=(1,),
+            )
+            for place, part in enumerate(parts.places)
+        ]
+        self.enter = None
+        if parts.enter.trained:
+            self.enter = parts.compile(
+                functions.enter_gradient, parts.enter, (batch, stream, SCALAR, SCALAR), results=parts.enter.sums_on
+            )
+
+    def named(self) -> dict[str, PerGroupExecutable]:
+        """All of them."""
+        layers = {f"layer {place}": program for place, program in enumerate(self.forward.layers)}
+        layers |= {f"layer {place} gradient": program for place, program in enumerate(self.layers)}
+        others = {"enter": self.forward.enter, **layers, "leave gradient": self.leave}
+        return others if self.enter is None else {**others, "enter gradient": self.enter}
+
+
+class LayerwiseSum:
+    """Computes the gradient of every microbatch layer by layer and adds the results by one fixed tree.
+
+    Args:
+        model: what is trained.
+        loss: in parts.
+        devices: where.
+        key: folded with the step and the number of the microbatch.
+        trainable: the parameters that the gradient is of.
+    """
+
+    def __init__(
+        self, model: ModelDef, loss: LossParts, devices: DeviceGroups, key: jax.Array, trainable: Collection[str]
+    ):
+        self.devices, self._shapes, self._trainable = devices, model.shapes, trainable
+        self._functions = PartFunctions(model, loss, jax.random.key_data(key), trainable)
+        self._parts: Parts | None = None
+        self._programs: dict[int, _Programs] = {}
+        # The sum takes the memory of its first term, unless that has narrower values than the sum.
+        self._widen = jax.jit(self._added)
+        self._add = jax.jit(self._added, donate_argnums=0)
+        self._add_turns = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        storage = devices.sharding.storage
+        zeros: Any = lambda name: jnp.zeros(model.shapes[name].shape, model.shapes[name].dtype)  # noqa: E731
+        self._zeros = {name: jax.jit(partial(zeros, name), out_shardings=storage[name]) for name in trainable}
+
+    def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Executables:
+        """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
+        if plan.rows not in self._programs:
+            self._programs[plan.rows] = _Programs(self._found(shapes, batch, plan), _rows(batch, plan))
+        return Executables({name: each.program for name, each in self._programs[plan.rows].named().items()})
+
+    def phases(
+        self,
+        sums: str,
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+        batch: Batch,
+        plan: MicrobatchPlan,
+        platform: str,
+    ) -> Iterator[Phase]:
+        """The phases of `__call__`; arguments as for `MicrobatchSum.phases`."""
+
+        def compiled(name: str) -> Executable:
+            return self.compile(shapes, batch, plan).by_name[name]
+
+        return layerwise_phases(self._found(shapes, batch, plan), compiled, plan, platform, sums)
+
+    def _found(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Parts:
+        if self._parts is None:
+            self._parts = Parts(self._functions, shapes, self.devices, _rows(batch, plan))
+        return self._parts
+
+    def ready(self, params: Params) -> Params:
+        """All parameters as `__call__` takes them: those of the state."""
+        return params
+
+    def compiled(self, plan: MicrobatchPlan) -> bool:
+        """Returns true if microbatches of `plan` need no compilation."""
+        return plan.rows in self._programs
+
+    def __call__(self, params: Params, batch: PlacedBatch, step: int) -> Sums:
+        """The sums over the global batch: scalars on every device, the gradients as the state in storage.
+
+        Args:
+            params: all parameters, as the state has them.
+            batch: placed by the same devices.
+            step: its number.
+        """
+        programs = self._programs[batch.plan.rows]
+        each = [*turns(batch, self.devices, step)]
+        total = TreeSum[Any](len(each), lambda a, b: wait_on_cpu(self._add_turns(a, b)))
+        for turn in each:
+            total.push(self._turn(programs, params, turn))
+        scalars, grads = total.result()
+        return Sums(scalars, self._joined(grads))
+
+    def _turn(self, programs: _Programs, params: Params, turn: Turn) -> tuple[dict[str, jax.Array], _Gradients]:
+        parts, kept = programs.forward.parts, []
+        streams = programs.forward(params, turn, kept)
+        derivatives, sums = self._leave(programs, params, turn, streams)
+        scalars, leave = parts.leave.reduce(sums)
+        layers, queue = [part.no_gradients() for part in parts.places], Queue()
+        for layer in reversed(range(parts.num_layers)):
+            place = layer % parts.period
+            derivatives, sums = self._layer(programs, params, turn, layer, kept.pop(), derivatives)
+            layers[place] = parts.places[place].reduce_layer(layers[place], sums, parts.row(layer))
+            queue.push(derivatives)
+        return scalars, _Gradients(self._enter(programs, params, turn, derivatives), layers, leave)
+
+    # Each part has a function of its own, with which what it gathered goes.
+
+    def _leave(
+        self, programs: _Programs, params: Params, turn: Turn, streams: PerMicrobatch
+    ) -> tuple[PerMicrobatch, list[Sums]]:
+        parts = programs.forward.parts
+        gathered = parts.leave.gather(params, parts.row(0))
+        return self._sum(
+            turn, lambda i, j, rows, step, index: programs.leave(i, gathered[i], streams[i][j], rows, step, index)
+        )
+
+    def _layer(
+        self,
+        programs: _Programs,
+        params: Params,
+        turn: Turn,
+        layer: int,
+        streams: PerMicrobatch,
+        derivatives: PerMicrobatch,
+    ) -> tuple[PerMicrobatch, list[Sums]]:
+        parts = programs.forward.parts
+        run, number = programs.layers[layer % parts.period], parts.number(layer)
+        gathered = parts.of_layer(layer).gather(params, parts.row(layer))
+        return self._sum(
+            turn,
+            lambda i, j, rows, step, index: run(
+                i, gathered[i], streams[i][j], rows, number[i], derivatives[i][j], step, index
+            ),
+        )
+
+    def _enter(self, programs: _Programs, params: Params, turn: Turn, derivatives: PerMicrobatch) -> Params:
+        part, run = programs.forward.parts.enter, programs.enter
+        if run is None:
+            return {}
+        gathered = part.gather(params, programs.forward.parts.row(0))
+        _, sums = self._sum(
+            turn, lambda i, j, rows, step, index: (None, run(i, gathered[i], rows, derivatives[i][j], step, index))
+        )
+        return part.reduce(sums).tree
+
+    def _sum(self, turn: Turn, function: Callable[..., tuple[Any, Sums]]) -> tuple[PerMicrobatch, list[Sums]]:
+        """What `function` returns of each microbatch: a value, and for each group the sum of the others."""
+        trees = [TreeSum(len(rows), self._add_to) for rows in turn.rows]
+
+        def one(i: int, *others: Any) -> Any:
+            value, sums = function(i, *others)
+            trees[i].push(sums)
+            return value
+
+        return turn.each(one), [tree.result() for tree in trees]
+
+    def _add_to(self, total: Sums, item: Sums) -> Sums:
+        wide = all(x.dtype == self._shapes[name].dtype for name, x in total.tree.items())
+        return (self._add if wide else self._widen)(total, item)
+
+    def _added(self, total: Sums, item: Sums) -> Sums:
+        dtypes = {name: self._shapes[name].dtype for name in item.tree}
+        return Sums(
+            {name: x + item.scalars[name] for name, x in total.scalars.items()},
+            {n: x.astype(dtypes[n]) + item.tree[n].astype(dtypes[n]) for n, x in total.tree.items()},
+        )
+
+    def _joined(self, grads: _Gradients) -> Params:
+        """The gradients of all parameters; of one that two parts read, the later part's and then the earlier one's."""
+        joined = dict(grads.leave)
+        for found in (*grads.layers, grads.enter):
+            twice = {name: x for name, x in found.items() if name in joined}
+            both = self._add_turns({name: joined[name] for name in twice}, twice)
+            joined |= {**found, **wait_on_cpu(both)}
+        # A parameter that no part reads has no part in the loss.
+        return {name: joined[name] if name in joined else self._zeros[name]() for name in self._trainable}
+
+
+def _rows(batch: Batch, plan: MicrobatchPlan) -> Batch:
+    """The shapes of a microbatch with rows like those of `batch`."""
+    shapes = (jax.ShapeDtypeStruct((plan.rows, *x.shape[1:]), x.dtype) for x in batch)
+    return Batch(*shapes)  # pyright: ignore[reportArgumentType]

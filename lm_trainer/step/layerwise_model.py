@@ -1,0 +1,190 @@
+"""The parts of a model, found in its loss, and their executables for microbatches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.loss_parts import Stream
+from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
+from lm_trainer.step.model_def import Params
+from lm_trainer.step.part import Part
+from lm_trainer.step.part_functions import PartFunctions, dtypes_read
+from lm_trainer.step.per_group import PerGroupExecutable
+
+LAYERS_AT_ONCE = 2
+"""Layers in the queue of a device, the one that is computed among them: arrays take memory once they are queued."""
+
+SCALAR = jax.ShapeDtypeStruct((), np.int32)
+
+PerMicrobatch = list[list[Any]]
+"""For each local group a value of each of its microbatches."""
+
+
+class Parts:
+    """The parts of a loss: the parameters that each reads.
+
+    Args:
+        functions: of the parts.
+        shapes: of all parameters.
+        devices: where they are computed.
+        batch: the shapes of a microbatch.
+    """
+
+    def __init__(
+        self, functions: PartFunctions, shapes: Mapping[str, jax.ShapeDtypeStruct], devices: DeviceGroups, batch: Batch
+    ):
+        self.functions, self.devices = functions, devices
+        self.num_layers, self.period = functions.parts.num_layers, functions.parts.period
+        prefixes = [f"blocks.{place}." for place in range(self.period)]
+        others = {name: x for name, x in shapes.items() if not name.startswith(tuple(prefixes))}
+        self.enter = self._part(shapes, dtypes_read(functions.enter, others, batch, SCALAR, SCALAR))
+        stream = self.stream(batch)
+        self.places = []
+        for place, prefix in enumerate(prefixes):
+            layer = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)}
+            read = dtypes_read(functions.layer(place), layer, stream, batch, SCALAR, SCALAR, SCALAR)
+            self.places.append(self._part(shapes, read, layered=True))
+        self.leave = self._part(shapes, dtypes_read(functions.leave, others, stream, batch, SCALAR, SCALAR))
+        # Sent once: numbers from the host would be transfers of every step.
+        mesh, rows = devices.sharding.mesh, range(-(-self.num_layers // self.period))
+        self._rows = [replicate(np.int32(row), mesh) for row in rows]
+        self._numbers = [
+            [jax.device_put(np.int32(layer), group.sharding()) for group in devices.groups]
+            for layer in range(self.num_layers)
+        ]
+
+    def _part(
+        self, shapes: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, Any], *, layered: bool = False
+    ) -> Part:
+        return Part(self.devices, shapes, dtypes, self.functions.trainable, layered=layered)
+
+    def stream(self, batch: Batch) -> Stream:
+        """The shapes of what goes from part to part for a microbatch like `batch`."""
+        return jax.eval_shape(self.functions.enter, self.enter.shapes(), batch, SCALAR, SCALAR)
+
+    def of_layer(self, number: int) -> Part:
+        """The part of a layer."""
+        return self.places[number % self.period]
+
+    def row(self, number: int) -> jax.Array:
+        """The position of a layer among those of its place, on all devices."""
+        return self._rows[number // self.period]
+
+    def number(self, layer: int) -> list[jax.Array]:
+        """The number of a layer on each group."""
+        return self._numbers[layer]
+
+    def compile(
+        self, function: Callable[..., Any], part: Part, others: Sequence[Any], *, results: Any = None, donated: Any = ()
+    ) -> PerGroupExecutable:
+        """An executable on each group.
+
+        Args:
+            function: `function(params, *others)`.
+            part: whose parameters it reads.
+            others: the shapes of its other arguments, which each device of a group has whole.
+            results: as for `PerGroupExecutable`; whole on each device without.
+            donated: the arguments that it consumes.
+        """
+
+        def on_group(group: ModelParallelGroup) -> tuple[Any, ...]:
+            whole = group.sharding()
+            placed: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)  # noqa: E731
+            return part.on(group), *jax.tree.map(placed, tuple(others))
+
+        executable = PerGroupExecutable(
+            function, self.devices.groups, results or (lambda group: group.sharding()), donated=donated
+        )
+        executable.compile_for(on_group)
+        return executable
+
+
+class Turn(NamedTuple):
+    """Microbatches that share what is gathered: the same number of them on every group."""
+
+    rows: PerMicrobatch
+    indices: PerMicrobatch
+    """The number of each among those of the global batch, an int32 scalar on its group."""
+    steps: list[jax.Array]
+    """The number of the step on each group, an int32 scalar."""
+
+    def each(self, function: Callable[..., Any]) -> PerMicrobatch:
+        """`function(i, j, rows, step, index)` of microbatch j of group i, for all of them."""
+        results: PerMicrobatch = [[] for _ in self.rows]
+        # Group after group for each microbatch, so that all devices have work while the host dispatches.
+        for j in range(len(self.rows[0])):
+            for i in range(len(self.rows)):
+                results[i].append(function(i, j, self.rows[i][j], self.steps[i], self.indices[i][j]))
+        return results
+
+
+def turns(batch: PlacedBatch, devices: DeviceGroups, step: int) -> Iterator[Turn]:
+    """The microbatches of a batch, those of a device in the order in which it computes them."""
+    together = devices.together(batch.plan)
+    steps = [jax.device_put(np.int32(step), group.sharding()) for group in devices.groups]
+    for first in range(0, len(batch.microbatches[0]), together):
+        cut = slice(first, first + together)
+        yield Turn([rows[cut] for rows in batch.microbatches], [n[cut] for n in batch.indices], steps)
+
+
+class LayerwiseForward:
+    """The forward pass through the layers.
+
+    Args:
+        parts: of the loss.
+        batch: the shapes of a microbatch.
+    """
+
+    def __init__(self, parts: Parts, batch: Batch):
+        self.parts, functions, stream = parts, parts.functions, parts.stream(batch)
+        self.enter = parts.compile(functions.enter, parts.enter, (batch, SCALAR, SCALAR))
+        arguments = (stream, batch, SCALAR, SCALAR, SCALAR)
+        self.layers = [
+            parts.compile(functions.layer(place), part, arguments) for place, part in enumerate(parts.places)
+        ]
+
+    def __call__(self, params: Params, turn: Turn, kept: list[PerMicrobatch] | None = None) -> PerMicrobatch:
+        """The streams after the last layer.
+
+        Args:
+            params: all parameters, as the state has them.
+            turn: the microbatches.
+            kept: gets the streams before each layer.
+        """
+        parts, queue = self.parts, Queue()
+        gathered = parts.enter.gather(params, parts.row(0))
+        streams = turn.each(lambda i, _, rows, step, index: self.enter(i, gathered[i], rows, step, index))
+        for layer in range(parts.num_layers):
+            if kept is not None:
+                kept.append(streams)
+            streams = self._layer(params, turn, layer, streams)
+            queue.push(streams)
+        return streams
+
+    def _layer(self, params: Params, turn: Turn, layer: int, streams: PerMicrobatch) -> PerMicrobatch:
+        parts, run = self.parts, self.layers[layer % self.parts.period]
+        gathered, number = parts.of_layer(layer).gather(params, parts.row(layer)), parts.number(layer)
+        return turn.each(
+            lambda i, j, rows, step, index: run(i, gathered[i], streams[i][j], rows, number[i], step, index)
+        )
+
+
+class Queue:
+    """Keeps the host from running ahead of the devices by more than a few layers."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Any] = deque()
+
+    def push(self, results: PerMicrobatch) -> None:
+        """Takes what a layer computes, and waits until the device is done with an earlier one."""
+        # One array of each group tells of all; the others are free to be consumed.
+        self._waiting.append([group[-1] for group in results])
+        if len(self._waiting) == LAYERS_AT_ONCE:
+            jax.block_until_ready(self._waiting.popleft())

@@ -1,0 +1,168 @@
+"""The parameters of one part of a loss on their way to the devices, and the way of their gradients back.
+
+A part is what comes before the layers of a model, a layer, or what comes after them: see `lm_trainer.nn.loss_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.parallel.ordered_sum import sum_over_shards, tree_sum
+from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.gradient import Sums
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_group, stack_groups
+from lm_trainer.step.model_def import Params
+
+
+class Part:
+    """The parameters that a part reads: at rest, where they are computed with, and their gradients.
+
+    Its programs run on all devices. They only move and cast, or add in a fixed order, so that their bits do not depend
+    on the devices.
+
+    Args:
+        devices: that compute.
+        shapes: name -> shape of each parameter at rest.
+        dtypes: name -> dtype that the part computes with.
+        trainable: the parameters that have a gradient.
+        layered: true where the first axis is that over layers, of which the part has one.
+    """
+
+    def __init__(
+        self,
+        devices: DeviceGroups,
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+        dtypes: Mapping[str, Any],
+        trainable: Collection[str],
+        *,
+        layered: bool = False,
+    ):
+        self.devices, self.dtypes, self.layered = devices, dict(dtypes), layered
+        self.trained = [name for name in dtypes if name in trainable]
+        sharding, self._mesh = devices.sharding, devices.sharding.mesh
+        self._rest = {name: sharding.params[name] for name in dtypes}
+        self._layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
+        self._shapes = {name: shapes[name] for name in dtypes}
+        self._stored = {name: NamedSharding(self._mesh, self._layouts[name].storage) for name in dtypes}
+        everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._at_rest = {name: NamedSharding(self._mesh, self._rest[name].storage) for name in dtypes}
+        computed = {name: NamedSharding(self._mesh, self._layouts[name].compute) for name in dtypes}
+        self._gather = jax.jit(self._gathered, out_shardings=computed)
+        at_rest = {name: self._at_rest[name] for name in self.trained}
+        self._zeros = jax.jit(self._no_gradients, out_shardings=at_rest)
+        # The gradients of all layers stay where they are, and get another layer.
+        self._reduce_layer = jax.jit(self._into_row, out_shardings=at_rest, donate_argnums=0)
+        summed: Any = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
+        self._reduce = jax.jit(self._over_devices, out_shardings=summed)
+
+    def gather(self, params: Params, row: jax.Array) -> list[Params]:
+        """The parameters of this part as each local group computes with them.
+
+        Args:
+            params: all of the model.
+            row: the layer among those of its place, an int32 scalar on all devices.
+        """
+        gathered = wait_on_cpu(self._gather({name: params[name] for name in self.dtypes}, row))
+        return [{name: on_group(x, group) for name, x in gathered.items()} for group in self.devices.groups]
+
+    def reduce(self, sums: list[Sums]) -> Sums:
+        """Adds the sums of the local groups and of those of other processes; the gradients lie as their parameters."""
+        return wait_on_cpu(self._reduce(self._stack(sums)))
+
+    def no_gradients(self) -> Params:
+        """Zeros in the place of the gradients of all layers."""
+        return self._zeros()
+
+    def reduce_layer(self, grads: Params, sums: list[Sums], row: jax.Array) -> Params:
+        """As `reduce`, into the row of one layer of `grads`, which are consumed."""
+        return wait_on_cpu(self._reduce_layer(grads, self._stack(sums), row))
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of the gathered parameters."""
+        return {name: jax.ShapeDtypeStruct(self._shape(name), dtype) for name, dtype in self.dtypes.items()}
+
+    def on(self, group: ModelParallelGroup) -> dict[str, jax.ShapeDtypeStruct]:
+        """`shapes` with their shardings on a group."""
+        lies = {name: group.sharding(*self._layouts[name].compute) for name in self.dtypes}
+        return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies[n]) for n, x in self.shapes().items()}
+
+    def sums_on(self, group: ModelParallelGroup) -> Any:
+        """The shardings of a microbatch's sums, with an axis in front, on a group."""
+        grads = {name: group.sharding(None, *self._layouts[name].compute) for name in self.trained}
+        return Sums(group.sharding(), grads)  # pyright: ignore[reportArgumentType]
+
+    def gathering(self) -> Executable:
+        """The program of `gather`."""
+        stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at_rest[n]) for n, x in self._shapes.items()}
+        return Executable.make(self._gather, stored, jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere))
+
+    def reducing(self) -> Executable:
+        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has."""
+        count = batch_shards(self._mesh)
+
+        def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
+            sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
+            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=sharding)
+
+        grads = {n: stacked(self._shape(n), self._shapes[n].dtype, self._layouts[n].compute) for n in self.trained}
+        if not self.layered:
+            scalars = {name: stacked((), jnp.float32, PartitionSpec()) for name in ("loss", "weight")}
+            return Executable.make(self._reduce, Sums(scalars, grads))
+        rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at_rest[n]) for n, x in self._shapes.items()}
+        into = {name: rest[name] for name in self.trained}
+        row = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+        return Executable.make(self._reduce_layer, into, Sums({}, grads), row)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self._shapes[name].shape
+        return shape[1:] if self.layered else shape
+
+    def _gathered(self, params: Params, row: jax.Array) -> Params:
+        if self.layered:
+            params = {n: jax.lax.dynamic_index_in_dim(x, row, 0, keepdims=False) for n, x in params.items()}
+        # Cast where they rest, so that the narrower values travel.
+        cast = {name: x.astype(self.dtypes[name]) for name, x in params.items()}
+        return {name: jax.lax.with_sharding_constraint(x, self._stored[name]) for name, x in cast.items()}
+
+    def _no_gradients(self) -> Params:
+        return {name: jnp.zeros(self._shapes[name].shape, self._shapes[name].dtype) for name in self.trained}
+
+    def _over_devices(self, stacked: Sums) -> Sums:
+        dtypes = {name: self._shapes[name].dtype for name in self.trained}
+        sums = sum_over_shards(stacked.tree, self._layouts, self._mesh, dtypes)
+        return Sums(
+            {n: tree_sum(jax.lax.with_sharding_constraint(x, self._everywhere)) for n, x in stacked.scalars.items()},
+            {n: jax.lax.with_sharding_constraint(x, self._stored[n]) for n, x in sums.items()},
+        )
+
+    def _into_row(self, grads: Params, stacked: Sums, row: jax.Array) -> Params:
+        sums = self._over_devices(stacked).tree
+        return {name: jax.lax.dynamic_update_index_in_dim(x, sums[name], row, 0) for name, x in grads.items()}
+
+    def _stack(self, parts: list[Sums]) -> Sums:
+        return Sums(
+            {n: stack_groups([p.scalars[n] for p in parts], PartitionSpec(), self._mesh) for n in parts[0].scalars},
+            {n: stack_groups([p.tree[n] for p in parts], self._layouts[n].compute, self._mesh) for n in self.trained},
+        )
+
+
+def _of_one(sharding: ParamSharding) -> ParamSharding:
+    """The sharding of one layer of a parameter whose layers are stacked."""
+    dim = sharding.scatter_dim
+    return replace(
+        sharding,
+        storage=PartitionSpec(*sharding.storage[1:]),
+        compute=PartitionSpec(*sharding.compute[1:]),
+        # Where the axis over layers was to be cut, a layer is added up as a vector.
+        scatter_dim=dim - 1 if dim else None,
+        norm_grid=sharding.norm_grid[1:],
+    )

@@ -1,0 +1,143 @@
+"""The functions of one microbatch that a layerwise step compiles: each part of a loss, and its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.loss_parts import LossParts, Stream
+from lm_trainer.step.gradient import Sums
+from lm_trainer.step.model_def import ModelDef, Params
+
+
+@dataclass(frozen=True)
+class PartFunctions:
+    """The parts of a loss as functions of parameters by name.
+
+    `params` are those that the part reads, of a layer without the axis over layers; `step` and `index` (of the
+    microbatch) are int32 scalars, from which the key of dropout follows. Gradients are of `trainable`, with an axis in
+    front, that of the batch shards once the groups' results are put together.
+    """
+
+    model: ModelDef
+    parts: LossParts
+    key_data: jax.Array | None
+    """Of the key; None switches dropout off."""
+    trainable: Collection[str] = ()
+
+    def enter(self, params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:
+        """The stream before the first layer."""
+        return self.parts.enter(self.model.merge_some(params), batch, self._key(step, index))
+
+    def layer(self, place: int) -> Callable[..., Stream]:
+        """`layer(params, stream, batch, number, step, index)`: the stream after a layer at this place of the period."""
+
+        def layer(
+            params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
+        ) -> Stream:
+            model = self.model.merge_some(params)
+            return self.parts.layer(model, place, stream, batch, number, self._key(step, index))
+
+        return layer
+
+    def leave(
+        self, params: Params, stream: Stream, batch: Batch, step: jax.Array, index: jax.Array
+    ) -> dict[str, jax.Array]:
+        """The sums that the loss reports, float32 scalars."""
+        model = self.model.merge_some(params)
+        total, weight, metrics = self.parts.leave(model, stream, batch, self._key(step, index))
+        return {"loss": total, "weight": weight, **metrics}
+
+    def leave_gradient(
+        self, params: Params, stream: Stream, batch: Batch, step: jax.Array, index: jax.Array
+    ) -> tuple[Stream, Sums]:
+        """The derivative of the loss for the stream, and the sums with the gradient for the parameters."""
+
+        def objective(chosen: Params, stream: Stream) -> tuple[jax.Array, dict[str, jax.Array]]:
+            scalars = self.leave({**params, **chosen}, stream, batch, step, index)
+            return scalars["loss"], scalars
+
+        (grads, d_stream), scalars = jax.grad(objective, argnums=(0, 1), has_aux=True)(self._chosen(params), stream)
+        return d_stream, _lead(Sums(scalars, grads))
+
+    def layer_gradient(self, place: int) -> Callable[..., tuple[Stream, Sums]]:
+        """`(params, stream, batch, number, d_stream, step, index)`: as `leave_gradient`, for what enters the layer.
+
+        The layer is computed again from what enters it.
+        """
+        layer = self.layer(place)
+
+        def layer_gradient(  # noqa: PLR0913 - the layer's own, and the derivative
+            params: Params,
+            stream: Stream,
+            batch: Batch,
+            number: jax.Array,
+            d_stream: Stream,
+            step: jax.Array,
+            index: jax.Array,
+        ) -> tuple[Stream, Sums]:
+            def function(chosen: Params, stream: Stream) -> Stream:
+                return layer({**params, **chosen}, stream, batch, number, step, index)
+
+            grads, before = jax.vjp(function, self._chosen(params), stream)[1](d_stream)
+            return before, _lead(Sums({}, grads))
+
+        return layer_gradient
+
+    def enter_gradient(self, params: Params, batch: Batch, d_stream: Stream, step: jax.Array, index: jax.Array) -> Sums:
+        """The gradient for the parameters of what comes before the layers."""
+
+        def function(chosen: Params) -> Stream:
+            return self.enter({**params, **chosen}, batch, step, index)
+
+        (grads,) = jax.vjp(function, self._chosen(params))[1](d_stream)
+        return _lead(Sums({}, grads))
+
+    def _chosen(self, params: Params) -> Params:
+        return {name: x for name, x in params.items() if name in self.trainable}
+
+    def _key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
+        if self.key_data is None:
+            return None
+        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index)
+
+
+def _lead(sums: Sums) -> Sums:
+    return jax.tree.map(lambda x: x[None], sums)
+
+
+def dtypes_read(
+    function: Callable[..., Any], params: Mapping[str, jax.ShapeDtypeStruct], *others: Any
+) -> dict[str, Any]:
+    """The parameters that a function reads, each with the dtype in which it may as well be given.
+
+    That is the dtype that the function casts it to, where it does nothing else with it: cast before, it is gathered in
+    fewer bytes, and the function computes the same.
+
+    Args:
+        function: `function(params, *others)`.
+        params: name -> shape of each that it could read.
+        others: shapes of its other arguments.
+    """
+    jaxpr = jax.make_jaxpr(function)(dict(params), *others).jaxpr
+    uses: dict[Var, list[Any]] = {}
+    for equation in jaxpr.eqns:
+        for var in equation.invars:
+            # The others are literals, such as the 1 of x + 1.
+            if isinstance(var, Var):
+                uses.setdefault(var, []).append(equation)
+    # Dicts are flattened in the order of their keys.
+    arguments = zip(sorted(params), jaxpr.invars, strict=False)
+    return {name: _narrowest(params[name].dtype, uses[var]) for name, var in arguments if var in uses}
+
+
+def _narrowest(dtype: Any, uses: list[Any]) -> Any:
+    casts = {use.params["new_dtype"] if use.primitive.name == "convert_element_type" else dtype for use in uses}
+    wanted = jnp.dtype(casts.pop())
+    return wanted if not casts and wanted.itemsize < dtype.itemsize else dtype
