@@ -135,7 +135,7 @@ class _Layerwise:
         """Compiles for the shapes of a microbatch."""
         parts = Parts(self._functions, self._functions.model.shapes, self._devices, batch)
         others = (parts.stream(batch), batch, SCALAR, SCALAR)
-        leave = parts.compile(self._functions.leave, parts.leave, others, donated=(1,))
+        leave = parts.compile(self._functions.leave, parts.leave, others)
         self._programs = LayerwiseForward(parts, batch), leave
 
     def ready(self, params: Params) -> Params:

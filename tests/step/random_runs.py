@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
@@ -72,6 +72,16 @@ def draw_family(number: int) -> RandomRun:
     kinds = list(TINY)
     model = _draw_model(kinds[number % len(kinds)], one_of)
     return RandomRun(**_draw_rest(number, one_of), model=model, vocab_size=one_of(*VOCABULARIES))
+
+
+def draw_layerwise(number: int) -> RandomRun:
+    """The `number`-th run of a language model that is computed layer by layer, with any microbatches to a gather."""
+    run, one_of = draw_family(number), _chooser(number + 2000)
+    if run.optimizer["type"].startswith("sophia"):  # the estimate of curvature needs the whole model
+        run.optimizer["type"] = "adam"
+        del run.optimizer["update_interval"]
+    trainer = {**run.trainer, "determinism": "layerwise"}
+    return replace(run, trainer=trainer, mesh={**run.mesh, "microbatches_per_gather": one_of(None, 1, 2)})
 
 
 def draw_shapes(number: int) -> RandomRun:

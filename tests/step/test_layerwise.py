@@ -1,0 +1,175 @@
+"""A gradient computed layer by layer: the numbers of the whole model's, and the same bits on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.plan.memory import StepMemory
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.model import loss_function
+from lm_trainer.run.program import build_program
+from lm_trainer.step.part_functions import dtypes_read
+from lm_trainer.step.state import to_host
+from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
+
+VOCAB = 61
+LLAMA: dict[str, Any] = {
+    "type": "llama",
+    "seq_len": 16,
+    "hidden_dim": 32,
+    "intermediate_dim": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+GEMMA2 = {**LLAMA, "type": "gemma2", "head_dim": 8, "sliding_window": 5}
+GPT2 = {"type": "gpt2", "seq_len": 16, "hidden_dim": 32, "num_layers": 2, "num_heads": 4}
+BACKPACK = {**GPT2, "type": "backpack", "num_senses": 2}
+MIXTRAL = {**LLAMA, "type": "mixtral", "n_routed_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embed_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def config_of(model: dict[str, Any], optimizer: str = "adam", **trainer: Any) -> RunConfig:
+    settings = {"train_batch_size": 8, "num_train_steps": 4, "determinism": "layerwise", **trainer}
+    return RunConfig.model_validate({"model": model, "trainer": settings, "optimizer": {"type": optimizer}})
+
+
+def batch_of(config: RunConfig) -> Batch:
+    run = RandomRun(trainer={}, optimizer={}, devices=1, mesh={}, model=config.model.model_dump(), vocab_size=VOCAB)
+    return batches(run, config.trainer)[0]
+
+
+def gradient(config: RunConfig, devices: int = 1) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    program, batch = build_program(config, VOCAB, jax.devices()[:devices]), batch_of(config)
+    program.step.compile(batch)
+    sums = program.step.gradient(program.init(), program.step.put(batch))
+    return {name: float(x) for name, x in sums.scalars.items()}, to_host(sums.tree)
+
+
+def plain_gradient(config: RunConfig) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The gradient of the whole batch by one call of JAX."""
+    program, loss, batch = build_program(config, VOCAB, jax.devices()[:1]), loss_function(config), batch_of(config)
+
+    def objective(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        total, weight, metrics = loss(program.model.merge(params), batch, None)
+        return total, {"loss": total, "weight": weight, **metrics}
+
+    grads, scalars = jax.jit(jax.grad(objective, has_aux=True))(program.init().params)
+    return {name: float(x) for name, x in scalars.items()}, to_host(grads)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    # The gradient of the biases of keys is zero but for rounding, which is measured by the other gradients.
+    largest = max(np.abs(x).max() for x in expected[1].values())
+    for name, x in expected[1].items():
+        np.testing.assert_allclose(found[1][name], x, rtol=1e-3, atol=1e-6 * largest, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LLAMA,
+        {**GPT2, **NO_DROPOUT},
+        pytest.param(GEMMA2, marks=pytest.mark.slow),
+        pytest.param({**BACKPACK, **NO_DROPOUT}, marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, marks=pytest.mark.slow),
+    ],
+    ids=lambda model: model["type"],
+)
+def test_the_gradient_is_that_of_the_whole_model(model: dict[str, Any]) -> None:
+    """Of untied and tied heads, layers of two kinds, senses that read the table again, experts with their penalty."""
+    # One microbatch: the statistics of routers are of microbatches.
+    config = config_of(model, per_device_parallelism=8)
+    assert_close(gradient(config), plain_gradient(config))
+
+
+@pytest.mark.parametrize("model", [GPT2, pytest.param(BACKPACK, marks=pytest.mark.slow)], ids=lambda m: m["type"])
+def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) -> None:
+    assert_close(gradient(config_of(model)), gradient(config_of(model, determinism="elastic")))
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 11, 12)])
+def test_bits_are_equal_on_other_meshes(number: int) -> None:
+    run = draw_layerwise(number)
+    found = difference(run)
+    assert found is None, f"{run}: {found}"
+
+
+def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices() -> None:
+    def means(devices: int, **trainer: Any) -> dict[str, float]:
+        config = config_of(LLAMA, **trainer)
+        program = build_program(config, VOCAB, jax.devices()[:devices])
+        return program.evaluate(program.init().params, [batch_of(config)])
+
+    one = means(1)
+    assert means(2, microbatches_per_gather=1) == one
+    assert one == pytest.approx(means(1, determinism="elastic"), rel=1e-5)
+
+
+def test_adapters_alone_have_gradients() -> None:
+    plain = config_of(LLAMA).model_dump() | {
+        "adapter": {"type": "lora", "rank": 2},
+        "initialize_from_hf": "some/model",
+    }
+    config = RunConfig.model_validate(plain)
+    elastic = config.model_copy(update={"trainer": config.trainer.model_copy(update={"determinism": "elastic"})})
+    found = gradient(config)
+    assert all("lora" in name for name in found[1])
+    assert_close(found, gradient(elastic))
+
+
+def test_more_layers_take_no_more_memory_but_for_state_and_streams() -> None:
+    def beyond_state(layers: int) -> int:
+        memory = StepMemory(config_of({**LLAMA, "num_layers": layers}), VOCAB, jax.devices()[:1], "gpu")
+        at_rest = ("state", "gradients", "new state")
+        return max(
+            sum(size for name, size in phase.parts.items() if name not in at_rest)
+            for phase in memory.plan(memory.compile()).phases
+            if phase.name == "layer 0 gradient"
+        )
+
+    # Eight microbatches of a device, each a row of 16 positions in float32, enter each of the layers.
+    assert beyond_state(6) - beyond_state(3) == 3 * 8 * 16 * 32 * 4
+
+
+def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> None:
+    def function(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        product = x @ params["only cast"].astype(jnp.bfloat16)
+        both = params["cast and read"].astype(jnp.bfloat16).sum() + params["cast and read"].sum()
+        return product.sum() + both + params["read"].sum() + params["widened"].astype(jnp.float32).sum()
+
+    wide, narrow = jax.ShapeDtypeStruct((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.bfloat16)
+    params = dict.fromkeys(("read", "only cast", "cast and read", "not read"), wide) | {"widened": narrow}
+    found = dtypes_read(function, params, narrow)
+    assert found == {
+        "cast and read": jnp.float32,
+        "only cast": jnp.bfloat16,
+        "read": jnp.float32,
+        "widened": jnp.bfloat16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "trainer", "said"),
+    [
+        ("adam", {"context_axis_size": 2}, "layerwise cannot be used with context_axis_size"),
+        ("sophia-h", {}, "layerwise cannot be used with an optimizer that estimates curvature"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        build_program(config_of(LLAMA, optimizer, **trainer), VOCAB, jax.devices()[:2])
+
+
+def test_microbatches_per_gather_is_for_layerwise_steps() -> None:
+    with pytest.raises(ValueError, match="microbatches_per_gather is for determinism: layerwise"):
+        config_of(LLAMA, determinism="elastic", microbatches_per_gather=2)
