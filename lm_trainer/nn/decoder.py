@@ -53,11 +53,11 @@ class PartKeys(NamedTuple):
     """Keys of dropout; None switches it off."""
 
     enter: jax.Array | None = None
-    """Of `Decoder.enter`."""
+    """The key of `Decoder.enter`."""
     blocks: jax.Array | None = None
-    """Of the layers, which fold their number into it."""
+    """The key of the layers, which fold their number into it."""
     leave: Any = None
-    """Of `Decoder.leave`; for some models several."""
+    """The key of `Decoder.leave`; for some models several."""
 
 
 class Decoder(nnx.Module):

@@ -83,7 +83,7 @@ class NextTokenLoss:
     """Cross-entropy of the next token, for a `Decoder`; a `LossFn`."""
 
     dtype: Any
-    """Of the computation."""
+    """Precision of the computation."""
     block_size: int | None = None
     """As for `token_loss`."""
     terms: LossTerms = CROSS_ENTROPY

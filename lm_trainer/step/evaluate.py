@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -41,8 +42,7 @@ class Evaluator:
         parts: LossParts | None = None,
     ):
         self._devices, self._plan = devices, plan
-        self._sums: _WholeModel | _Layerwise
-        self._sums = _WholeModel(model, loss, devices) if parts is None else _Layerwise(model, parts, devices)
+        self._sums: _Sums = _WholeModel(model, loss, devices) if parts is None else _Layerwise(model, parts, devices)
 
     @property
     def batch_size(self) -> int:
@@ -82,6 +82,21 @@ class Evaluator:
             self._sums.compile(Batch(*shapes))  # pyright: ignore[reportArgumentType]
 
 
+class _Sums(Protocol):
+    """The way to the sums of each microbatch."""
+
+    @property
+    def compiled(self) -> bool: ...
+
+    def compile(self, batch: Batch) -> None:
+        """Compiles for the shapes of a microbatch."""
+
+    def ready(self, params: Params) -> Any:
+        """The parameters as `__call__` takes them."""
+
+    def __call__(self, ready: Any, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]: ...
+
+
 class _WholeModel:
     """The sums of each microbatch by one program."""
 
@@ -106,18 +121,16 @@ class _WholeModel:
         return self._executable.compiled
 
     def compile(self, batch: Batch) -> None:
-        """Compiles for the shapes of a microbatch."""
         self._executable.compile(self._shapes, self._devices.sharding.params, batch)
 
     def ready(self, params: Params) -> list[Params]:
-        """The parameters as `__call__` takes them."""
         return self._devices.params_on_groups(params)
 
-    def __call__(self, on_groups: list[Params], batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+    def __call__(self, ready: list[Params], batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
         for i, microbatches in enumerate(batch.microbatches):
             for rows, index in zip(microbatches, batch.indices[i], strict=True):
                 # The program has a place for a step, and asks nothing of it.
-                yield self._executable(i, on_groups[i], rows, index, index)
+                yield self._executable(i, ready[i], rows, index, index)
 
 
 class _Layerwise:
@@ -132,22 +145,20 @@ class _Layerwise:
         return self._programs is not None
 
     def compile(self, batch: Batch) -> None:
-        """Compiles for the shapes of a microbatch."""
         parts = Parts(self._functions, self._functions.model.shapes, self._devices, batch)
         others = (parts.stream(batch), batch, SCALAR, SCALAR)
         leave = parts.compile(self._functions.leave, parts.leave, others)
         self._programs = LayerwiseForward(parts, batch), leave
 
     def ready(self, params: Params) -> Params:
-        """The parameters as `__call__` takes them."""
         return params
 
-    def __call__(self, params: Params, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+    def __call__(self, ready: Params, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
         assert self._programs is not None, "compiled before"
         forward, leave = self._programs
         for turn in turns(batch, self._devices, 0):
-            streams = forward(params, turn)
-            gathered = forward.parts.leave.gather(params, forward.parts.row(0))
+            streams = forward(ready, turn)
+            gathered = forward.parts.leave.gather(ready, forward.parts.row(0))
             sums = turn.each(
                 lambda i, j, rows, step, index, p=gathered, x=streams: leave(i, p[i], x[i][j], rows, step, index)
             )

@@ -220,7 +220,7 @@ class LayerwiseSum:
         return part.reduce(sums).tree
 
     def _sum(self, turn: Turn, function: Callable[..., tuple[Any, Sums]]) -> tuple[PerMicrobatch, list[Sums]]:
-        """What `function` returns of each microbatch: a value, and for each group the sum of the others."""
+        """The values that `function` returns of each microbatch, and for each group the sum of what comes with them."""
         trees = [TreeSum(len(rows), self._add_to) for rows in turn.rows]
 
         def one(i: int, *others: Any) -> Any:

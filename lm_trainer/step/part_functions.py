@@ -28,7 +28,7 @@ class PartFunctions:
     model: ModelDef
     parts: LossParts
     key_data: jax.Array | None
-    """Of the key; None switches dropout off."""
+    """Data of the key; None switches dropout off."""
     trainable: Collection[str] = ()
 
     def enter(self, params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:

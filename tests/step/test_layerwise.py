@@ -86,7 +86,7 @@ def assert_close(found: Any, expected: Any) -> None:
     ids=lambda model: model["type"],
 )
 def test_the_gradient_is_that_of_the_whole_model(model: dict[str, Any]) -> None:
-    """Of untied and tied heads, layers of two kinds, senses that read the table again, experts with their penalty."""
+    """Untied and tied heads, layers of two kinds, senses that read the table again, experts with their penalty."""
     # One microbatch: the statistics of routers are of microbatches.
     config = config_of(model, per_device_parallelism=8)
     assert_close(gradient(config), plain_gradient(config))
