@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lm_trainer.nn.attention import make_context
+from lm_trainer.nn.log import refusing
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import run_blocks
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
@@ -55,7 +56,9 @@ def run_stages(
         y_1SD, _, _ = run_blocks(mine, blocks, entering_1SD, context, key=turn_key, first=first)
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD
 
-    _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
+    # Idle turns compute what nobody reads, and would be counted.
+    with refusing("pipeline_axis_size is not 1, and this is inside a layer"):
+        _, y_L1SD = jax.lax.scan(turn, jnp.zeros_like(x_RSD[:1]), jnp.arange(rows + stages - 1))
     # Row r leaves the last stage at turn r + stages - 1. The other stages contribute zeros to a sum, of which each
     # device gets its own rows.
     y_RSD = jnp.where(stage == stages - 1, y_L1SD[stages - 1 :, 0], 0)

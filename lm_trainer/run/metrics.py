@@ -152,7 +152,10 @@ class MetricLogger:
             return
         file = self._bad_batches.write(step)
         found = ", ".join(f"{name} is {value}" for name, value in bad.items())
-        what = f"step {step}: {found}; the step was not applied" + (f"; its batch is in {file}" if file else "")
+        # The update looks at these alone: another value that is not finite has changed nothing.
+        applied = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        what = f"step {step}: {found}; the step was {'' if applied else 'not '}applied"
+        what += f"; its batch is in {file}" if file else ""
         config = self._config
         if not any(config.crash_on_nan if math.isnan(value) else config.crash_on_inf for value in bad.values()):
             self._progress.note(what)
@@ -186,7 +189,7 @@ def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> di
 
 def _metric_name(name: str) -> str:
     """Metrics of the loss function belong to training; those of the optimizer carry their group in their name."""
-    return name if "/" in name else f"train/{name}"
+    return name if name.startswith("optim/") else f"train/{name}"
 
 
 def _finite(values: dict[str, float]) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.gradient import LossFn, Sums
+from lm_trainer.step.gradient import LossFn, Sums, loss_of_params
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.layerwise_model import SCALAR, LayerwiseForward, Parts, turns
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -101,9 +101,11 @@ class _WholeModel:
     """The sums of each microbatch by one program."""
 
     def __init__(self, model: ModelDef, loss: LossFn, devices: DeviceGroups):
+        losses = loss_of_params(model, loss)
+
         def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
             del key
-            total, weight, metrics = loss(model.merge(params), batch, None)
+            total, weight, metrics = losses(params, batch, None)
             return Sums({"loss": total, "weight": weight, **metrics}, {})
 
         cut = devices.cut(sums, ())

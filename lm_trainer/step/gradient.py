@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.step.logged import with_logged
 from lm_trainer.step.model_def import ModelDef, Params
 
 LossFn = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
@@ -32,12 +33,20 @@ MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
 """`function(params, microbatch, key) -> Sums`; the key is the microbatch's own."""
 
 
+def loss_of_params(
+    model: ModelDef, loss: LossFn
+) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
+    """The loss as a function of all parameters, with what is logged inside model and loss among its metrics."""
+    return with_logged(lambda params, batch, key: loss(model.merge(params), batch, key))
+
+
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:
     """The sums that the loss reports, and the gradient of its first for the parameters `trainable`."""
+    losses = loss_of_params(model, loss)
 
     def function(params: Params, batch: Batch, key: jax.Array) -> Sums:
         def objective(chosen: Params) -> tuple[jax.Array, Any]:
-            total, weight, metrics = loss(model.merge({**params, **chosen}), batch, key)
+            total, weight, metrics = losses({**params, **chosen}, batch, key)
             return total, {"loss": total, "weight": weight, **metrics}
 
         (_, scalars), grads = jax.value_and_grad(objective, has_aux=True)({name: params[name] for name in trainable})

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.nn.log import refusing
 from lm_trainer.nn.loss_parts import LossParts, Stream
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.model_def import ModelDef, Params
+
+_NOT_LOGGED = "trainer.determinism is layerwise; use elastic or fast"
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class PartFunctions:
 
     def enter(self, params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:
         """The stream before the first layer."""
-        return self.parts.enter(self.model.merge_some(params), batch, self._key(step, index))
+        with refusing(_NOT_LOGGED):
+            return self.parts.enter(self.model.merge_some(params), batch, self._key(step, index))
 
     def layer(self, place: int) -> Callable[..., Stream]:
         """`layer(params, stream, batch, number, step, index)`: the stream after a layer at this place of the period."""
@@ -42,7 +46,8 @@ class PartFunctions:
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            return self.parts.layer(model, place, stream, batch, number, self._key(step, index))
+            with refusing(_NOT_LOGGED):
+                return self.parts.layer(model, place, stream, batch, number, self._key(step, index))
 
         return layer
 
@@ -51,7 +56,8 @@ class PartFunctions:
     ) -> dict[str, jax.Array]:
         """The sums that the loss reports, float32 scalars."""
         model = self.model.merge_some(params)
-        total, weight, metrics = self.parts.leave(model, stream, batch, self._key(step, index))
+        with refusing(_NOT_LOGGED):
+            total, weight, metrics = self.parts.leave(model, stream, batch, self._key(step, index))
         return {"loss": total, "weight": weight, **metrics}
 
     def leave_gradient(
