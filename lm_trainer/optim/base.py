@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -109,6 +110,18 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         if self.skip_bad_steps is False:
             return whole
         return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))
+
+    def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
+        """Returns `build` for one parameter, of one layer; None with `clip_update_norm`, whose norm is of all."""
+        if self.clip_update_norm is not None:
+            return None
+        param, decays = params[name], self.decay_mask(params)[name]
+        if param.axes[:1] == ("layers",):
+            param = dataclasses.replace(param, shape=param.shape[1:], axes=param.axes[1:])
+        # Patterns may name other parameters, which they would not find here.
+        alone = {"weight_decay_modules": None, "default_weight_decay_mask": False}
+        strength = self.weight_decay if decays else 0.0
+        return self.model_copy(update={**alone, "weight_decay": strength}).build({name: param})
 
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns the first transformation of the gradient: clipping by its global norm."""

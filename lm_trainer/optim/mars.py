@@ -38,6 +38,10 @@ class MarsConfig(OptimizerConfig):
     def elementwise(self) -> bool:
         return self.max_grad_norm is None and self.clip_update_norm is None
 
+    def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
+        """Returns None where the corrected gradient is clipped, by a norm over all parameters."""
+        return super().build_one(name, params) if self.max_grad_norm is None else None
+
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns no clipping: the corrected gradient is clipped, in `transform`."""
         return optax.identity()

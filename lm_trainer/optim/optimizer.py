@@ -63,6 +63,18 @@ class Optimizer(Config):
             UserError: when a setting names no parameter.
         """
 
+    def build_one(self, name: str, params: Params) -> optax.GradientTransformationExtraArgs | None:
+        """Returns the rule of `build` for one parameter alone; None where updates of several depend on one another.
+
+        Where the first axis of the parameter counts layers, the rule is for one of them, without that axis.
+
+        Args:
+            name: of the parameter.
+            params: all that are trained.
+        """
+        del name, params
+        return None
+
     def metrics(self, opt_state: Any) -> dict[str, jax.Array]:
         """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
         del opt_state

@@ -32,6 +32,7 @@ from lm_trainer.step.layerwise import LayerwiseSum
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import MicrobatchSum
 from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.owned_update import owned_update
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import TrainState, abstract_state
 from lm_trainer.step.state_sharding import StateSharding
@@ -87,6 +88,9 @@ class ElasticStep:
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
         self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
+        if parts is not None and not rule.optimizer.elementwise:
+            trained = model.optimizer_params()
+            self._update = owned_update(rule.optimizer, trained, rule.tx, model.shapes, shardings, mesh) or self._update
         # The average is consumed, argument 1: `without_fma` puts its zero in front.
         self._zero = replicate(np.uint32(0), mesh)
         self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 _DIGITS = 16
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,12 @@ class Executables:
         """XLA's memory analysis of the program that takes most while it runs, None where the backend has none."""
         found = [each for executable in self.by_name.values() if (each := executable.memory()) is not None]
         return max(found, key=lambda each: each.temp_size_in_bytes, default=None)
+
+
+def warn_of_differences(executables: Sequence[Executable], what: str) -> None:
+    """Warns where devices run different programs for one computation."""
+    if len({executable.fingerprint() for executable in executables}) > 1:
+        logger.warning("the devices run different programs for %s: bits may depend on their number", what)
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:

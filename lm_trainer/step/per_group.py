@@ -7,7 +7,6 @@ program on every mesh; the hash of that program is recorded with the run.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,8 @@ from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.executable import Executable, warn_of_differences
 from lm_trainer.step.groups import ModelParallelGroup
-
-logger = logging.getLogger(__name__)
 
 
 class PerGroupExecutable:
@@ -81,8 +78,7 @@ class PerGroupExecutable:
 
         programs = compile_on_each(one, [list(group.mesh.devices.flat) for group in self.groups])
         self._compiled = [Executable(traced[0], program) for program in programs]
-        if len({executable.fingerprint() for executable in self._compiled}) > 1:
-            logger.warning("the devices run different programs for one computation: bits may depend on their number")
+        warn_of_differences(self._compiled, "one computation")
 
     @property
     def compiled(self) -> bool:

@@ -10,7 +10,10 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lm_trainer.parallel.mesh import spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
+
+_STACK_DIMS = 3
 
 
 class TrainedShardings(NamedTuple):
@@ -39,7 +42,8 @@ def plan_state_sharding(
     param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
 ) -> StateSharding:
-    """Moments, found by name and shape, lie as their parameters do; everything else of the optimizer is replicated.
+    """Moments, found by name and shape, lie as their parameters do. Stacks of matrices that belong to a parameter are
+    cut along the stack, where parameters are cut at all; everything else of the optimizer is replicated.
 
     Args:
         trainable: the parameters that the optimizer updates.
@@ -50,12 +54,22 @@ def plan_state_sharding(
     storage = {name: NamedSharding(mesh, param_sharding.storage) for name, param_sharding in param_shardings.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
     params = {name: storage[name] for name in trainable}
+    cut = any("data" in spec_axes(entry) for sharding in params.values() for entry in sharding.spec)
+    stacked = NamedSharding(mesh, PartitionSpec("data")) if cut else replicated
 
     def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        # A statistic of a parameter (a row mean, a factor) may stand under its name: it is small, and lies everywhere.
-        name = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
-        return params[name] if name in params and leaf.shape == trainable[name].shape else replicated
+        keys = [part.key for part in path if isinstance(part, jax.tree_util.DictKey)]
+        name = keys[-1] if keys and keys[-1] in params else None
+        if name is not None and leaf.shape == trainable[name].shape:
+            return params[name]
+        # Factors and bases of a parameter's blocks are as many numbers as the parameter. Other statistics are few.
+        return stacked if name is not None and _is_stack(leaf, mesh.shape["data"]) else replicated
 
     # Shapes alone, since a large optimizer state would not fit on one device.
     opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, dict(trainable)))
     return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)
+
+
+def _is_stack(leaf: Any, pieces: int) -> bool:
+    """True for an array [stack, rows, columns] that can be cut into so many pieces along its stack."""
+    return len(leaf.shape) == _STACK_DIMS and leaf.shape[0] % pieces == 0

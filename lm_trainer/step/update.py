@@ -17,7 +17,7 @@ from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.executable import Executable, program_hash
+from lm_trainer.step.executable import Executable, warn_of_differences
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state_sharding import TrainedShardings
@@ -98,7 +98,7 @@ class ReplicatedUpdate:
         self._gather = jax.jit(lambda x: x, out_shardings=self._everywhere)
         self._scatter = jax.jit(lambda x: x, out_shardings=tuple(shardings))
         self._devices = mesh.local_devices
-        self._compiled: dict[Any, list[jax.stages.Compiled]] = {}
+        self._compiled: dict[Any, list[Executable]] = {}
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
@@ -108,7 +108,7 @@ class ReplicatedUpdate:
         # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
         parts = [{shard.device: shard.data for shard in x.addressable_shards} for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
-        results = [program(*args) for program, args in zip(programs, local, strict=True)]
+        results = [program.compiled(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
         return (*wait_on_cpu(self._scatter((params, opt_state))), metrics)
 
@@ -134,17 +134,20 @@ class ReplicatedUpdate:
     def _join(self, *parts: jax.Array) -> jax.Array:
         return jax.make_array_from_single_device_arrays(parts[0].shape, self._everywhere, list(parts))
 
-    def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[jax.stages.Compiled]:
+    def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[Executable]:
         if structure not in self._compiled:
+            traced: list[jax.stages.Traced] = []
 
             def one(index: int) -> jax.stages.Compiled:
                 on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
-                return self._jitted.lower(*jax.tree.unflatten(structure, shapes)).compile()
+                executable = Executable.make(self._jitted, *jax.tree.unflatten(structure, shapes))
+                traced.append(executable.traced)
+                return executable.compiled
 
             programs = compile_on_each(one, [[device] for device in self._devices])
-            assert len({program_hash(p) for p in programs}) == 1, "devices of one mesh compile one update differently"
-            self._compiled[structure] = programs
+            self._compiled[structure] = [Executable(traced[0], program) for program in programs]
+            warn_of_differences(self._compiled[structure], "the update")
         return self._compiled[structure]
 
 

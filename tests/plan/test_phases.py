@@ -19,6 +19,12 @@ SUMS = ["microbatch", "reduction"]
 WHOLE = ["update: gather", "update", "update: scatter"]
 AVERAGED = {"model_averaging": {"type": "ema"}}
 FAST = {"determinism": "fast"}
+LAYERWISE = {"determinism": "layerwise"}
+_PARTS = ("enter", "layer 0", "leave")
+LAYERS = [
+    *(f"{what}{part}" for part in _PARTS[:2] for what in ("gather ", "")),
+    *(each for part in reversed(_PARTS) for each in (f"gather {part}", f"{part} gradient", f"reduce {part}")),
+]
 
 
 def phases_of(devices: int, optimizer: str, **trainer: Any) -> list[Phase]:
@@ -35,6 +41,7 @@ def phases_of(devices: int, optimizer: str, **trainer: Any) -> list[Phase]:
         (2, "adam", AVERAGED, ["gather", *SUMS, "norm", "update", "average"]),
         (2, "muon", {}, ["gather", *SUMS, "norm", *WHOLE]),
         (1, "sophia-h", {}, [*SUMS, "curvature", "reduction", "norm", "update"]),
+        (2, "muon", LAYERWISE, [*LAYERS, "norm", *WHOLE]),
         (2, "adam", {**FAST, **AVERAGED}, ["step", "average"]),
         (1, "sophia-h", FAST, ["curvature", "step"]),
     ],

@@ -1,0 +1,296 @@
+"""An update in which every weight of every layer belongs to one device, which computes it whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from lm_trainer.optim import Optimizer, Param
+from lm_trainer.parallel.compile_per_device import compile_on_each
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
+from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.step.executable import Executable, warn_of_differences
+from lm_trainer.step.model_def import Params
+from lm_trainer.step.phases import Phase, StepProgram
+from lm_trainer.step.state_sharding import TrainedShardings
+from lm_trainer.step.update import Metrics, make_update
+
+Kind = Literal["row", "rows", "shared"]
+"""An array of the optimizer's state: one row for each layer, several rows for each, or the same for all weights."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of each layer, or one weight that no other layer has, and the rule that updates it alone."""
+
+    name: str
+    count: int
+    """Layers."""
+    layered: bool
+    """True where the first axis counts them."""
+    tx: optax.GradientTransformationExtraArgs
+    structure: Any
+    """Tree structure of the state of `tx`."""
+    paths: tuple[str, ...]
+    """The leaves of that state, by their places in the state of the whole optimizer."""
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(
+        cls, param: Param, dtype: Any, optimizer: Optimizer, params: Mapping[str, Param], whole: Mapping[str, Any]
+    ) -> Weight | None:
+        """Finds the state of one parameter in that of all; None where it is no part of it that can be taken out.
+
+        Args:
+            param: the parameter.
+            dtype: its dtype.
+            optimizer: the rule.
+            params: all that are trained.
+            whole: shapes of the leaves of the optimizer's state, by their paths.
+        """
+        layered = param.axes[:1] == ("layers",)
+        tx = optimizer.build_one(param.name, params)
+        if tx is None:
+            return None
+        shape = param.shape[1:] if layered else param.shape
+        state = jax.eval_shape(tx.init, {param.name: jax.ShapeDtypeStruct(shape, dtype)})
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+        kinds = [_kind(param, path, leaf, whole.get(path), layered=layered) for path, leaf in named]
+        if None in kinds:
+            return None
+        count = param.shape[0] if layered else 1
+        return cls(param.name, count, layered, tx, structure, tuple(path for path, _ in named), tuple(kinds))  # pyright: ignore[reportArgumentType]
+
+    def rows(self, x: jax.Array, kind: Kind) -> jax.Array:
+        """[count, ...] from an array as it is stored."""
+        if not self.layered:
+            return x[None]
+        return x if kind == "row" else x.reshape(self.count, -1, *x.shape[1:])
+
+
+def _kind(param: Param, path: str, leaf: Any, whole: Any, *, layered: bool) -> Kind | None:
+    if whole is None:
+        return None
+    if f"['{param.name}']" not in path:
+        return "shared" if whole.shape == leaf.shape else None
+    if not layered:
+        return "row" if whole.shape == leaf.shape else None
+    if whole.shape == (param.shape[0], *leaf.shape):
+        return "row"
+    several = leaf.ndim > 0 and whole.shape == (param.shape[0] * leaf.shape[0], *leaf.shape[1:])
+    return "rows" if several else None
+
+
+class OwnedUpdate:
+    """Each device updates the weights of some layers, one after the other, in programs that know nothing of the mesh.
+
+    For update rules that compute sums or products over a weight, and nothing over several: a device holds one weight
+    with its state and gradient whole, and all devices share the work.
+
+    Args:
+        optimizer: the rule.
+        weights: all that are trained.
+        shardings: of the state.
+        paths: places of the leaves of the optimizer's state, in their order.
+        mesh: the device mesh.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, weights: Sequence[Weight], shardings: TrainedShardings, paths: list[str], mesh: Mesh
+    ):
+        self._optimizer, self._weights, self._paths, self._mesh = optimizer, weights, paths, mesh
+        self._devices, self._shards = mesh.local_devices, batch_shards(mesh)
+        self._structure = jax.tree.structure(shardings.opt_state)
+        state = dict(zip(paths, jax.tree.leaves(shardings.opt_state), strict=True))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._dealt = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._gather, self._scatter = {}, {}
+        for weight in weights:
+            own = [state[path] for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind != "shared"]
+            lies = [shardings.params[weight.name], *own]
+            self._gather[weight.name] = jax.jit(partial(self._rows_of, weight), out_shardings=self._dealt)
+            # The state is changed where it lies.
+            self._scatter[weight.name] = jax.jit(
+                partial(self._with_rows, weight, lies), out_shardings=lies, donate_argnums=0
+            )
+        turns = range(-(-max(weight.count for weight in weights) // self._shards))
+        self._firsts = [replicate(np.int32(turn * self._shards), mesh) for turn in turns]
+        self._programs: dict[str, list[Executable]] = {}
+
+    def _kinds(self, weight: Weight) -> list[Kind]:
+        """Those of the parameter and of its own arrays of the state."""
+        return ["row", *(kind for kind in weight.kinds if kind != "shared")]
+
+    def _rows_of(self, weight: Weight, arrays: list[jax.Array], grad: jax.Array, first: jax.Array) -> list[jax.Array]:
+        """The next rows of all arrays, the gradient last: one for each shard, the last one again where none is left."""
+        index = first + jnp.arange(self._shards)
+        kinds: list[Kind] = [*self._kinds(weight), "row"]
+        return [
+            jnp.take(weight.rows(x, kind), index, axis=0, mode="clip")
+            for x, kind in zip([*arrays, grad], kinds, strict=True)
+        ]
+
+    def _with_rows(
+        self, weight: Weight, lies: Sequence[NamedSharding], arrays: list[jax.Array], rows: list[jax.Array], first: Any
+    ) -> list[jax.Array]:
+        """The arrays with their next rows replaced; those that there are not are dropped."""
+        index = first + jnp.arange(self._shards)
+        done = []
+        for x, new, kind, lie in zip(arrays, rows, self._kinds(weight), lies, strict=True):
+            if kind == "row":
+                # As they are stored before they are put there, so that no device needs the array whole.
+                spec = PartitionSpec(None, *(lie.spec[1:] if weight.layered else lie.spec))
+                new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))
+            done.append(weight.rows(x, kind).at[index].set(new, mode="drop").reshape(x.shape))
+        return done
+
+    def __call__(
+        self, params: Params, opt_state: Any, grads: Params, curvature: Any, scalars: Mapping[str, jax.Array]
+    ) -> tuple[Params, Any, Metrics]:
+        """Consumes parameters and optimizer state."""
+        del curvature  # these rules take none
+        old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
+        params, state, metrics = dict(params), dict(old), None
+        for weight in self._weights:
+            shared = [old[path] for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind == "shared"]
+            own = [path for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind != "shared"]
+            arrays = [params[weight.name], *(state[path] for path in own)]
+            for first in self._firsts[: -(-weight.count // self._shards)]:
+                rows = wait_on_cpu(self._gather[weight.name](arrays, grads[weight.name], first))
+                new, new_shared, metrics = self._run(weight, rows, shared, scalars)
+                arrays = wait_on_cpu(self._scatter[weight.name](arrays, new, first))
+            params[weight.name] = arrays[0]
+            state |= dict(zip(own, arrays[1:], strict=True))
+            places = [path for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind == "shared"]
+            state |= dict(zip(places, new_shared, strict=True))
+        assert metrics is not None, "there are weights"
+        return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
+
+    def _run(
+        self, weight: Weight, rows: list[jax.Array], shared: list[jax.Array], scalars: Mapping[str, jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
+        """Each device's own row updated by that device."""
+        programs = self._compiled(weight, rows, shared, scalars)
+        on = lambda tree, device: jax.tree.map(lambda x: _on(x, device), tree)  # noqa: E731
+        results = [
+            program.compiled(*(on(tree, device) for tree in (rows, shared, dict(scalars))))
+            for program, device in zip(programs, self._devices, strict=True)
+        ]
+
+        def joined(parts: Sequence[Any], sharding: NamedSharding, count: int | None) -> Any:
+            def one(*x: jax.Array) -> jax.Array:
+                shape = x[0].shape if count is None else (count, *x[0].shape[1:])
+                return jax.make_array_from_single_device_arrays(shape, sharding, list(x))
+
+            return jax.tree.map(one, *parts)
+
+        new, after, metrics = zip(*results, strict=True)
+        return (
+            joined(new, self._dealt, self._shards),
+            joined(after, self._everywhere, None),
+            joined(metrics, self._everywhere, None),
+        )
+
+    def _function(self, weight: Weight) -> Any:
+        update, name = make_update(self._optimizer, weight.tx), weight.name
+        shared_at = [kind == "shared" for kind in weight.kinds]
+
+        def of_one(
+            rows: list[jax.Array], shared: list[jax.Array], scalars: Mapping[str, jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
+            param, *own, grad = (x[0] for x in rows)
+            ours, theirs = iter(own), iter(shared)
+            state = jax.tree.unflatten(weight.structure, [next(theirs if common else ours) for common in shared_at])
+            params, after, metrics = update({name: param}, state, {name: grad}, None, scalars)
+            leaves = jax.tree.leaves(after)
+            new = [params[name], *(x for x, common in zip(leaves, shared_at, strict=True) if not common)]
+            return [x[None] for x in new], [x for x, c in zip(leaves, shared_at, strict=True) if c], metrics
+
+        return of_one
+
+    def _compiled(self, weight: Weight, *args: Any) -> list[Executable]:
+        if weight.name not in self._programs:
+            jitted = jax.jit(self._function(weight))
+
+            def one(index: int) -> jax.stages.Compiled:
+                on = SingleDeviceSharding(self._devices[index])
+                local: Any = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype, sharding=on)  # noqa: E731
+                executable = Executable.make(jitted, *jax.tree.map(local, args))
+                traced.append(executable.traced)
+                return executable.compiled
+
+            traced: list[jax.stages.Traced] = []
+            programs = compile_on_each(one, [[device] for device in self._devices])
+            self._programs[weight.name] = [Executable(traced[0], program) for program in programs]
+            warn_of_differences(self._programs[weight.name], f"the update of {weight.name}")
+        return self._programs[weight.name]
+
+    def phases(
+        self, params: Params, opt_state: Any, grads: Params, curvature: Any, scalars: Mapping[str, Any]
+    ) -> Iterator[Phase]:
+        """The phases of `__call__` with arguments of these shapes, for the weight that takes most memory."""
+        del curvature
+        weight = max(self._weights, key=lambda weight: math.prod(params[weight.name].shape) // weight.count)
+        name, state = weight.name, dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
+        placed = dict(zip(weight.paths, weight.kinds, strict=True))
+        arrays = [params[name], *(state[path] for path, kind in placed.items() if kind != "shared")]
+        first = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
+        rows = jax.eval_shape(partial(self._rows_of, weight), arrays, grads[name], first)
+        rows = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt) for x in rows]
+        alone = SingleDeviceSharding(self._devices[0])
+        local = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone) for x in rows]
+        shared = [state[path] for path, kind in placed.items() if kind == "shared"]
+        common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), (shared, dict(scalars)))
+        gather = StepProgram("update_gather", partial(Executable.make, self._gather[name], arrays, grads[name], first))
+        update = StepProgram("update", partial(Executable.make, jax.jit(self._function(weight)), local, *common))
+        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[name], arrays, rows[:-1], first))
+        yield Phase(
+            "update: gather", gather, adds={"one weight": gather.outputs}, leaves={"one weight": gather.outputs}
+        )
+        yield Phase("update", update, adds={"one weight": update.new}, leaves={"one weight": update.new})
+        yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=("one weight",))
+
+
+def _on(x: jax.Array, device: Any) -> jax.Array:
+    """The part of an array that lies on a device of this process."""
+    return next(shard.data for shard in x.addressable_shards if shard.device == device)
+
+
+def owned_update(
+    optimizer: Optimizer,
+    params: Mapping[str, Param],
+    tx: optax.GradientTransformationExtraArgs,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    shardings: TrainedShardings,
+    mesh: Mesh,
+) -> OwnedUpdate | None:
+    """The update weight by weight; None where the rule cannot be computed so.
+
+    Args:
+        optimizer: the rule.
+        params: those that are trained.
+        tx: built from `optimizer` for all of them.
+        shapes: by name.
+        shardings: of the state.
+        mesh: the device mesh.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, {name: shapes[name] for name in params}))[0]
+    whole = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    found = [Weight.of(param, shapes[name].dtype, optimizer, params, whole) for name, param in params.items()]
+    weights = [weight for weight in found if weight is not None]
+    covered = {path for weight in weights for path in weight.paths}
+    # An array of the state that belongs to no weight would not be updated.
+    if len(weights) < len(found) or covered != set(whole):
+        return None
+    return OwnedUpdate(optimizer, weights, shardings, list(whole), mesh)
