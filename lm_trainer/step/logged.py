@@ -118,7 +118,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[l
             if scope := str(equation.source_info.name_stack):
                 stack.enter_context(jax.named_scope(scope))
             if _has_logs(equation):
-                results, inner = _handler(equation)(equation.params, given)
+                results, inner = _handler(equation)(equation, given)
                 for entry, more in inner.items():
                     found.setdefault(entry, []).append(more)
             else:
@@ -130,7 +130,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[l
     }
 
 
-def _handler(equation: Any) -> Callable[[Mapping[str, Any], list[Any]], tuple[list[Any], _Found]]:
+def _handler(equation: Any) -> Callable[[Any, list[Any]], tuple[list[Any], _Found]]:
     name = equation.primitive.name
     if name not in _HANDLERS:
         entries = {f"{e.name!r} ({e.place})" for inner in jaxprs_in_params(equation.params) for e in _entries(inner)}
@@ -141,12 +141,14 @@ def _handler(equation: Any) -> Callable[[Mapping[str, Any], list[Any]], tuple[li
     return _HANDLERS[name]
 
 
-def _call(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Found]:
+def _call(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+    params = equation.params
     inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     return _evaluate(inner.jaxpr, inner.consts, given)
 
 
-def _checkpoint(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Found]:
+def _checkpoint(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+    params = equation.params
     run = jax.checkpoint(
         lambda *args: _evaluate(params["jaxpr"], (), args),
         policy=params["policy"],
@@ -155,14 +157,17 @@ def _checkpoint(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any],
     return run(*given)
 
 
-def _scan(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Found]:
-    inner, first = params["jaxpr"], params["num_consts"]
-    last = first + params["num_carry"]
+def _scan(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+    params, inner = equation.params, equation.params["jaxpr"]
+    # Versions of JAX write the numbers of operands differently: those of the loop have one axis more outside of it.
+    num_carry = _same_rank(equation.outvars, inner.jaxpr.outvars)
+    last = _same_rank(equation.invars, inner.jaxpr.invars)
+    first = last - num_carry
     consts, start, items = given[:first], given[first:last], given[last:]
 
     def body(carry: list[Any], item: list[Any]) -> tuple[list[Any], Any]:
         results, found = _evaluate(inner.jaxpr, inner.consts, [*consts, *carry, *item])
-        return results[: len(carry)], (results[len(carry) :], found)
+        return results[:num_carry], (results[num_carry:], found)
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (stacked, found) = jax.lax.scan(body, start, items, **options)
@@ -170,7 +175,11 @@ def _scan(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Foun
     return [*carry, *stacked], {entry: values[in_order].reshape(-1) for entry, values in found.items()}
 
 
-def _cond(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Found]:
+def _same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+
+
+def _cond(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
     index, *operands = given
     entries: dict[Any, Entry] = {}
 
@@ -185,7 +194,7 @@ def _cond(params: Mapping[str, Any], given: list[Any]) -> tuple[list[Any], _Foun
 
         return evaluated
 
-    branches = [run(branch) for branch in params["branches"]]
+    branches = [run(branch) for branch in equation.params["branches"]]
     logged = [jax.eval_shape(branch, *operands)[1] for branch in branches]
     if any(each != logged[0] for each in logged):
         places = ", ".join(sorted(f"{entry.name!r} ({entry.place})" for entry in entries.values()))
