@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
-from lm_trainer.parallel.collectives import group_sum
+from lm_trainer.parallel.collectives import batch_parts, group_sum
 
 
 class LossTerms(NamedTuple):
@@ -84,7 +84,7 @@ def hidden_loss(
     weights_N = jnp.asarray(batch.weights).reshape(-1).astype(jnp.float32)
     h_ND = h_BSD.reshape(-1, h_BSD.shape[-1])
     targets_N = jnp.asarray(batch.targets).reshape(-1)
-    settings = _Settings(block_size, model.spec.head.softcap, terms)
+    settings = _Settings(block_size, model.spec.head.softcap, terms, batch_parts())
     found: Any = _token_sums(h_ND, model.head_weight(), targets_N, weights_N, settings)
     loss, *others = found
     weight = jnp.sum(weights_N)
@@ -119,6 +119,8 @@ class _Settings(NamedTuple):
     block_size: int | None
     softcap: float | None
     terms: LossTerms = CROSS_ENTROPY
+    parts: int = 1
+    """Parts of the tokens that lie on devices of their own, of which each is cut into blocks."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -131,7 +133,7 @@ def _token_sums(
     that no logits are kept or recomputed; without it nothing but the sums is computed. Products are in the dtype of
     `h_ND` and logits in float32; the gradient of `w_VD` is summed in float32 over the blocks.
     """
-    blocks = _in_blocks(h_ND, targets_N, weights_N, settings.block_size)
+    blocks = _in_blocks(h_ND, targets_N, weights_N, settings)
 
     def body(totals: TokenSums, block: Any) -> tuple[TokenSums, None]:
         h_CD, targets_C, weights_C = block
@@ -207,7 +209,7 @@ def _forward(
     h_ND: jax.Array, w_VD: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[TokenSums, tuple[jax.Array, jax.Array, jax.Array]]:
     # Cast here, once, and not again for every block.
-    n, blocks, terms = h_ND.shape[0], _in_blocks(h_ND, targets_N, weights_N, settings.block_size), settings.terms
+    blocks, terms = _in_blocks(h_ND, targets_N, weights_N, settings), settings.terms
     cast_VD = w_VD.astype(h_ND.dtype)
 
     def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
@@ -227,7 +229,8 @@ def _forward(
 
     zero = (_zero_sums(terms), jnp.zeros(w_VD.shape, jnp.float32))
     (totals, dw_VD), (dh, loss) = _fold(body, zero, blocks, w_VD)
-    return totals, (dh.reshape(-1, h_ND.shape[1])[:n], dw_VD.astype(w_VD.dtype), loss.reshape(-1)[:n])
+    dh_ND, loss_N = (_out_of_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
+    return totals, (dh_ND, dw_VD.astype(w_VD.dtype), loss_N)
 
 
 @jax.named_scope("loss")
@@ -244,18 +247,36 @@ _token_sums.defvjp(_forward, _backward)
 
 
 def _in_blocks(
-    h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, block_size: int | None
+    h_ND: jax.Array, targets_N: jax.Array, weights_N: jax.Array, settings: _Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens as [blocks, C, ...], filled up with tokens of weight 0."""
-    n = h_ND.shape[0]
-    size = min(block_size or n, n)
+    """The tokens as [blocks, C, ...], filled up with tokens of weight 0.
+
+    Of several parts, a block has C / parts tokens of each: cut across parts, it would be one device's alone, and XLA
+    would share its logits out over all of them.
+    """
+    parts = settings.parts
+    n = h_ND.shape[0] // parts
+    size = min(settings.block_size or n, n)
     count = -(-n // size)
 
     def cut(a: jax.Array) -> jax.Array:
-        # Zeros give a finite loss, which the weight of 0 takes out of every sum exactly.
-        return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
+        if parts == 1:
+            # Zeros give a finite loss, which the weight of 0 takes out of every sum exactly.
+            return jnp.pad(a, [(0, count * size - n)] + [(0, 0)] * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
+        x = a.reshape(parts, n, *a.shape[1:])
+        x = jnp.pad(x, [(0, 0), (0, count * size - n)] + [(0, 0)] * (a.ndim - 1))
+        x = jnp.moveaxis(x.reshape(parts, count, size, *a.shape[1:]), 1, 0)
+        return x.reshape(count, parts * size, *a.shape[1:])
 
     return cut(h_ND), cut(targets_N), cut(weights_N)
+
+
+def _out_of_blocks(x: jax.Array, n: int, parts: int) -> jax.Array:
+    """[N, ...] from [blocks, C, ...]: the inverse of `_in_blocks`."""
+    if parts == 1:
+        return x.reshape(-1, *x.shape[2:])[:n]
+    x = jnp.moveaxis(x.reshape(x.shape[0], parts, -1, *x.shape[2:]), 1, 0)
+    return x.reshape(parts, -1, *x.shape[3:])[:, : n // parts].reshape(n, *x.shape[3:])
 
 
 def _fold(body: Any, zero: Any, blocks: Any, *others: jax.Array) -> Any:

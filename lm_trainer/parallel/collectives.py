@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,23 @@ from jax import lax
 
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.ordered_sum import tree_sum
+
+_batch_parts: ContextVar[int] = ContextVar("batch_parts", default=1)
+
+
+@contextmanager
+def batch_in_parts(count: int) -> Iterator[None]:
+    """Says, while a computation is traced, that its rows lie in `count` equal parts on as many devices."""
+    token = _batch_parts.set(count)
+    try:
+        yield
+    finally:
+        _batch_parts.reset(token)
+
+
+def batch_parts() -> int:
+    """Equal parts of the rows of the computation being traced that lie on devices of their own; 1 where one has all."""
+    return _batch_parts.get()
 
 
 def axis_size(axis: str) -> int:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.optim.averaging import ema_update
+from lm_trainer.parallel.collectives import batch_in_parts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.sharded_array import replicate
@@ -211,7 +212,8 @@ class FastStep:
         }
 
         def one(rows: Batch, index: jax.Array | int) -> Sums:
-            scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
+            with batch_in_parts(self._shards):
+                scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
             # As they are stored, so that XLA may reduce-scatter gradients and no device needs to hold them whole.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
 from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.step.executable import program_hash
 from lm_trainer.step.groups import local_groups
 from lm_trainer.step.per_group import PerGroupExecutable
 
@@ -63,3 +64,25 @@ def test_one_compilation_serves_all_groups_of_devices(model: int):
         assert [shard.device for shard in result.addressable_shards] == list(group.mesh.devices.flat)
         assert {shard.data.shape for shard in result.addressable_shards} == {(4 // model, 4)}
         np.testing.assert_allclose(result, w @ w.T * 16 + 3 + index, rtol=1e-5)
+
+
+class Printed:
+    """A compiled program of which nothing but the text is asked for."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def as_text(self) -> str:
+        return self._text
+
+
+def test_the_hash_of_a_program_is_that_of_its_instructions() -> None:
+    def hashed(scratch: str, metadata: str, operation: str = "add") -> str:
+        config = f'backend_config={{"used_scoped_memory_configs":[{scratch}],"window":"1"}}'
+        line = f"ENTRY %main {{ %x = f32[8] {operation}(%a, %b), metadata={{{metadata}}}, {config} }}"
+        return program_hash(Printed(f"HloModule jit_lane\n\n{line}"))  # pyright: ignore[reportArgumentType]
+
+    one = hashed('{"memory_space":"1","offset":"0","size":"524288"}', 'op_name="a" source_line=1')
+    # As chips 0 and 3 of a TPU v5p slice print the same program.
+    assert one == hashed('{"memory_space":"1","offset":"0","size":"262144"}', 'op_name="a" source_line=9')
+    assert one != hashed("", "", "multiply")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ from lm_trainer.step.state import to_host
 VOCAB, ROWS, SEQ = 61, 8, 16
 
 
-def program(devices: int, *, optimizer: str = "adam", **trainer: Any) -> Program:
+def program(devices: int, *, optimizer: str = "adam", block: int | None = None, **trainer: Any) -> Program:
     model = {"type": "gpt2", "seq_len": SEQ, "hidden_dim": 16, "num_layers": 1, "num_heads": 2}
+    model["cross_entropy_block_size"] = block
     config = RunConfig.model_validate(
         {
             "model": {**model, "gradient_checkpointing": False},
@@ -72,6 +74,16 @@ def test_fast_is_one_program_that_is_close_to_elastic() -> None:
     text = fast.step.compile(batch()).hlo()
     assert "all-reduce" in text, "XLA adds across devices inside the program"
     assert f"s32[{ROWS // 2},{SEQ}]" in text, "a device computes all its rows at once"
+
+
+def test_blocks_of_the_loss_are_of_a_devices_own_tokens() -> None:
+    # 24 tokens do not divide the 32 of a device: each device fills up its own last block.
+    fast = program(4, determinism="fast", block=24)
+    assert_close(trained(fast), trained(program(1, block=24)))
+    text = fast.step.compile(batch()).hlo()
+    exchanged = re.findall(rf"f32\[\d+,{VOCAB}\]\S* (?:all-\w+|collective-permute)", text)
+    assert not exchanged, "logits do not leave their device"
+    assert f"f32[24,{VOCAB}]" in text, "a device computes one block of its own at a time"
 
 
 @pytest.mark.slow
