@@ -44,14 +44,15 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
     def joined(*args: Any) -> Losses:
         leaves, structure = jax.tree.flatten(args)
         shape = structure, tuple((x.shape, x.dtype) for x in leaves)
-        if shape in without:
-            return losses(*args)
         with listening():
+            if shape in without:
+                return losses(*args)
             # A function of its own each time, since JAX would take the trace of one that it knows.
             closed, shapes = jax.make_jaxpr(lambda *given: losses(*given), return_shape=True)(*args)
-        if not _logs(closed.jaxpr):
-            without.add(shape)
-            return losses(*args)
+            if not _logs(closed.jaxpr):
+                without.add(shape)
+                # Here, where JAX remembers the traces of inner functions from just before.
+                return losses(*args)
         results, found = _evaluate(closed.jaxpr, closed.consts, leaves)
         total, weight, metrics = jax.tree.unflatten(jax.tree.structure(shapes), results)
         _check_names(found, metrics)
