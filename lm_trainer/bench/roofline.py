@@ -24,7 +24,7 @@ def roofline(session: BenchSession, report: MfuReport) -> Measured:
     bandwidth = copies.median
     # The probe multiplies on all devices together; the operations are those of one.
     flops = report.matmul_flops.median / session.device_count
-    found = operations(session.gradient.hlo(), PARTS)
+    found = [op for program, times in session.gradient.runs() for op in operations(program.hlo(), PARTS, times=times)]
 
     def by(what: str) -> list[Bound]:
         return bounds(found, flops_per_second=flops, bytes_per_second=bandwidth, by=what)

@@ -17,7 +17,7 @@ from lm_trainer.run.dry_run import configured_program
 from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.state import TrainState
 
 
@@ -36,10 +36,10 @@ class BenchSession:
     """The dtype of matrix products."""
     num_params: int
     vocab_size: int
-    gradient: Executable
-    """The program that computes the gradient of a microbatch, or, where that is one program, of the step."""
+    gradient: Executable | Executables
+    """The program or programs that compute the gradient of a microbatch, or, where that is one program, of the step."""
     gradients_per_step: int
-    """Times that each device runs it in a step."""
+    """Times that each device computes it in a step."""
     _program: Program
     _state: TrainState
     _batch: Any
@@ -67,7 +67,9 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     yield BenchSession(
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
         flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
-        recomputed_flops_per_token=recomputed_flops_per_token(spec, seq_len),
+        recomputed_flops_per_token=recomputed_flops_per_token(
+            spec, seq_len, every_layer=trainer.determinism == "layerwise"
+        ),
         device_kind=devices.flat[0].device_kind,
         device_count=devices.size,
         dtype=trainer.mp.compute,

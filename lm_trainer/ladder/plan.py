@@ -170,7 +170,7 @@ def _memory(
         temporary = compile_temporary(config, vocab_size)
     else:
         itemsize = ladder.trainer.mp.compute_dtype.itemsize
-        temporary = estimate_temporary(config.model, vocab_size, itemsize, shape.microbatch)
+        temporary = estimate_temporary(config, vocab_size, itemsize, shape.microbatch)
     count = shape.batch_size // shape.microbatch
     plan = MicrobatchPlan(shape.batch_size // length, count, shape.microbatch // length)
     kind = "cpu" if hardware.device.lower() == "cpu" else hardware.device

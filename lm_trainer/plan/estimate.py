@@ -1,40 +1,57 @@
 """The memory of a step without compiling it: from shapes, shardings and a formula, and without any device.
 
-Only the phase of the microbatches is estimated, which is the largest of most runs. Its parts are those that
+Only the phase that computes gradients is estimated, which is the largest of most runs. Its parts are those that
 `lm_trainer.step.elastic.ElasticStep.phases` gives and `lm_trainer.plan.memory` adds up; the other phases hold nothing
 that grows with the microbatch.
 """
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from lm_trainer.models.base import DecoderConfig
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
 from lm_trainer.parallel.mesh import batch_shards, build_abstract_mesh
+from lm_trainer.parallel.ordered_sum import most_held
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import trace_model
+from lm_trainer.run.model import loss_function, trace_model
 from lm_trainer.run.program import build_program, shard_state
-from lm_trainer.step.groups import compute_shardings
+from lm_trainer.step.executable import Executable
+from lm_trainer.step.groups import compute_shardings, turn_size
+from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import programs_and_results
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.part_functions import PartFunctions, find_reads
 from lm_trainer.step.state import abstract_state
+from lm_trainer.step.state_sharding import StateSharding
+
+MICROBATCH, LAYER, LEAVE = "microbatch", "layer 0 gradient", "leave gradient"
+"""Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them."""
+
+Temporary = Mapping[str, int]
+"""Name of a program of one microbatch -> bytes that it takes while it runs."""
 
 
 def estimate_microbatches(
-    config: RunConfig, vocab_size: int, group: DeviceGroup, plan: MicrobatchPlan, temporary: int
+    config: RunConfig, vocab_size: int, group: DeviceGroup, plan: MicrobatchPlan, temporary: Temporary
 ) -> PhaseBytes:
-    """The phase in which a device computes its microbatches, as of `determinism: elastic`.
+    """The phase in which a device computes its microbatches, as of `determinism: elastic`; as of `layerwise` that of a
+    layer or of the loss, whichever takes more.
 
     Args:
         config: of the run, with a whole model section.
         vocab_size: rows of the token embedding.
         group: the devices of the run, which need not be there.
         plan: of the batch.
-        temporary: bytes that the program of one microbatch takes while it runs.
+        temporary: as `estimate_temporary` or `compile_temporary` gives it.
 
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
@@ -43,52 +60,125 @@ def estimate_microbatches(
     mesh = build_abstract_mesh(trainer.mesh_shape, group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
     averaged = config.trainer.model_averaging is not None
+    per_shard, row = plan.count // batch_shards(mesh), random_batch(1, config.model.seq_len, vocab_size)
+    held = {
+        "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
+        # All microbatches of a device are sent to it before the first is computed.
+        "batch": per_shard * plan.rows * sum(x.nbytes for x in row),
+    }
+    given = _Given(config, vocab_size, model, sharding, plan, per_shard, device_platform(group.kind), temporary)
+    phases = _layerwise(given) if config.trainer.determinism == "layerwise" else [_whole(given)]
+    return max(
+        (PhaseBytes(name, {**held, **parts}) for name, parts in phases),
+        key=lambda phase: phase.bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """Everything that the parts of a phase follow from."""
+
+    config: RunConfig
+    vocab_size: int
+    model: ModelDef
+    sharding: StateSharding
+    plan: MicrobatchPlan
+    per_shard: int
+    """Microbatches of a device."""
+    platform: str
+    temporary: Temporary
+
+
+def _whole(given: _Given) -> tuple[str, dict[str, int]]:
+    model, sharding = given.model, given.sharding
     compute = compute_shardings(sharding)
     shardings = sharding.storage if compute is None else compute
     whole = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
-    per_shard = plan.count // batch_shards(mesh)
-    running, results = programs_and_results(per_shard, mesh, device_platform(group.kind))
-    row = sum(x.nbytes for x in random_batch(1, config.model.seq_len, vocab_size))
-    parts = {
-        "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
-        # All microbatches of a device are sent to it before the first is computed.
-        "batch": per_shard * plan.rows * row,
+    running, results = programs_and_results(given.per_shard, sharding.mesh, given.platform)
+    return MICROBATCH, {
         "gathered parameters": 0 if compute is None else bytes_per_device(whole),
         "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
-        "temporary": running * temporary,
+        "temporary": running * given.temporary[MICROBATCH],
     }
-    return PhaseBytes("microbatch", parts)
 
 
-def estimate_temporary(model: DecoderConfig, vocab_size: int, itemsize: int, tokens: int) -> int:
-    """Bytes that the gradient of a microbatch takes while it runs: the input of every block, the inside of one, and the
-    logits with their gradient.
+def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
+    config, model, sharding, plan = given.config, given.model, given.sharding, given.plan
+    spec = config.model.spec(given.vocab_size)
+    functions = PartFunctions(model, loss_function(config).parts(spec), None, model.trainable)
+    reads = find_reads(functions, model.shapes, random_batch(plan.rows, config.model.seq_len, given.vocab_size))
+    together = turn_size(plan, given.per_shard, config.trainer.microbatches_per_gather)
+    running, _ = programs_and_results(together, sharding.mesh, given.platform)
+    rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
+    read = [name for part in (reads.enter, *reads.places, reads.leave) for name in part]
+    shared = {
+        "gradients": most_held(given.per_shard // together)
+        * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
+        "activations between layers": together
+        * (len(spec.blocks) + 1)
+        * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(reads.stream)),
+    }
+    for name, part, at_once in ((LEAVE, reads.leave, 1), (LAYER, reads.places[0], LAYERS_AT_ONCE)):
+        gathered = _gathered(given, part, layered=name == LAYER)
+        narrow = {n: x for n, x in gathered.items() if n in model.trainable}
+        wide = {n: jax.ShapeDtypeStruct(x.shape, model.shapes[n].dtype, sharding=x.sharding) for n, x in narrow.items()}
+        yield (
+            name,
+            {
+                **shared,
+                "gathered layers": at_once * bytes_per_device(gathered),
+                # Results of programs may have narrower values than partial sums.
+                "gradients of a layer": running * bytes_per_device(narrow)
+                + (most_held(together) - 1) * bytes_per_device(wide),
+                "temporary": running * given.temporary[name],
+            },
+        )
+
+
+def _gathered(given: _Given, part: Mapping[str, Any], *, layered: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters of a part, of one layer where that is what it has, as a device computes with them."""
+    cut = slice(1 if layered else 0, None)
+    found = {}
+    for name, dtype in part.items():
+        sharding = given.sharding.params[name]
+        lies = NamedSharding(given.sharding.mesh, PartitionSpec(*sharding.compute[cut]))
+        found[name] = jax.ShapeDtypeStruct(given.model.shapes[name].shape[cut], dtype, sharding=lies)
+    return found
+
+
+def estimate_temporary(config: RunConfig, vocab_size: int, itemsize: int, tokens: int) -> Temporary:
+    """Estimates what the gradient of a microbatch takes while it runs: the input of every block, the inside of one, and
+    the logits with their gradient; layer by layer, the last two apart.
 
     Beside XLA's own figure it is 5 to 7 % too high for the sizes of configs/ladder_nano.yaml. Where attention holds all
     its scores in float32 (CPU, sequences of 8192) it is 7 to 8 times too low.
 
     Args:
-        model: of one kind of block.
+        config: of the run, with a model of one kind of block.
         vocab_size: rows of the token embedding.
         itemsize: bytes of a number in the precision of the computation.
         tokens: in the microbatch.
     """
+    model = config.model
     spec = model.spec(vocab_size)
     attention = spec.blocks[0].attention
     # For each token of a block: eight arrays as wide as the model (residuals, norms, what goes into and comes out of
     # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
     inside = 8 * spec.hidden_dim + 3 * spec.blocks[0].mlp.hidden_dim + 4 * attention.num_heads * attention.head_dim
-    # Full recomputation keeps the input of each block alone; otherwise the inside of all blocks waits for the backward
-    # pass.
-    kept = len(spec.blocks) * spec.hidden_dim if model.remat == "full" else len(spec.blocks) * inside
     # Scores before and after the softmax, of the one block that is computed.
     scores = 2 * attention.num_heads * model.seq_len
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * 4 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
-    return tokens * itemsize * (kept + inside + scores) + logits
+    block = tokens * itemsize * (inside + scores)
+    if config.trainer.determinism == "layerwise":
+        return {LAYER: block, LEAVE: logits}
+    # Full recomputation keeps the input of each block alone; otherwise the inside of all blocks waits for the backward
+    # pass.
+    kept = len(spec.blocks) * spec.hidden_dim if model.remat == "full" else len(spec.blocks) * inside
+    return {MICROBATCH: tokens * itemsize * kept + block + logits}
 
 
-def compile_temporary(config: RunConfig, vocab_size: int) -> int:
+def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
     """As `estimate_temporary`, from XLA, which compiles the microbatch of a run for a device of this machine.
 
     Raises:
@@ -96,5 +186,6 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> int:
     """
     # One device is enough: the program of a microbatch is the same on every mesh.
     program = build_program(config, vocab_size, jax.local_devices()[:1])
-    batch = random_batch(1, config.model.seq_len, vocab_size)
-    return ProgramBytes.of(program.step.compile(batch)).temporary
+    compiled = program.step.compile(random_batch(1, config.model.seq_len, vocab_size))
+    by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
+    return {name: ProgramBytes.of(executable).temporary for name, executable in by_name.items()}

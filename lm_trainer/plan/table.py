@@ -88,6 +88,8 @@ def _way_out(plan: RunPlan) -> str:
             f"parameters and gradients are whole on every device while a microbatch is computed: compute layer by "
             f"layer with trainer.determinism=layerwise, or cut the model by {tensor}"
         )
+    if plan.determinism == "layerwise":
+        return f"use more devices, cut the model by {tensor}, or keep fewer activations (microbatches_per_gather)"
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 
 

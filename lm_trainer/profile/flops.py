@@ -89,14 +89,19 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
     )
 
 
-def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int) -> int:
+def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: bool = False) -> int:
     """Operations per token that the spec's rematerialisation adds to a training step, as `FlopsCount` counts them.
+
+    With `every_layer` each layer is computed again once and as a whole, whatever the spec says: so a step does that
+    computes a gradient layer by layer.
 
     Hardware FLOPs utilisation (HFU) is MFU with these added to the operations of a training step (PaLM: Chowdhery et
     al. 2022, arXiv 2204.02311, appendix B). As usual, the whole forward pass of a block counts that keeps nothing,
     though the compiler leaves out a product whose result no gradient needs. What a kernel of attention computes again
     by itself does not count.
     """
+    if every_layer:
+        return sum(_of_block(block, spec, seq_len).forward for block in spec.blocks)
     again = sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
     if not spec.remat_groups:
         return again

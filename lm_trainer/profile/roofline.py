@@ -76,15 +76,16 @@ def bounds(
     return sorted((Bound(name, *sums) for name, sums in found.items()), key=lambda bound: -bound.seconds)
 
 
-def operations(hlo: str, parts: Collection[str]) -> list[Operation]:
+def operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Operation]:
     """The operations of an optimised program; the body of a loop counts for each of its turns.
 
     Args:
-        hlo: the text of the program.
+        hlo: the text of the program, of one alone.
         parts: names of `jax.named_scope` to tell apart; operations in none of them are `other`.
+        times: runs of the program.
     """
     program = _parse(hlo)
-    return list(_visit(program.entry, 1.0, program.computations, parts))
+    return list(_visit(program.entry, float(times), program.computations, parts))
 
 
 class _Instruction(NamedTuple):

@@ -10,7 +10,7 @@ from lm_trainer.run.artifacts import Artifacts
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.program import Program
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.executable import Executable
+from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
@@ -64,7 +64,7 @@ class Compilation:
             self._record(executable, step, fingerprint)
         return True
 
-    def _record(self, executable: Executable, step: int, fingerprint: str) -> None:
+    def _record(self, executable: Executable | Executables, step: int, fingerprint: str) -> None:
         # Only now: an attempt that never computes a step leaves no trace in the records of the run.
         self._recorded = True
         if self._config.log_jaxprs:

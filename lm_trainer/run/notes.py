@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
+from lm_trainer.models.base import DecoderConfig
 from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
 from lm_trainer.run.trainer_config import TrainerConfig
 
@@ -46,6 +47,16 @@ def _rules_without_effect(trainer: TrainerConfig) -> Iterator[str]:
             f"trainer: rules for the axes {', '.join(unused)} have no effect: the batch is always sharded over "
             f"{', '.join(BATCH_AXES)}, and the others are not axes of a parameter"
         )
+
+
+def recomputation_note(trainer: TrainerConfig, model: DecoderConfig) -> str | None:
+    """A line about a choice of what to recompute that the step does not make; None where there is none."""
+    if trainer.determinism != "layerwise" or (model.remat == "full" and not model.remat_groups):
+        return None
+    return (
+        "model.gradient_checkpointing has no effect with trainer.determinism: layerwise, which always computes the "
+        "inside of a layer again"
+    )
 
 
 def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:

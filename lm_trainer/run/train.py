@@ -30,6 +30,7 @@ from lm_trainer.run.initial_weights import choose_vocab_size
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.model import trace_model
+from lm_trainer.run.notes import recomputation_note
 from lm_trainer.run.pretrained import HfStart, find_start
 from lm_trainer.run.program import Program, plan_run
 from lm_trainer.step.model_def import ModelDef
@@ -196,8 +197,9 @@ def _place_state(
     program = plan_run(config, attempt.config, model)
     state = attempt.start(program, program.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    flops = training_flops(flops_per_token(spec, seq_len), model), recomputed_flops_per_token(spec, seq_len)
-    return PreparedRun(config, attempt, data, program, state, facts, *flops, hub_name)
+    again = recomputed_flops_per_token(spec, seq_len, every_layer=config.trainer.determinism == "layerwise")
+    flops = training_flops(flops_per_token(spec, seq_len), model)
+    return PreparedRun(config, attempt, data, program, state, facts, flops, again, hub_name)
 
 
 def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress) -> None:
@@ -209,6 +211,8 @@ def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress
     )
     if so_far:
         progress.note(describe_build(data))
+    if note := recomputation_note(config.trainer, config.model):
+        progress.note(note)
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:

@@ -14,10 +14,10 @@ from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.parallel.processes import gather
 from lm_trainer.step.gradient import LossFn, Sums, loss_of_params
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
-from lm_trainer.step.layerwise_model import SCALAR, LayerwiseForward, Parts, turns
+from lm_trainer.step.layerwise_model import LayerwiseForward, Parts, turns
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.part_functions import PartFunctions
+from lm_trainer.step.part_functions import SCALAR, PartFunctions
 from lm_trainer.step.per_group import PerGroupExecutable
 
 

@@ -40,6 +40,10 @@ class Executable:
         """The optimised program, as XLA prints it."""
         return self.compiled.as_text() or ""
 
+    def runs(self) -> list[tuple[Executable, int]]:
+        """Itself, which runs once."""
+        return [(self, 1)]
+
     def memory(self) -> Any:
         """XLA's memory analysis, None where the backend has none."""
         return self.compiled.memory_analysis()
@@ -50,6 +54,8 @@ class Executables:
     """Programs that together compute what one `Executable` does elsewhere."""
 
     by_name: Mapping[str, Executable]
+    times: Mapping[str, int]
+    """Name -> how often it runs where the one program would run once."""
 
     def fingerprint(self) -> str:
         """A hash of all of them."""
@@ -62,7 +68,11 @@ class Executables:
 
     def hlo(self) -> str:
         """The optimised programs, as XLA prints them."""
-        return "\n\n".join(executable.hlo() for executable in self.by_name.values())
+        return "\n\n".join(f"// {name}\n{executable.hlo()}" for name, executable in self.by_name.items())
+
+    def runs(self) -> list[tuple[Executable, int]]:
+        """Each program, and how often it runs."""
+        return [(executable, self.times[name]) for name, executable in self.by_name.items()]
 
     def memory(self) -> Any:
         """XLA's memory analysis of the program that takes most while it runs, None where the backend has none."""

@@ -105,12 +105,7 @@ class DeviceGroups:
                 f"trainer.microbatches_per_gather={self._together} is less than the {per_shard} microbatches of a "
                 f"device, which works in a single process only; leave it out"
             )
-        # The leaves of the tree are runs of `odd` microbatches, of which pairs are added: see `TreeSum`.
-        odd = plan.count // (plan.count & -plan.count)
-        together = odd
-        while together * 2 <= self._together:
-            together *= 2
-        return together
+        return turn_size(plan, per_shard, self._together)
 
     def numbers(self, plan: MicrobatchPlan) -> list[list[int]]:
         """For each local group, the numbers of its microbatches in the global batch, in the order of computation."""
@@ -155,6 +150,17 @@ class DeviceGroups:
         storage = self.sharding.storage
         placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
         return StepProgram("gather", partial(Executable.make, self._gather, placed))
+
+
+def turn_size(plan: MicrobatchPlan, per_shard: int, most: int | None) -> int:
+    """The microbatches of a group in one turn: all `per_shard`, or a subtree of about `most`."""
+    if most is None or most >= per_shard:
+        return per_shard
+    # The leaves of the tree are runs of `odd` microbatches, of which pairs are added: see `TreeSum`.
+    together = plan.count // (plan.count & -plan.count)
+    while together * 2 <= most:
+        together *= 2
+    return together
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:

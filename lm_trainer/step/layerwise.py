@@ -25,12 +25,12 @@ from lm_trainer.parallel.ordered_sum import TreeSum
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
-from lm_trainer.step.layerwise_model import SCALAR, LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
+from lm_trainer.step.layerwise_model import LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
 from lm_trainer.step.layerwise_phases import layerwise_phases
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.part import Part
-from lm_trainer.step.part_functions import PartFunctions
+from lm_trainer.step.part_functions import SCALAR, PartFunctions
 from lm_trainer.step.per_group import PerGroupExecutable
 from lm_trainer.step.phases import Phase
 
@@ -120,7 +120,9 @@ class LayerwiseSum:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._programs:
             self._programs[plan.rows] = _Programs(self._found(shapes, batch, plan), _rows(batch, plan))
-        return Executables({name: each.program for name, each in self._programs[plan.rows].named().items()})
+        by_name = {name: each.program for name, each in self._programs[plan.rows].named().items()}
+        counts = self._found(shapes, batch, plan).counts
+        return Executables(by_name, {name: counts.get(name.removesuffix(" gradient"), 1) for name in by_name})
 
     def phases(
         self,

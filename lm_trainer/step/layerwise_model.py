@@ -15,13 +15,11 @@ from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.part import Part
-from lm_trainer.step.part_functions import PartFunctions, dtypes_read
+from lm_trainer.step.part_functions import SCALAR, PartFunctions, find_reads
 from lm_trainer.step.per_group import PerGroupExecutable
 
 LAYERS_AT_ONCE = 2
 """Layers in the queue of a device, the one that is computed among them: arrays take memory once they are queued."""
-
-SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
 PerMicrobatch = list[list[Any]]
 """For each local group a value of each of its microbatches."""
@@ -42,16 +40,12 @@ class Parts:
     ):
         self.functions, self.devices = functions, devices
         self.num_layers, self.period = functions.parts.num_layers, functions.parts.period
-        prefixes = [f"blocks.{place}." for place in range(self.period)]
-        others = {name: x for name, x in shapes.items() if not name.startswith(tuple(prefixes))}
-        self.enter = self._part(shapes, dtypes_read(functions.enter, others, batch, SCALAR, SCALAR))
-        stream = self.stream(batch)
-        self.places = []
-        for place, prefix in enumerate(prefixes):
-            layer = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)}
-            read = dtypes_read(functions.layer(place), layer, stream, batch, SCALAR, SCALAR, SCALAR)
-            self.places.append(self._part(shapes, read, layered=True))
-        self.leave = self._part(shapes, dtypes_read(functions.leave, others, stream, batch, SCALAR, SCALAR))
+        reads = find_reads(functions, shapes, batch)
+        self.enter, self.leave = self._part(shapes, reads.enter), self._part(shapes, reads.leave)
+        self.places = [self._part(shapes, read, layered=True) for read in reads.places]
+        self.counts = {
+            f"layer {place}": len(range(place, self.num_layers, self.period)) for place in range(self.period)
+        }
         # Sent once: numbers from the host would be transfers of every step.
         mesh, rows = devices.sharding.mesh, range(-(-self.num_layers // self.period))
         self._rows = [replicate(np.int32(row), mesh) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from lm_trainer.parallel.dispatch_threads import programs_at_once
@@ -33,55 +34,63 @@ def layerwise_phases(
     mesh, together = devices.sharding.mesh, devices.together(plan)
     turns, shards = plan.per_shard(mesh) // together, batch_shards(mesh)
     running = min(programs_at_once(platform, shards, mesh.size // shards), together)
-    # Each program under way beside the first holds a result that no partial sum has yet.
-    held = most_held(together) + running - 1
     reductions = {name: _reduction(name, part) for name, part in _named(parts).items() if part.trained}
     everything = Size(tuple(term for reduction in reductions.values() for term in reduction.outputs.terms))
 
     def program(name: str) -> StepProgram:
         return StepProgram(name, partial(compiled, name), grows=True)
 
-    def gather(name: str, part: Part, count: int = 1) -> Phase:
-        step = StepProgram(f"gather {name}", part.gathering)
-        return Phase(
-            f"gather {name}", step, adds={_GATHERED: count * step.outputs}, leaves={_GATHERED: count * step.outputs}
-        )
+    def gather(name: str, part: Part, at_once: int = 1) -> Phase:
+        step, runs = StepProgram(f"gather {name}", part.gathering), turns * parts.counts.get(name, 1)
+        gathered = {_GATHERED: at_once * step.outputs}
+        return Phase(step.name, step, adds=gathered, leaves=gathered, runs=runs)
 
-    def forward(name: str, count: int) -> Phase:
-        step = program(name)
+    def forward(name: str) -> Phase:
+        step, count = program(name), parts.counts.get(name, 1)
         streams = {_STREAMS: count * together * step.outputs}
-        return Phase(name, step, adds=streams, frees=(_GATHERED,), leaves=streams, at_once=running)
+        runs = count * turns * together
+        return Phase(name, step, adds=streams, frees=(_GATHERED,), leaves=streams, at_once=running, runs=runs)
 
-    def backward(name: str, frees: tuple[str, ...] = ()) -> Iterator[Phase]:
-        step, reduction = program(f"{name} gradient"), reductions[name]
+    def backward(name: str, part: Part) -> Iterator[Phase]:
+        step, reduction, times = program(f"{name} gradient"), reductions[name], turns * parts.counts.get(name, 1)
+        # What the reduction is given, beside the gradients at rest of all layers where it returns those.
+        summed = reduction.arguments + (-1 if part.layered else 0) * reduction.outputs
+        # Results of programs may have narrower values than partial sums.
+        held = running * step.new + (most_held(together) - 1) * summed
+        left = {_OF_PART: step.new if together == 1 else summed}
         yield Phase(
             step.name,
             step,
-            adds={_OF_PART: held * step.new},
+            adds={_OF_PART: held},
             frees=(_GATHERED,),
-            leaves={_OF_PART: step.new},
+            leaves=left,
             at_once=running,
+            runs=times * together,
         )
-        yield Phase(reduction.name, reduction, adds={sums: reduction.new}, frees=(_OF_PART, *frees))
+        yield Phase(reduction.name, reduction, adds={sums: reduction.new}, frees=(_OF_PART,), runs=times)
+
+    def backwards() -> Iterator[Phase]:
+        yield gather("leave", parts.leave)
+        yield from backward("leave", parts.leave)
+        for name, part in reversed(places):
+            yield gather(name, part, LAYERS_AT_ONCE)
+            yield from backward(name, part)
+        if parts.enter.trained:
+            yield gather("enter", parts.enter)
+            yield from backward("enter", parts.enter)
 
     places = [(f"layer {place}", part) for place, part in enumerate(parts.places)]
-    counts = [len(range(place, parts.num_layers, parts.period)) for place in range(parts.period)]
     first = gather("enter", parts.enter)
     # Sums of earlier turns wait for those of later ones; and the gradients of all layers are there from the start.
     kept = {sums: (most_held(turns) - 1) * everything + everything}
-    yield Phase(first.name, first.program, adds={**first.adds, **kept}, leaves={**first.leaves, **kept})
-    yield forward("enter", 1)
-    for (name, part), count in zip(places, counts, strict=True):
+    yield replace(first, adds={**first.adds, **kept}, leaves={**first.leaves, **kept})
+    yield forward("enter")
+    for name, part in places:
         yield gather(name, part, LAYERS_AT_ONCE)
-        yield forward(name, count)
-    yield gather("leave", parts.leave)
-    yield from backward("leave")
-    for name, part in reversed(places):
-        yield gather(name, part, LAYERS_AT_ONCE)
-        yield from backward(name, (_STREAMS,) if name == places[0][0] and not parts.enter.trained else ())
-    if parts.enter.trained:
-        yield gather("enter", parts.enter)
-        yield from backward("enter", (_STREAMS,))
+        yield forward(name)
+    *most, last = backwards()
+    yield from most
+    yield replace(last, frees=(*last.frees, _STREAMS, sums), leaves={**last.leaves, sums: everything})
 
 
 def _named(parts: Parts) -> dict[str, Part]:

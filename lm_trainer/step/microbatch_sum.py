@@ -102,11 +102,17 @@ class MicrobatchSum:
             plan: of the batch.
             platform: on which the step is to run.
         """
-        running, held = programs_and_results(plan.per_shard(self._mesh), self._mesh, platform)
+        per_shard = plan.per_shard(self._mesh)
+        running, held = programs_and_results(per_shard, self._mesh, platform)
         program = StepProgram(name, lambda: self.compile(shapes, batch, plan), grows=True)
         reduction = StepProgram("reduction", lambda: self._reduction_program(shapes))
         yield Phase(
-            name, program, adds={sums: held * program.outputs}, leaves={sums: reduction.arguments}, at_once=running
+            name,
+            program,
+            adds={sums: held * program.outputs},
+            leaves={sums: reduction.arguments},
+            at_once=running,
+            runs=per_shard,
         )
         yield Phase("reduction", reduction, adds={sums: reduction.new}, frees=(sums,), leaves={sums: reduction.outputs})
 

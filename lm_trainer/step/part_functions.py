@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
@@ -17,6 +18,9 @@ from lm_trainer.step.gradient import Sums
 from lm_trainer.step.model_def import ModelDef, Params
 
 _NOT_LOGGED = "trainer.determinism is layerwise; use elastic or fast"
+
+
+SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,37 @@ class PartFunctions:
 
 def _lead(sums: Sums) -> Sums:
     return jax.tree.map(lambda x: x[None], sums)
+
+
+class Reads(NamedTuple):
+    """The parameters that each part reads: name -> the dtype in which it is given."""
+
+    enter: dict[str, Any]
+    places: list[dict[str, Any]]
+    """Layers, one at each place of the period."""
+    leave: dict[str, Any]
+    stream: Stream
+    """The shapes of what goes from part to part for a microbatch."""
+
+
+def find_reads(functions: PartFunctions, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch) -> Reads:
+    """The parameters that each part reads, found in its functions.
+
+    Args:
+        functions: of the parts.
+        shapes: of all parameters.
+        batch: the shapes of a microbatch.
+    """
+    prefixes = [f"blocks.{place}." for place in range(functions.parts.period)]
+    others = {name: x for name, x in shapes.items() if not name.startswith(tuple(prefixes))}
+    enter = dtypes_read(functions.enter, others, batch, SCALAR, SCALAR)
+    given = {name: jax.ShapeDtypeStruct(shapes[name].shape, dtype) for name, dtype in enter.items()}
+    stream = jax.eval_shape(functions.enter, given, batch, SCALAR, SCALAR)
+    places = []
+    for place, prefix in enumerate(prefixes):
+        layer = {n: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for n, x in shapes.items() if n.startswith(prefix)}
+        places.append(dtypes_read(functions.layer(place), layer, stream, batch, SCALAR, SCALAR, SCALAR))
+    return Reads(enter, places, dtypes_read(functions.leave, others, stream, batch, SCALAR, SCALAR), stream)
 
 
 def dtypes_read(

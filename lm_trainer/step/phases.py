@@ -75,3 +75,5 @@ class Phase:
     leaves: Mapping[str, Size] = field(default_factory=dict)
     at_once: int = 1
     """Number of these programs that a device runs at the same time."""
+    runs: int = 1
+    """Times that a device runs the program in a step."""

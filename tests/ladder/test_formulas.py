@@ -208,8 +208,10 @@ def test_phases_that_do_not_fit() -> None:
         ladder(device_type="cpu").batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
 
 
-def test_memory_is_estimated_close_to_what_xla_says() -> None:
-    found = load(ROOT / "configs" / "ladder_nano.yaml", [], ModelLadder).config
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise"])
+def test_memory_is_estimated_close_to_what_xla_says(determinism: str) -> None:
+    settings = [f"trainer.determinism={determinism}"]
+    found = load(ROOT / "configs" / "ladder_nano.yaml", settings, ModelLadder).config
     estimate, compiled = (plan_rung(found, "26k", vocab_size=512, compiled=each) for each in (False, True))
     assert estimate.activation_bytes != compiled.activation_bytes
     assert estimate.activation_bytes == pytest.approx(compiled.activation_bytes, rel=0.15)

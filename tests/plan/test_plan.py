@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -19,7 +20,7 @@ from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import estimate_microbatches
 from lm_trainer.plan.fit import find_largest, possible_rows
-from lm_trainer.plan.memory import StepMemory, state_bytes
+from lm_trainer.plan.memory import PhaseBytes, StepMemory, state_bytes
 from lm_trainer.plan.table import lines
 from lm_trainer.profile.devices import device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
@@ -29,6 +30,7 @@ from tests.conftest import RunLmt
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1}
 LLAMA = {"type": "llama", "seq_len": 32, "hidden_dim": 64, "intermediate_dim": 128, "num_layers": 1, **HEADS}
+LAYERWISE = {"train_batch_size": 8, "determinism": "layerwise"}
 FAST = {"train_batch_size": 8, "determinism": "fast", "per_device_parallelism": 2}
 CONFIG = """
 model: {type: gpt2, seq_len: 32, hidden_dim: 64, num_layers: 1, num_heads: 2}
@@ -80,15 +82,51 @@ def test_a_cpu_holds_what_lanes_side_by_side_take(memory: StepMemory, monkeypatc
     assert two.bytes - one.bytes == compiled["microbatch"].temporary + compiled["microbatch"].outputs
 
 
+def estimate_of(memory: StepMemory) -> tuple[PhaseBytes, dict[str, PhaseBytes]]:
+    """The phase that is estimated for a run on two devices, and the phases of its plan."""
+    compiled = memory.compile()
+    temporary = {name: program.temporary for name, program in compiled.items()}
+    found = estimate_microbatches(memory.config, VOCAB, parse_devices("2xH100"), memory.largest_step(), temporary)
+    return found, {phase.name: phase for phase in memory.plan(compiled).phases}
+
+
 def test_an_estimate_without_devices_has_the_parts_of_the_plan(memory: StepMemory):
-    compiled, plan = memory.compile(), memory.largest_step()
-    (planned,) = (phase for phase in memory.plan(compiled).phases if phase.name == "microbatch")
-    group = parse_devices("2xH100")
-    found = estimate_microbatches(memory.config, VOCAB, group, plan, compiled["microbatch"].temporary)
+    found, phases = estimate_of(memory)
+    planned = phases[found.name]
     assert list(found.parts) == list(planned.parts)
     # What a program returns has a table of pointers as well, and gradients come with what the loss reports.
     near = {name: pytest.approx(planned.parts[name], rel=1e-3) for name in ("gathered parameters", "gradients")}
     assert found.parts == {**planned.parts, **near}
+
+
+@pytest.mark.parametrize(
+    ("model", "together", "phase"),
+    [
+        ({"num_layers": 2}, None, "leave gradient"),
+        # Values that are narrow on their way, sums of several microbatches, and sums of two turns.
+        pytest.param({"num_layers": 2, "intermediate_dim": 4096}, 2, "layer 0 gradient", marks=pytest.mark.slow),
+    ],
+)
+def test_an_estimate_layer_by_layer_has_the_parts_of_the_plan(model: dict[str, Any], together: int | None, phase: str):
+    trainer = {**LAYERWISE, "mp": "p=f32,c=bfloat16", "microbatches_per_gather": together}
+    config = config_of({"model": {**LLAMA, **model}, "trainer": trainer})
+    found, phases = estimate_of(StepMemory(config, VOCAB, jax.devices()[:2], "gpu"))
+    del phases["update"]
+    assert found.name == phase == max(phases.values(), key=lambda each: each.bytes).name
+    assert found.parts == {name: pytest.approx(size, rel=1e-3, abs=200) for name, size in phases[phase].parts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [None, 2])
+@pytest.mark.parametrize("precision", ["f32", "p=f32,c=bfloat16"])
+def test_the_peak_layer_by_layer_is_within_a_tenth(together: int | None, precision: str):
+    trainer = {**LAYERWISE, "mp": precision, "microbatches_per_gather": together}
+    # Rows long enough that a layer holds more than the update of the weights.
+    config = config_of({"model": {**LLAMA, "num_layers": 3, "seq_len": 256}, "trainer": trainer})
+    memory = StepMemory(config, VOCAB, jax.devices()[:2], "gpu")
+    peak = memory.plan(memory.compile()).peak
+    assert peak.name.endswith("gradient")
+    assert peak.bytes == pytest.approx(measure_live(config, jax.devices()[:2]), rel=0.1)
 
 
 @pytest.mark.slow

@@ -59,6 +59,12 @@ def test_full_recomputation_is_a_third_more_for_the_blocks_and_none_nothing():
         assert recomputed(none) == 0
 
 
+@pytest.mark.parametrize("checkpointing", [False, "dots", {"nested": 2}])
+def test_layer_by_layer_all_blocks_are_computed_again_whatever_the_policy(checkpointing: Any):
+    config = Gpt2Config(**SMALL, gradient_checkpointing=checkpointing, scan_layers=True)
+    assert recomputed_flops_per_token(config.spec(VOCAB), LENGTH, every_layer=True) == recomputed(True)
+
+
 def products(jaxpr: Any) -> int:
     """The operations of all products in a traced function; a loop's count as often as it turns."""
     total = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,22 +21,36 @@ LAYER = 24 * HIDDEN**2 + 4 * SEQ * HIDDEN + 3 * SEQ * HEADS
 
 
 @pytest.mark.slow
-def test_hfu_is_mfu_with_the_blocks_computed_again(in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"determinism": "layerwise"}], ids=str)
+def test_hfu_is_mfu_with_the_blocks_computed_again(
+    settings: dict[str, Any], in_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(loop_parts, "datasheet_peak", lambda *_: Peak(1e12, "float32", "made up"))
     Path("text.txt").write_text("Nothing but a few words.\n" * 100)
     config = RunConfig.model_validate(
         {
-            "model": {"type": "gpt2", "seq_len": SEQ, "hidden_dim": HIDDEN, "num_layers": 1, "num_heads": HEADS},
+            "model": {
+                "type": "gpt2",
+                "seq_len": SEQ,
+                "hidden_dim": HIDDEN,
+                "num_layers": 1,
+                "num_heads": HEADS,
+                # Layer by layer it has no effect.
+                "gradient_checkpointing": not settings,
+            },
             "data": {"tokenizer": "bytes", "train_urls": ["text.txt"]},
             "trainer": {
                 "id": "run",
                 "num_train_steps": STEPS,
                 "train_batch_size": 8,
                 "sample_tokens": 0,
+                **settings,
             },
         }
     )
     train(config, name="run", progress=Progress(STEPS))
+    said = "gradient_checkpointing has no effect" in "".join(capsys.readouterr())
+    assert said == bool(settings)
     lines = [json.loads(line) for line in Path("logs/run/metrics.jsonl").read_text().splitlines()]
     timed = [line for line in lines if "throughput/mfu" in line]
     step = 3 * (LAYER + 2 * HIDDEN * ByteTokenizer().vocab_size)
