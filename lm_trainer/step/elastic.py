@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -92,7 +92,6 @@ class ElasticStep:
             trained = model.optimizer_params()
             self._update = owned_update(rule.optimizer, trained, rule.tx, model.shapes, shardings, mesh) or self._update
         # The average is consumed, argument 1: `without_fma` puts its zero in front.
-        self._zero = replicate(np.uint32(0), mesh)
         self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
 
     def compile(self, batch: Batch, step: int = 0, *, observed: bool = False) -> Executable | Executables:
@@ -138,6 +137,10 @@ class ElasticStep:
         if observer is not None:
             observer.after(before, grads, scalars["weight"], done)
         return done, metrics
+
+    @cached_property
+    def _zero(self) -> jax.Array:
+        return self._scalar(np.uint32(0))
 
     def _scalar(self, value: np.generic) -> jax.Array:
         return replicate(value, self.devices.sharding.mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -46,13 +47,6 @@ class Parts:
         self.counts = {
             f"layer {place}": len(range(place, self.num_layers, self.period)) for place in range(self.period)
         }
-        # Sent once: numbers from the host would be transfers of every step.
-        mesh, rows = devices.sharding.mesh, range(-(-self.num_layers // self.period))
-        self._rows = [replicate(np.int32(row), mesh) for row in rows]
-        self._numbers = [
-            [jax.device_put(np.int32(layer), group.sharding()) for group in devices.groups]
-            for layer in range(self.num_layers)
-        ]
 
     def _part(
         self, shapes: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, Any], *, layered: bool = False
@@ -66,6 +60,18 @@ class Parts:
     def of_layer(self, number: int) -> Part:
         """The part of a layer."""
         return self.places[number % self.period]
+
+    # Sent once: numbers from the host would be transfers of every step.
+
+    @cached_property
+    def _rows(self) -> list[jax.Array]:
+        mesh, rows = self.devices.sharding.mesh, range(-(-self.num_layers // self.period))
+        return [replicate(np.int32(row), mesh) for row in rows]
+
+    @cached_property
+    def _numbers(self) -> list[list[jax.Array]]:
+        groups, layers = self.devices.groups, range(self.num_layers)
+        return [[jax.device_put(np.int32(layer), group.sharding()) for group in groups] for layer in layers]
 
     def row(self, number: int) -> jax.Array:
         """The position of a layer among those of its place, on all devices."""

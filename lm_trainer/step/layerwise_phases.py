@@ -34,7 +34,7 @@ def layerwise_phases(
     mesh, together = devices.sharding.mesh, devices.together(plan)
     turns, shards = plan.per_shard(mesh) // together, batch_shards(mesh)
     running = min(programs_at_once(platform, shards, mesh.size // shards), together)
-    reductions = {name: _reduction(name, part) for name, part in _named(parts).items() if part.trained}
+    reductions = _reductions(parts, summed=together > 1)
     everything = Size(tuple(term for reduction in reductions.values() for term in reduction.outputs.terms))
 
     def program(name: str) -> StepProgram:
@@ -93,10 +93,11 @@ def layerwise_phases(
     yield replace(last, frees=(*last.frees, _STREAMS, sums), leaves={**last.leaves, sums: everything})
 
 
+def _reductions(parts: Parts, *, summed: bool) -> dict[str, StepProgram]:
+    trained = {name: part for name, part in _named(parts).items() if part.trained}
+    return {n: StepProgram(f"reduce {n}", partial(part.reducing, summed=summed)) for n, part in trained.items()}
+
+
 def _named(parts: Parts) -> dict[str, Part]:
     layers = {f"layer {place}": part for place, part in enumerate(parts.places)}
     return {"enter": parts.enter, **layers, "leave": parts.leave}
-
-
-def _reduction(name: str, part: Part) -> StepProgram:
-    return StepProgram(f"reduce {name}", part.reducing)

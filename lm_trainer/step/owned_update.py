@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -124,9 +124,12 @@ class OwnedUpdate:
             self._scatter[weight.name] = jax.jit(
                 partial(self._with_rows, weight, lies), out_shardings=lies, donate_argnums=0
             )
-        turns = range(-(-max(weight.count for weight in weights) // self._shards))
-        self._firsts = [replicate(np.int32(turn * self._shards), mesh) for turn in turns]
         self._programs: dict[str, list[Executable]] = {}
+
+    @cached_property
+    def _firsts(self) -> list[jax.Array]:
+        turns = range(-(-max(weight.count for weight in self._weights) // self._shards))
+        return [replicate(np.int32(turn * self._shards), self._mesh) for turn in turns]
 
     def _kinds(self, weight: Weight) -> list[Kind]:
         """Those of the parameter and of its own arrays of the state."""

@@ -105,15 +105,20 @@ class Part:
         stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at_rest[n]) for n, x in self._shapes.items()}
         return Executable.make(self._gather, stored, jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere))
 
-    def reducing(self) -> Executable:
-        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has."""
+    def reducing(self, *, summed: bool) -> Executable:
+        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has.
+
+        Args:
+            summed: true for sums over several microbatches, which are wider than what one microbatch gives.
+        """
         count = batch_shards(self._mesh)
 
         def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
             sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
             return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=sharding)
 
-        grads = {n: stacked(self._shape(n), self._shapes[n].dtype, self._layouts[n].compute) for n in self.trained}
+        dtypes = {n: self._shapes[n].dtype if summed else self.dtypes[n] for n in self.trained}
+        grads = {n: stacked(self._shape(n), dtypes[n], self._layouts[n].compute) for n in self.trained}
         if not self.layered:
             scalars = {name: stacked((), jnp.float32, PartitionSpec()) for name in ("loss", "weight")}
             return Executable.make(self._reduce, Sums(scalars, grads))

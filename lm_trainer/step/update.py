@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -68,9 +68,14 @@ class ShardedUpdate:
         replicated = NamedSharding(mesh, PartitionSpec())
         # How a program is fused depends on the shapes that a device holds, and with it what is contracted.
         rounded = without_fma(update)
-        self._zero = replicate(np.uint32(0), mesh)
+        self._mesh = mesh
         # Consumes parameters and optimizer state: argument 0 is the zero of `without_fma`.
         self._update = jax.jit(rounded, out_shardings=(*shardings, replicated), donate_argnums=(1, 2))
+
+    @cached_property
+    def _zero(self) -> jax.Array:
+        """The zero of `without_fma`, sent once, and not before a step: plans are for devices that are not there."""
+        return replicate(np.uint32(0), self._mesh)
 
     def __call__(self, *args: Any) -> tuple[Params, Any, Metrics]:
         """Consumes parameters and optimizer state."""
@@ -78,7 +83,8 @@ class ShardedUpdate:
 
     def phases(self, *args: Any) -> Iterator[Phase]:
         """The one phase of `__call__` with arguments of these shapes."""
-        update = StepProgram("update", partial(Executable.make, self._update, self._zero, *args))
+        zero = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(self._mesh, PartitionSpec()))
+        update = StepProgram("update", partial(Executable.make, self._update, zero, *args))
         # The new state lies where the old one was, which the program consumes.
         yield Phase("update", update, adds={"new state": update.new})
 
