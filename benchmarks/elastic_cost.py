@@ -1,7 +1,8 @@
-"""The cost of elastic determinism: step time, memory and traffic of `determinism: elastic` against `fast`.
+"""The cost of elastic determinism: step time, memory and traffic of `elastic` and `layerwise` steps against `fast`.
 
-The two train the same model with the same global batch, and take turns step by step, so that a machine whose speed
-drifts slows both. `fast` computes a device's rows at once, or, as the second twin, in the microbatches of `elastic`.
+All train the same model with the same global batch, and take turns step by step, so that a machine whose speed drifts
+slows them all. `fast` computes a device's rows at once, or, as the second twin, in the microbatches of `elastic`. The
+inside of layers is kept for the gradient, but by `layerwise` and by the twin of `elastic` that computes it again too.
 
     python benchmarks/elastic_cost.py                  # 1, 2, 4 and 8 emulated devices, or as many GPUs as there are
     python benchmarks/elastic_cost.py --devices 1 --results benchmarks/results/elastic_cost.md
@@ -27,6 +28,8 @@ from typing import Any
 VOCAB = 2048
 KINDS: dict[str, dict[str, Any]] = {
     "elastic": {},
+    "elastic, recomputing": {"recompute": True},
+    "layerwise": {"determinism": "layerwise"},
     "fast": {"determinism": "fast"},
     "fast in microbatches": {"determinism": "fast", "microbatches": True},
 }
@@ -39,6 +42,8 @@ class Cost:
     seconds: list[float]
     temporary: float
     """Temporary bytes on each device, of the program that takes most."""
+    planned: int
+    """The most bytes that each device holds, by the plan of `lmt plan`."""
     sent: dict[str, float]
     """Bytes that each device sends in a step, by collective."""
 
@@ -51,11 +56,17 @@ def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
     from lm_trainer.run.program import build_program
 
     settings = dict(KINDS[kind])
+    recompute = settings.pop("recompute", False)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
     model = {"type": "gpt2", "seq_len": size.seq_len, "hidden_dim": size.hidden, "num_layers": size.layers}
     config = RunConfig.model_validate(
         {
-            "model": {**model, "num_heads": size.hidden // 64, "scan_layers": True, "gradient_checkpointing": False},
+            "model": {
+                **model,
+                "num_heads": size.hidden // 64,
+                "scan_layers": True,
+                "gradient_checkpointing": recompute,
+            },
             "data": {"tokenizer": "bytes"},
             "trainer": {"train_batch_size": size.batch, "mp": size.mp, **rows, **settings},
             "optimizer": {"type": "adam", "learning_rate": 1e-3},
@@ -86,11 +97,6 @@ def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
 
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     """All kinds on some devices, in turn."""
-    import jax
-
-    from lm_trainer.profile.collectives import bytes_sent
-    from lm_trainer.profile.workload import random_batch
-
     # On 8 devices each has one microbatch: both kinds of `fast` are the same there.
     kinds = [kind for kind in KINDS if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}
@@ -104,19 +110,33 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
         # Every other turn backwards, so that no kind always follows the same one.
         for kind in kinds if turn % 2 else reversed(kinds):
             seconds[kind].append(runs[kind]())
-    costs = {}
-    for kind, program in programs.items():
-        step = program.step
-        phases = step.phases(random_batch(size.batch, size.seq_len, VOCAB), step.plans.at(0), jax.default_backend())
-        parts = {phase.program.name: phase.program.compile() for phase in phases}
-        sent: dict[str, float] = {}
-        for executable in parts.values():
-            for name, count in bytes_sent(executable.hlo()).items():
-                sent[name] = sent.get(name, 0.0) + count
-        memory = [part.memory() for part in parts.values()]
-        temporary = max((m.temp_size_in_bytes for m in memory if m is not None), default=float("nan"))
-        costs[kind] = Cost(seconds[kind], temporary, sent)
-    return costs
+    return {kind: Cost(seconds[kind], *read_off(program, size)) for kind, program in programs.items()}
+
+
+def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
+    """What follows from the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
+    import jax
+
+    from lm_trainer.plan.memory import ProgramBytes, phase_bytes, state_bytes
+    from lm_trainer.profile.collectives import bytes_sent
+    from lm_trainer.profile.workload import random_batch
+
+    step, batch = program.step, random_batch(size.batch, size.seq_len, VOCAB)
+    plan = step.plans.at(0)
+    phases = [*step.phases(batch, plan, jax.default_backend())]
+    compiled = {phase.program.name: phase.program.compile() for phase in phases}
+    sent: dict[str, float] = {}
+    for phase in phases:
+        for name, count in bytes_sent(compiled[phase.program.name].hlo()).items():
+            sent[name] = sent.get(name, 0.0) + phase.runs * count
+    programs = {name: ProgramBytes.of(executable) for name, executable in compiled.items()}
+    rows = plan.per_shard(program.sharding.mesh) * plan.rows
+    held = {
+        "state": sum(state_bytes(program.init()).values()),
+        "batch": rows * sum(x.nbytes for x in batch) // size.batch,
+    }
+    peak = max(phase.bytes for phase in phase_bytes(phases, programs, held))
+    return max(each.temporary for each in programs.values()), peak, sent
 
 
 def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
@@ -129,9 +149,10 @@ def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
 def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     """Each number of devices in a process of its own: more devices than are used are more threads than are used."""
     yield (
-        "| devices | step | median ms | spread ms | against fast | temporary MiB | peak MiB | sent MiB | of a ring's |"
+        "| devices | step | median ms | spread ms | against fast | against elastic | temporary MiB | planned MiB "
+        "| peak MiB | sent MiB | of a ring's |"
     )
-    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|"
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for devices in counts:
         command = [sys.executable, __file__, "--rows-of", str(devices), *size.shape]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -146,14 +167,17 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
     costs = measure(devices, size)
     ring = 2 * (devices - 1) / devices * parameter_bytes(size)
     for kind, cost in costs.items():
-        pairs = [a / b for a, b in zip(cost.seconds, costs["fast"].seconds, strict=True)]
+        fast, elastic = (
+            statistics.median(a / b for a, b in zip(cost.seconds, costs[other].seconds, strict=True))
+            for other in ("fast", "elastic")
+        )
         low, _, high = statistics.quantiles(cost.seconds, n=4)
         sent = sum(cost.sent.values())
         peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
         yield (
             f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
-            f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {statistics.median(pairs):.3f} "
-            f"| {cost.temporary / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
+            f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {fast:.3f} | {elastic:.3f} "
+            f"| {cost.temporary / 2**20:,.1f} | {cost.planned / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
             f"| {f'{sent / ring:.2f}' if ring else '-'} |"
         )
 
@@ -181,9 +205,11 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield from table(counts, size)
     yield ""
-    yield "Times: medians and quartiles; `against fast` is the median over the turns of a step's time by that of `fast`"
-    yield "in the same turn. Temporary memory: XLA's, of the largest program. Sent: by each device in a step, read from"
-    yield "the compiled programs; a ring sends 2 (n - 1) / n times the parameters, to gather them and to add gradients."
+    yield "Times: medians and quartiles; `against fast` and `against elastic` are medians over the turns of a step's"
+    yield "time by that of the other in the same turn. Temporary memory: XLA's, of the largest program. Planned: the"
+    yield "most that a device holds, as `lmt plan` counts it. Sent: by each device in a step, read from the compiled"
+    yield "programs; a ring sends 2 (n - 1) / n times the parameters, to gather them and to add gradients. Layer by"
+    yield "layer they are gathered for the forward and for the backward pass."
     if device.platform == "cpu":
         yield f"Emulated devices share {available_cores()} cores: beyond that many devices, times show overhead only."
 
