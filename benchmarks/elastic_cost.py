@@ -114,7 +114,7 @@ def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
 
 
 def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
-    """What follows from the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
+    """Figures of the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
     import jax
 
     from lm_trainer.plan.memory import ProgramBytes, phase_bytes, state_bytes

@@ -1,0 +1,136 @@
+"""A model that trains layer by layer where it would not fit as a whole: planned peaks of both, and the measured one.
+
+    python -m benchmarks.layerwise_size --layers 14 --limit-gib 13
+
+Llama that computes in bfloat16, with weights and the state of AdamW in float32, on 8 emulated CPU devices that share
+the memory of one process: a figure of the process is about 8 times that of a device. `elastic` is planned alone. The
+process ends itself before it takes more than the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.setting import load, setting
+
+DEVICES, VOCAB, ROWS, LENGTH = 8, 2048, 8, 256
+
+
+def config_of(determinism: str, size: argparse.Namespace) -> Any:
+    from lm_trainer.run.config import RunConfig
+
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "type": "llama",
+                "seq_len": LENGTH,
+                "hidden_dim": size.hidden,
+                "intermediate_dim": size.hidden * 8 // 3,
+                "num_layers": size.layers,
+                "num_heads": size.hidden // 128,
+                "num_kv_heads": size.hidden // 128,
+                "scan_layers": True,
+            },
+            "trainer": {
+                "train_batch_size": ROWS,
+                "num_train_steps": size.steps,
+                "mp": "p=f32,c=bfloat16",
+                "determinism": determinism,
+                "cpu_threads": DEVICES,
+            },
+            "optimizer": {"type": "adam", "learning_rate": 1e-4},
+        }
+    )
+
+
+def planned(determinism: str, size: argparse.Namespace) -> Any:
+    """The phase that takes most, of a device."""
+    import jax
+
+    from lm_trainer.plan.memory import StepMemory
+
+    memory = StepMemory(config_of(determinism, size), VOCAB, jax.devices(), "cpu")
+    return memory.plan(memory.compile()).peak
+
+
+def train(size: argparse.Namespace) -> None:
+    """Some steps on random tokens, the same in each."""
+    import jax
+
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.program import build_program
+
+    program = build_program(config_of("layerwise", size), VOCAB)
+    batch = random_batch(ROWS, LENGTH, VOCAB)
+    program.step.compile(batch)
+    state = program.init()
+    for _ in range(size.steps):
+        started = time.perf_counter()
+        state, metrics = program.take_step(state, batch)
+        jax.block_until_ready((state.params, metrics))
+        seconds = time.perf_counter() - started
+        print(f"step {state.step}: loss {float(metrics['loss']):.4f}, {seconds:.0f} s, {peak_gib():.1f} GiB so far")
+
+
+def peak_gib() -> float:
+    """The most memory that the process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def guard(limit_gib: float) -> None:
+    """Ends the process at once when it holds more than the limit."""
+
+    def watch() -> None:
+        while True:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            if pages * os.sysconf("SC_PAGE_SIZE") > limit_gib * 2**30:
+                print(f"more than {limit_gib} GiB: stopped", flush=True)
+                os._exit(1)
+            time.sleep(0.05)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1536, help="a multiple of 384")
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--limit-gib", type=float, default=13)
+    parser.add_argument("--plan-only", action="store_true")
+    size = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    guard(size.limit_gib)
+
+    from lm_trainer.core.runtime import set_cpu_threads
+
+    # The allocator is left alone: memory that is freed goes back, and the peak is that of what is held.
+    set_cpu_threads(DEVICES)
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+
+    from lm_trainer.profile.flops import parameter_count
+
+    print(setting("jax", "jaxlib"), load("at the start"))
+    count = parameter_count(config_of("layerwise", size).model.spec(VOCAB))
+    print(f"{count:,} parameters, {ROWS} rows of {LENGTH} tokens, {DEVICES} devices")
+    for determinism in ("layerwise", "elastic"):
+        peak = planned(determinism, size)
+        parts = ", ".join(f"{name} {DEVICES * each / 2**30:.2f}" for name, each in peak.parts.items())
+        print(f"{determinism}: planned {DEVICES * peak.bytes / 2**30:.1f} GiB on all devices, in {peak.name}: {parts}")
+    if not size.plan_only:
+        train(size)
+        print(f"the process held {peak_gib():.1f} GiB at most")
+
+
+if __name__ == "__main__":
+    main()
