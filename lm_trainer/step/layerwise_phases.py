@@ -57,13 +57,12 @@ def layerwise_phases(
         summed = reduction.arguments + (-1 if part.layered else 0) * reduction.outputs
         # Results of programs may have narrower values than partial sums.
         held = running * step.new + (most_held(together) - 1) * summed
-        left = {_OF_PART: step.new if together == 1 else summed}
         yield Phase(
             step.name,
             step,
             adds={_OF_PART: held},
             frees=(_GATHERED,),
-            leaves=left,
+            leaves={_OF_PART: summed},
             at_once=running,
             runs=times * together,
         )
