@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.log import RESERVED
 from lm_trainer.step.logged import with_logged
 from lm_trainer.step.model_def import ModelDef, Params
 
@@ -36,8 +38,18 @@ MicrobatchFn = Callable[[Params, Batch, jax.Array], Sums]
 def loss_of_params(
     model: ModelDef, loss: LossFn
 ) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
-    """The loss as a function of all parameters, with what is logged inside model and loss among its metrics."""
-    return with_logged(lambda params, batch, key: loss(model.merge(params), batch, key))
+    """The loss as a function of all parameters, with what is logged inside model and loss among its metrics.
+
+    It raises UserError for a metric by the name of a scalar of the step's own.
+    """
+
+    def losses(params: Params, batch: Batch, key: jax.Array | None) -> Any:
+        total, weight, metrics = loss(model.merge(params), batch, key)
+        if taken := sorted(RESERVED & metrics.keys()):
+            raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
+        return total, weight, metrics
+
+    return with_logged(losses)
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:

@@ -395,6 +395,15 @@ def recorded() -> dict[str, float]:
     }
 
 
+def test_a_metric_that_the_loss_returns_by_a_name_of_the_steps_own_is_refused() -> None:
+    def own(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        total, weight, metrics = loss(model, batch, key)
+        return total, weight, {**metrics, "squares": total}
+
+    with pytest.raises(UserError, match="the loss returns a metric 'squares', a name of the step's own"):
+        plan(Stack, own).step.compile(BATCH)
+
+
 @pytest.mark.slow
 class TestDecoder:
     @pytest.mark.parametrize(
