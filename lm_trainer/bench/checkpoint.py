@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -31,7 +32,8 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
         UserError: as `configured_program`, or when the directory cannot be written.
     """
     base = Path(config.trainer.checkpointer.base_path)
-    existed = base.exists()
+    # The innermost first.
+    missing = [directory for directory in (base, *base.parents) if not directory.exists()]
     make_writable(base, "trainer.checkpointer.base_path")
     with tempfile.TemporaryDirectory(dir=base, prefix=".bench-") as directory:
         store = CheckpointStore(Path(directory) / "checkpoints", config.trainer.checkpointer)
@@ -46,8 +48,10 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
             # In turn, so that a machine that slows down meanwhile slows all of them alike.
             found = interleaved({"alone": run.train, "saving": run.save_and_train, "write": write}, repeats)
             restores = [timed(run.restore) for _ in range(repeats)]
-    if not existed:
-        _remove_empty(base)
+    for made in missing:
+        # Others may have written there meanwhile.
+        with contextlib.suppress(OSError):
+            made.rmdir()
     return _report(run, found, restores)
 
 
@@ -108,13 +112,6 @@ def _writer(path: Path, count: int) -> Callable[[], float]:
         return time.perf_counter() - started
 
     return write
-
-
-def _remove_empty(directory: Path) -> None:
-    # `make_writable` creates parents as well: they go up to the first that holds something else.
-    while not any(directory.iterdir()):
-        directory.rmdir()
-        directory = directory.parent
 
 
 def _report(run: _Run, found: dict[str, list[float]], restores: list[float]) -> Measured:

@@ -119,12 +119,15 @@ def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
 
 @pytest.mark.slow
 def test_checkpoints_are_measured_and_removed(run_lmt: RunLmt, config: Path):
-    found = measured(run_lmt, "checkpoint", config, "--repeats", "1", "--steps", "2")
+    # Parents that are made go again, and those that were there stay, though they are empty.
+    (config.parent / "there").mkdir()
+    place = "trainer.checkpointer.base_path=there/made/checkpoints"
+    found = measured(run_lmt, "checkpoint", config, place, "--repeats", "1", "--steps", "2")
     parameters = 16 * ByteTokenizer().vocab_size + 32 * 16 + 2 * 16 + 3280
     # Adam has two moments for each parameter, and some counts.
     assert found["bytes"] == pytest.approx(3 * 4 * parameters, rel=1e-2)
     assert found["finished_seconds"]["median"] >= found["blocked_seconds"]["median"] > 0
-    assert list(config.parent.iterdir()) == [config]
+    assert {path.name for path in config.parent.rglob("*")} == {config.name, "there"}
 
 
 @pytest.mark.slow
