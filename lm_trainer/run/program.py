@@ -34,7 +34,7 @@ from lm_trainer.step.fast import FastStep
 from lm_trainer.step.gradient import CurvatureFn, LossFn
 from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
-from lm_trainer.step.state import TrainState, fresh_state, state_from_params
+from lm_trainer.step.state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.update import Metrics
 
@@ -85,10 +85,11 @@ class Program:
         assert self.model.load is not None
         storage = self.sharding.storage
         params = self.model.load(self.model.shapes, storage)
-        if others := {name: sharding for name, sharding in storage.items() if name not in params}:
-            # Under jit with shardings: no device holds an unsharded copy, and bits are those of a fresh state.
-            fresh = jax.jit(lambda: {n: x for n, x in self.model.init().items() if n in others}, out_shardings=others)
-            params = {**params, **fresh()}
+        if others := storage.keys() - params.keys():
+            params = {
+                **params,
+                **fresh_params(lambda: {n: x for n, x in self.model.init().items() if n in others}, self.sharding),
+            }
         return self.from_weights(params)
 
     def take_step(

@@ -141,7 +141,7 @@ class DeviceGroups:
     def params_on_groups(self, params: Params) -> list[Params]:
         """The parameters as each local group computes with them."""
         whole = wait_on_cpu(self._gather(params)) if self._gather else params
-        return [{name: on_group(x, group) for name, x in whole.items()} for group in self.groups]
+        return on_groups(whole, self.groups)
 
     def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> StepProgram | None:
         """The program that brings parameters to where they are computed with, None where they rest there."""
@@ -189,16 +189,26 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     )
 
 
-def on_group(array: jax.Array, group: ModelParallelGroup) -> jax.Array:
-    """The part of a global array that lies on a group, as an array of that group.
+def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:
+    """The parts of global arrays that lie on each group, as arrays of that group.
 
-    `array` must not be cut over the batch axes; its data are not copied.
+    The arrays must not be cut over the batch axes; their data are not copied.
     """
+    found: list[Params] = [{} for _ in groups]
+    for name, array in arrays.items():
+        # Asked for once for all groups: it makes an object of every shard.
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        for here, group in zip(found, groups, strict=True):
+            here[name] = _on_group(array, shards, group)
+    return found
+
+
+def _on_group(array: jax.Array, shards: Mapping[Any, jax.Array], group: ModelParallelGroup) -> jax.Array:
+    if group.mesh.size == 1:
+        return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
-    shards = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        array.shape, group.sharding(*spec), [shards[device] for device in group.mesh.devices.flat]
-    )
+    parts = [shards[device] for device in group.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(array.shape, group.sharding(*spec), parts)
 
 
 def stack_groups(parts: Sequence[jax.Array], spec: PartitionSpec, mesh: Mesh) -> jax.Array:

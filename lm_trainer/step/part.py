@@ -19,7 +19,7 @@ from lm_trainer.parallel.ordered_sum import sum_over_shards, tree_sum
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import Sums
-from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_group, stack_groups
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_groups, stack_groups
 from lm_trainer.step.model_def import Params
 
 
@@ -72,7 +72,7 @@ class Part:
             row: the layer among those of its place, an int32 scalar on all devices.
         """
         gathered = wait_on_cpu(self._gather({name: params[name] for name in self.dtypes}, row))
-        return [{name: on_group(x, group) for name, x in gathered.items()} for group in self.devices.groups]
+        return on_groups(gathered, self.devices.groups)
 
     def reduce(self, sums: list[Sums]) -> Sums:
         """Adds the sums of the local groups and of those of other processes; the gradients lie as their parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +11,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.state_sharding import StateSharding
+
+_COMPUTED_WHOLE = 1 << 20
+"""Elements of an array up to which every device computes all of its initial values."""
 
 
 class TrainState(NamedTuple):
@@ -58,8 +62,25 @@ def fresh_state(
         sharding: where everything lies; it says what is trained.
         averaged: whether the state has an average of the parameters.
     """
-    storage = sharding.storage
-    return state_from_params(jax.jit(init, out_shardings=dict(storage))(), tx, sharding, averaged=averaged)
+    return state_from_params(fresh_params(init, sharding), tx, sharding, averaged=averaged)
+
+
+def fresh_params(init: Callable[[], Params], sharding: StateSharding) -> Params:
+    """The values that `init` makes of some or all parameters, where they are stored."""
+    shapes = jax.eval_shape(init)
+    storage = {name: sharding.storage[name] for name in shapes}
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    small = {name for name, x in shapes.items() if x.size <= _COMPUTED_WHOLE}
+
+    def program(names: Collection[str], lies: Mapping[str, NamedSharding]) -> Params:
+        return jax.jit(lambda: {n: x for n, x in init().items() if n in names}, out_shardings=dict(lies))()
+
+    # A part whose size is odd to the vectors of a CPU is computed by other instructions than the whole, which round
+    # differently (XLA of jax 0.12). Parts of large arrays are not odd, and large arrays are not whole anywhere. Cut in
+    # a program of its own: in one, XLA would compute no more than is kept.
+    whole = program(small, dict.fromkeys(small, everywhere))
+    cut = wait_on_cpu(jax.jit(lambda x: x, out_shardings={name: storage[name] for name in small})(wait_on_cpu(whole)))
+    return {**program(shapes.keys() - small, {n: x for n, x in storage.items() if n not in small}), **cut}
 
 
 def state_from_params(

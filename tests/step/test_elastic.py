@@ -127,6 +127,16 @@ def test_tensor_parallelism_is_close_and_equal_for_the_same_model_axis(
     assert two[2] == pytest.approx(reference[2], rel=1e-3)
 
 
+def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
+    model = {"type": "gpt2", "hidden_dim": 24, "num_layers": 3, "num_heads": 2, "seq_len": 24}
+    trainer = {"train_batch_size": 8}
+    config = RunConfig.model_validate({"model": model, "trainer": trainer, "optimizer": {"type": "adam"}})
+    one, *others = (to_host(build_program(config, 61, jax.devices()[:n]).init().params) for n in (1, 2, 8))
+    for other in others:
+        for name, x in one.items():
+            np.testing.assert_array_equal(other[name], x, err_msg=name)
+
+
 def test_state_is_sharded_from_the_first_byte(make_config: MakeConfig, in_tmp_path: Path) -> None:
     config = load(make_config(), [], RunConfig).config
     program = build_program(config, 257, jax.devices())
