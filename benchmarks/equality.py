@@ -104,7 +104,8 @@ def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known:
     """Compares the runs of one kind that are not known yet."""
     from tests.step import random_runs
 
-    draw = {"shapes": random_runs.draw_shapes, "families": random_runs.draw_family}[kind]
+    draws = {"shapes": random_runs.draw_shapes, "families": random_runs.draw_family}
+    draw = {**draws, "layerwise": random_runs.draw_layerwise}[kind]
     for number in range(count):
         run = draw(number)
         key = f"{kind}/{number}/{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}"
@@ -140,7 +141,7 @@ def report(known: dict[str, Any]) -> str:
     ]
     equal = len({(row["losses"], row["weights"]) for row in table}) <= 1
     lines += ["", "All rows are equal." if equal else "**Rows differ.**"]
-    for kind in ("shapes", "families"):
+    for kind in ("shapes", "families", "layerwise"):
         found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
         parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
         lines += ["", f"## Runs drawn at random: {kind}", ""]
@@ -153,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=int, default=0, help="how many runs of parameters of random shapes")
     parser.add_argument("--families", type=int, default=0, help="how many runs of random language models")
+    parser.add_argument("--layerwise", type=int, default=0, help="how many of them computed layer by layer")
     parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
     arguments = parser.parse_args()
@@ -178,6 +180,7 @@ def main() -> None:
                 write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
     random_runs("shapes", arguments.shapes, write, known)
     random_runs("families", arguments.families, write, known)
+    random_runs("layerwise", arguments.layerwise, write, known)
     arguments.out.write_text(report(known))
     parted = [key for key, value in known.items() if value.get("difference")]
     rows = {(value["losses"], value["weights"]) for key, value in known.items() if key.startswith("table/")}
