@@ -31,6 +31,11 @@ def replicate(value: np.generic, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays((), sharding, jax.device_put([value] * len(devices), devices))
 
 
+def by_device(array: jax.Array) -> dict[Any, jax.Array]:
+    """The parts of an array on the devices of this process; its data are not copied."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
 def make_sharded_array(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding, parts: ReadParts, *, host_bytes: int = HOST_BYTES
 ) -> jax.Array:

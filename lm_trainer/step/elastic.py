@@ -87,10 +87,10 @@ class ElasticStep:
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
-        self._update = compile_update(rule.optimizer, rule.tx, shardings, mesh)
+        owned = None
         if parts is not None and not rule.optimizer.elementwise:
-            trained = model.optimizer_params()
-            self._update = owned_update(rule.optimizer, trained, rule.tx, model.shapes, shardings, mesh) or self._update
+            owned = owned_update(rule.optimizer, model.optimizer_params(), rule.tx, model.shapes, shardings, mesh)
+        self._update = owned or compile_update(rule.optimizer, rule.tx, shardings, mesh)
         # The average is consumed, argument 1: `without_fma` puts its zero in front.
         self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
 

@@ -78,8 +78,7 @@ class Evaluator:
 
     def _compile(self, batch: Batch) -> None:
         if not self._sums.compiled:
-            shapes = (jax.ShapeDtypeStruct((self._plan.rows, *x.shape[1:]), x.dtype) for x in batch)
-            self._sums.compile(Batch(*shapes))  # pyright: ignore[reportArgumentType]
+            self._sums.compile(self._plan.rows_like(batch))
 
 
 class _Sums(Protocol):

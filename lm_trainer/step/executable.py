@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+
+from lm_trainer.parallel.compile_per_device import compile_on_each
 
 _DIGITS = 16
 logger = logging.getLogger(__name__)
@@ -80,10 +82,28 @@ class Executables:
         return max(found, key=lambda each: each.temp_size_in_bytes, default=None)
 
 
-def warn_of_differences(executables: Sequence[Executable], what: str) -> None:
-    """Warns where devices run different programs for one computation."""
+def compile_for_each(
+    make: Callable[[int], Executable], device_sets: Sequence[Sequence[Any]], what: str
+) -> list[Executable]:
+    """One program for each of several sets of devices; warns where they do not run the same.
+
+    Args:
+        make: compiles for the set of that index.
+        device_sets: the devices of each, in the order of its mesh.
+        what: they compute, for the warning.
+    """
+    traced: list[jax.stages.Traced] = []
+
+    def one(index: int) -> jax.stages.Compiled:
+        executable = make(index)
+        traced.append(executable.traced)
+        return executable.compiled
+
+    programs = compile_on_each(one, device_sets)
+    executables = [Executable(traced[0], program) for program in programs]
     if len({executable.fingerprint() for executable in executables}) > 1:
         logger.warning("the devices run different programs for %s: bits may depend on their number", what)
+    return executables
 
 
 def program_hash(compiled: jax.stages.Compiled) -> str:

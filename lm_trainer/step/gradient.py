@@ -22,6 +22,10 @@ CurvatureFn = Callable[[Any, Batch, jax.Array], Any]
 """`curvature(model, batch, key) -> nested dict like the parameters`, sums over the microbatch."""
 
 
+STEP_SCALARS = ("loss", "weight")
+"""Scalars among the sums of every loss."""
+
+
 class Sums(NamedTuple):
     """Sums over microbatches, which add up to those over the global batch."""
 

@@ -15,6 +15,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
+from lm_trainer.parallel.sharded_array import by_device
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import MicrobatchFn
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -197,7 +198,7 @@ def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Para
     found: list[Params] = [{} for _ in groups]
     for name, array in arrays.items():
         # Asked for once for all groups: it makes an object of every shard.
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        shards = by_device(array)
         for here, group in zip(found, groups, strict=True):
             here[name] = _on_group(array, shards, group)
     return found

@@ -119,7 +119,7 @@ class LayerwiseSum:
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Executables:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._programs:
-            self._programs[plan.rows] = _Programs(self._found(shapes, batch, plan), _rows(batch, plan))
+            self._programs[plan.rows] = _Programs(self._found(shapes, batch, plan), plan.rows_like(batch))
         by_name = {name: each.program for name, each in self._programs[plan.rows].named().items()}
         counts = self._found(shapes, batch, plan).counts
         return Executables(by_name, {name: counts.get(name.removesuffix(" gradient"), 1) for name in by_name})
@@ -141,7 +141,7 @@ class LayerwiseSum:
 
     def _found(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Parts:
         if self._parts is None:
-            self._parts = Parts(self._functions, shapes, self.devices, _rows(batch, plan))
+            self._parts = Parts(self._functions, shapes, self.devices, plan.rows_like(batch))
         return self._parts
 
     def ready(self, params: Params) -> Params:
@@ -252,9 +252,3 @@ class LayerwiseSum:
             joined |= {**found, **wait_on_cpu(both)}
         # A parameter that no part reads has no part in the loss.
         return {name: joined[name] if name in joined else self._zeros[name]() for name in self._trainable}
-
-
-def _rows(batch: Batch, plan: MicrobatchPlan) -> Batch:
-    """The shapes of a microbatch with rows like those of `batch`."""
-    shapes = (jax.ShapeDtypeStruct((plan.rows, *x.shape[1:]), x.dtype) for x in batch)
-    return Batch(*shapes)  # pyright: ignore[reportArgumentType]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 
@@ -52,6 +54,11 @@ class MicrobatchPlan:
                 f"set allow_nondivisible_batch_size"
             )
         return cls(batch_size, batch_size // rows, rows)
+
+    def rows_like(self, batch: Batch) -> Batch:
+        """The shapes of a microbatch with rows like those of `batch`, which may have any number of them."""
+        shapes = (jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype) for x in batch)
+        return Batch(*shapes)  # pyright: ignore[reportArgumentType]
 
     def per_shard(self, mesh: Mesh) -> int:
         """Microbatches that each batch shard of the mesh computes in turn.

@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import programs_at_once
-from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.ordered_sum import TreeSum, most_held, sum_over_shards, tree_sum
+from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.parallel.ordered_sum import TreeSum, most_held
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.gradient import MicrobatchFn, Sums
-from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch, stack_groups
+from lm_trainer.step.gradient import STEP_SCALARS, MicrobatchFn, Sums
+from lm_trainer.step.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.per_group import PerGroupExecutable
@@ -52,15 +53,12 @@ class MicrobatchSum:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
         if plan.rows not in self._executables:
             executable = PerGroupExecutable(_lane(self._function, self._key_data), self.devices.groups, self._on_group)
-            rows = Batch(*(np.empty((plan.rows, *x.shape[1:]), x.dtype) for x in batch))
-            executable.compile(shapes, self.devices.sharding.params, rows)
+            executable.compile(shapes, self.devices.sharding.params, plan.rows_like(batch))
             self._executables[plan.rows] = executable
         return self._executables[plan.rows].program
 
     def _on_group(self, group: ModelParallelGroup) -> Any:
-        """The shardings of a microbatch's sums, with an axis in front, on its group: those of the parameters there."""
-        tree = {name: group.sharding(None, *param_sharding.compute) for name, param_sharding in self._layouts.items()}
-        return Sums(group.sharding(), tree)  # pyright: ignore[reportArgumentType]
+        return sums_on_group(group, self._layouts)
 
     def ready(self, params: Params) -> list[Params]:
         """All parameters as `__call__` takes them: whole, on each local group."""
@@ -81,7 +79,7 @@ class MicrobatchSum:
             for i in range(len(groups)):
                 rows, index = batch.microbatches[i][j], batch.indices[i][j]
                 sums[i].push(executable(i, on_groups[i], rows, steps[i], index))
-        return wait_on_cpu(self._reduce(self._stack([s.result() for s in sums])))
+        return wait_on_cpu(self._reduce(stack_sums([s.result() for s in sums], self._layouts, self._mesh)))
 
     def phases(
         self,
@@ -118,34 +116,10 @@ class MicrobatchSum:
 
     def _reduction_program(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Executable:
         """The program that adds over devices, with the scalars that every loss has."""
-
-        def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-            sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
-            return jax.ShapeDtypeStruct((batch_shards(self._mesh), *shape), dtype, sharding=sharding)
-
-        tree = {
-            n: stacked(shapes[n].shape, shapes[n].dtype, param_sharding.compute)
-            for n, param_sharding in self._layouts.items()
-        }
-        scalars = {name: stacked((), np.float32, PartitionSpec()) for name in ("loss", "weight")}
-        return Executable.make(self._reduce, Sums(scalars, tree))
-
-    def _stack(self, parts: list[Sums]) -> Sums:
-        whole = PartitionSpec()
-        return Sums(
-            {name: stack_groups([p.scalars[name] for p in parts], whole, self._mesh) for name in parts[0].scalars},
-            {
-                name: stack_groups([p.tree[name] for p in parts], param_sharding.compute, self._mesh)
-                for name, param_sharding in self._layouts.items()
-            },
-        )
+        return Executable.make(self._reduce, stacked_shapes(shapes, self._layouts, self._mesh, STEP_SCALARS))
 
     def _reduction(self, stacked: Sums) -> Sums:
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-        return Sums(
-            {name: tree_sum(jax.lax.with_sharding_constraint(x, everywhere)) for name, x in stacked.scalars.items()},
-            sum_over_shards(stacked.tree, self._layouts, self._mesh),
-        )
+        return add_over_groups(stacked, self._layouts, self._mesh)
 
 
 def programs_and_results(per_shard: int, mesh: Mesh | AbstractMesh, platform: str) -> tuple[int, int]:

@@ -15,11 +15,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lm_trainer.optim import Optimizer, Param
-from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.executable import Executable, warn_of_differences
+from lm_trainer.parallel.sharded_array import by_device, replicate
+from lm_trainer.step.executable import Executable, compile_for_each
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state_sharding import TrainedShardings
@@ -72,6 +71,16 @@ class Weight:
         count = param.shape[0] if layered else 1
         return cls(param.name, count, layered, tx, structure, tuple(path for path, _ in named), tuple(kinds))  # pyright: ignore[reportArgumentType]
 
+    @property
+    def shared(self) -> list[str]:
+        """The paths of the arrays that all weights have in common."""
+        return [path for path, kind in zip(self.paths, self.kinds, strict=True) if kind == "shared"]
+
+    @property
+    def own(self) -> dict[str, Kind]:
+        """The paths of the weight's own arrays, with their kinds."""
+        return {path: kind for path, kind in zip(self.paths, self.kinds, strict=True) if kind != "shared"}
+
     def rows(self, x: jax.Array, kind: Kind) -> jax.Array:
         """[count, ...] from an array as it is stored."""
         if not self.layered:
@@ -117,8 +126,7 @@ class OwnedUpdate:
         self._dealt = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._gather, self._scatter = {}, {}
         for weight in weights:
-            own = [state[path] for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind != "shared"]
-            lies = [shardings.params[weight.name], *own]
+            lies = [shardings.params[weight.name], *(state[path] for path in weight.own)]
             self._gather[weight.name] = jax.jit(partial(self._rows_of, weight), out_shardings=self._dealt)
             # The state is changed where it lies.
             self._scatter[weight.name] = jax.jit(
@@ -133,7 +141,7 @@ class OwnedUpdate:
 
     def _kinds(self, weight: Weight) -> list[Kind]:
         """Those of the parameter and of its own arrays of the state."""
-        return ["row", *(kind for kind in weight.kinds if kind != "shared")]
+        return ["row", *weight.own.values()]
 
     def _rows_of(self, weight: Weight, arrays: list[jax.Array], grad: jax.Array, first: jax.Array) -> list[jax.Array]:
         """The next rows of all arrays, the gradient last: one for each shard, the last one again where none is left."""
@@ -166,17 +174,14 @@ class OwnedUpdate:
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
         params, state, metrics = dict(params), dict(old), None
         for weight in self._weights:
-            shared = [old[path] for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind == "shared"]
-            own = [path for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind != "shared"]
-            arrays = [params[weight.name], *(state[path] for path in own)]
+            shared = [old[path] for path in weight.shared]
+            arrays = [params[weight.name], *(state[path] for path in weight.own)]
             for first in self._firsts[: -(-weight.count // self._shards)]:
                 rows = wait_on_cpu(self._gather[weight.name](arrays, grads[weight.name], first))
                 new, new_shared, metrics = self._run(weight, rows, shared, scalars)
                 arrays = wait_on_cpu(self._scatter[weight.name](arrays, new, first))
             params[weight.name] = arrays[0]
-            state |= dict(zip(own, arrays[1:], strict=True))
-            places = [path for path, kind in zip(weight.paths, weight.kinds, strict=True) if kind == "shared"]
-            state |= dict(zip(places, new_shared, strict=True))
+            state |= dict(zip(weight.own, arrays[1:], strict=True)) | dict(zip(weight.shared, new_shared, strict=True))
         assert metrics is not None, "there are weights"
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
@@ -185,9 +190,10 @@ class OwnedUpdate:
     ) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
         """Each device's own row updated by that device."""
         programs = self._compiled(weight, rows, shared, scalars)
-        on = lambda tree, device: jax.tree.map(lambda x: _on(x, device), tree)  # noqa: E731
+        leaves, structure = jax.tree.flatten((rows, shared, dict(scalars)))
+        parts = [by_device(x) for x in leaves]
         results = [
-            program.compiled(*(on(tree, device) for tree in (rows, shared, dict(scalars))))
+            program.compiled(*jax.tree.unflatten(structure, [part[device] for part in parts]))
             for program, device in zip(programs, self._devices, strict=True)
         ]
 
@@ -226,17 +232,13 @@ class OwnedUpdate:
         if weight.name not in self._programs:
             jitted = jax.jit(self._function(weight))
 
-            def one(index: int) -> jax.stages.Compiled:
+            def one(index: int) -> Executable:
                 on = SingleDeviceSharding(self._devices[index])
                 local: Any = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype, sharding=on)  # noqa: E731
-                executable = Executable.make(jitted, *jax.tree.map(local, args))
-                traced.append(executable.traced)
-                return executable.compiled
+                return Executable.make(jitted, *jax.tree.map(local, args))
 
-            traced: list[jax.stages.Traced] = []
-            programs = compile_on_each(one, [[device] for device in self._devices])
-            self._programs[weight.name] = [Executable(traced[0], program) for program in programs]
-            warn_of_differences(self._programs[weight.name], f"the update of {weight.name}")
+            devices = [[device] for device in self._devices]
+            self._programs[weight.name] = compile_for_each(one, devices, f"the update of {weight.name}")
         return self._programs[weight.name]
 
     def phases(
@@ -246,14 +248,13 @@ class OwnedUpdate:
         del curvature
         weight = max(self._weights, key=lambda weight: math.prod(params[weight.name].shape) // weight.count)
         name, state = weight.name, dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
-        placed = dict(zip(weight.paths, weight.kinds, strict=True))
-        arrays = [params[name], *(state[path] for path, kind in placed.items() if kind != "shared")]
+        arrays = [params[name], *(state[path] for path in weight.own)]
         first = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
         rows = jax.eval_shape(partial(self._rows_of, weight), arrays, grads[name], first)
         rows = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt) for x in rows]
         alone = SingleDeviceSharding(self._devices[0])
         local = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone) for x in rows]
-        shared = [state[path] for path, kind in placed.items() if kind == "shared"]
+        shared = [state[path] for path in weight.shared]
         common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), (shared, dict(scalars)))
         gather = StepProgram("update_gather", partial(Executable.make, self._gather[name], arrays, grads[name], first))
         update = StepProgram("update", partial(Executable.make, jax.jit(self._function(weight)), local, *common))
@@ -263,11 +264,6 @@ class OwnedUpdate:
         )
         yield Phase("update", update, adds={"one weight": update.new}, leaves={"one weight": update.new})
         yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=("one weight",))
-
-
-def _on(x: jax.Array, device: Any) -> jax.Array:
-    """The part of an array that lies on a device of this process."""
-    return next(shard.data for shard in x.addressable_shards if shard.device == device)
 
 
 def owned_update(

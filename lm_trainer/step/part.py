@@ -5,7 +5,7 @@ A part is what comes before the layers of a model, a layer, or what comes after 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
-from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
-from lm_trainer.parallel.ordered_sum import sum_over_shards, tree_sum
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.gradient import Sums
-from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_groups, stack_groups
+from lm_trainer.step.gradient import STEP_SCALARS, Sums
+from lm_trainer.step.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_groups
 from lm_trainer.step.model_def import Params
 
 
@@ -51,6 +50,7 @@ class Part:
         sharding, self._mesh = devices.sharding, devices.sharding.mesh
         self._rest = {name: sharding.params[name] for name in dtypes}
         self._layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
+        self._trained_layouts = {name: self._layouts[name] for name in self.trained}
         self._shapes = {name: shapes[name] for name in dtypes}
         self._stored = {name: NamedSharding(self._mesh, self._layouts[name].storage) for name in dtypes}
         everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
@@ -97,13 +97,11 @@ class Part:
 
     def sums_on(self, group: ModelParallelGroup) -> Any:
         """The shardings of a microbatch's sums, with an axis in front, on a group."""
-        grads = {name: group.sharding(None, *self._layouts[name].compute) for name in self.trained}
-        return Sums(group.sharding(), grads)  # pyright: ignore[reportArgumentType]
+        return sums_on_group(group, self._trained_layouts)
 
     def gathering(self) -> Executable:
         """The program of `gather`."""
-        stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at_rest[n]) for n, x in self._shapes.items()}
-        return Executable.make(self._gather, stored, jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere))
+        return Executable.make(self._gather, self._placed(self.dtypes), self._row)
 
     def reducing(self, *, summed: bool) -> Executable:
         """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has.
@@ -111,21 +109,25 @@ class Part:
         Args:
             summed: true for sums over several microbatches, which are wider than what one microbatch gives.
         """
-        count = batch_shards(self._mesh)
-
-        def stacked(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Any:
-            sharding = NamedSharding(self._mesh, PartitionSpec(BATCH_AXES, *spec))
-            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=sharding)
-
-        dtypes = {n: self._shapes[n].dtype if summed else self.dtypes[n] for n in self.trained}
-        grads = {n: stacked(self._shape(n), dtypes[n], self._layouts[n].compute) for n in self.trained}
+        shapes = self.shapes()
+        if summed:
+            shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
+        scalars = () if self.layered else STEP_SCALARS
+        stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, scalars)
         if not self.layered:
-            scalars = {name: stacked((), jnp.float32, PartitionSpec()) for name in ("loss", "weight")}
-            return Executable.make(self._reduce, Sums(scalars, grads))
-        rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._at_rest[n]) for n, x in self._shapes.items()}
-        into = {name: rest[name] for name in self.trained}
-        row = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-        return Executable.make(self._reduce_layer, into, Sums({}, grads), row)
+            return Executable.make(self._reduce, stacked)
+        return Executable.make(self._reduce_layer, self._placed(self.trained), stacked, self._row)
+
+    @property
+    def _row(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
+
+    def _placed(self, names: Iterable[str]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of parameters, or of their gradients, at rest."""
+        return {
+            n: jax.ShapeDtypeStruct(self._shapes[n].shape, self._shapes[n].dtype, sharding=self._at_rest[n])
+            for n in names
+        }
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self._shapes[name].shape
@@ -143,21 +145,15 @@ class Part:
 
     def _over_devices(self, stacked: Sums) -> Sums:
         dtypes = {name: self._shapes[name].dtype for name in self.trained}
-        sums = sum_over_shards(stacked.tree, self._layouts, self._mesh, dtypes)
-        return Sums(
-            {n: tree_sum(jax.lax.with_sharding_constraint(x, self._everywhere)) for n, x in stacked.scalars.items()},
-            {n: jax.lax.with_sharding_constraint(x, self._stored[n]) for n, x in sums.items()},
-        )
+        scalars, sums = add_over_groups(stacked, self._layouts, self._mesh, dtypes)
+        return Sums(scalars, {n: jax.lax.with_sharding_constraint(x, self._stored[n]) for n, x in sums.items()})
 
     def _into_row(self, grads: Params, stacked: Sums, row: jax.Array) -> Params:
         sums = self._over_devices(stacked).tree
         return {name: jax.lax.dynamic_update_index_in_dim(x, sums[name], row, 0) for name, x in grads.items()}
 
     def _stack(self, parts: list[Sums]) -> Sums:
-        return Sums(
-            {n: stack_groups([p.scalars[n] for p in parts], PartitionSpec(), self._mesh) for n in parts[0].scalars},
-            {n: stack_groups([p.tree[n] for p in parts], self._layouts[n].compute, self._mesh) for n in self.trained},
-        )
+        return stack_sums(parts, self._trained_layouts, self._mesh)
 
 
 def _of_one(sharding: ParamSharding) -> ParamSharding:

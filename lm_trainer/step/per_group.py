@@ -14,11 +14,10 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.step.executable import Executable, warn_of_differences
+from lm_trainer.step.executable import Executable, compile_for_each
 from lm_trainer.step.groups import ModelParallelGroup
 
 
@@ -66,19 +65,15 @@ class PerGroupExecutable:
 
     def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[Any, ...]]) -> None:
         """Compiles for all groups at once, for arguments of which `arguments` gives shapes and shardings on a group."""
-        traced: list[jax.stages.Traced] = []
 
-        def one(index: int) -> jax.stages.Compiled:
+        def one(index: int) -> Executable:
             group = self.groups[index]
             results = None if self._results is None or group.mesh.size == 1 else self._results(group)
             jitted = jax.jit(self._function, out_shardings=results, donate_argnums=self._donated)
-            executable = Executable.make(jitted, *arguments(group))
-            traced.append(executable.traced)
-            return executable.compiled
+            return Executable.make(jitted, *arguments(group))
 
-        programs = compile_on_each(one, [list(group.mesh.devices.flat) for group in self.groups])
-        self._compiled = [Executable(traced[0], program) for program in programs]
-        warn_of_differences(self._compiled, "one computation")
+        devices = [list(group.mesh.devices.flat) for group in self.groups]
+        self._compiled = compile_for_each(one, devices, "one computation")
 
     @property
     def compiled(self) -> bool:

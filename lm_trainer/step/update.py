@@ -13,11 +13,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lm_trainer.optim import Optimizer
-from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
-from lm_trainer.parallel.sharded_array import replicate
-from lm_trainer.step.executable import Executable, warn_of_differences
+from lm_trainer.parallel.sharded_array import by_device, replicate
+from lm_trainer.step.executable import Executable, compile_for_each
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state_sharding import TrainedShardings
@@ -112,7 +111,7 @@ class ReplicatedUpdate:
         leaves, structure = jax.tree.flatten(whole)
         programs = self._programs(structure, leaves)
         # All parts are taken before a program runs: it consumes its own, and with it the array that they belong to.
-        parts = [{shard.device: shard.data for shard in x.addressable_shards} for x in leaves]
+        parts = [by_device(x) for x in leaves]
         local = [jax.tree.unflatten(structure, [part[device] for part in parts]) for device in self._devices]
         results = [program.compiled(*args) for program, args in zip(programs, local, strict=True)]
         params, opt_state, metrics = jax.tree.map(self._join, *results)
@@ -142,18 +141,13 @@ class ReplicatedUpdate:
 
     def _programs(self, structure: Any, leaves: list[jax.Array]) -> list[Executable]:
         if structure not in self._compiled:
-            traced: list[jax.stages.Traced] = []
 
-            def one(index: int) -> jax.stages.Compiled:
+            def one(index: int) -> Executable:
                 on = SingleDeviceSharding(self._devices[index])
                 shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on) for x in leaves]
-                executable = Executable.make(self._jitted, *jax.tree.unflatten(structure, shapes))
-                traced.append(executable.traced)
-                return executable.compiled
+                return Executable.make(self._jitted, *jax.tree.unflatten(structure, shapes))
 
-            programs = compile_on_each(one, [[device] for device in self._devices])
-            self._compiled[structure] = [Executable(traced[0], program) for program in programs]
-            warn_of_differences(self._compiled[structure], "the update")
+            self._compiled[structure] = compile_for_each(one, [[device] for device in self._devices], "the update")
         return self._compiled[structure]
 
 
