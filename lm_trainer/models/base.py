@@ -151,14 +151,16 @@ class DecoderConfig(Config):
     """Number of tokens that the output layer processes together. Unset: all, so that batch x sequence x vocabulary
     logits are held at once. At 512 and above blocks are as fast and need less memory."""
     attn_backend: BackendName | None = None
-    """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16) or `splash` (TPUs, sequences
-    of a multiple of 128), refused where they cannot do what the model asks for; `auto`: the platform's own where it
-    can, else xla. The log says which and why. Where a backend cannot decode with a cache, xla generates text. Unset:
-    xla."""
+    """Implementation of attention: `xla`; `cudnn` (NVIDIA GPUs under bfloat16 or float16), `splash` (TPUs, sequences of
+    a multiple of 128) or `ring` (blocks of keys, which devices that share a row by `trainer.context_axis_size` pass on;
+    the others gather all keys), refused where they cannot do what the model asks for; `auto`: the platform's own where
+    it can, else xla, and ring where to gather keys would take more than 8 GiB on a device. The log says which and why.
+    Where a backend cannot decode with a cache, xla generates text. Unset: xla."""
     flash_attention_block_size: int | None = Field(default=None, gt=0)
     """Number of queries that attention processes together; their scores are computed again in the backward pass, so
     that no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never
-    keeps them, the size of its blocks, a multiple of 128 that divides the sequence; unset: the largest up to 512."""
+    keeps them, the size of its blocks, a multiple of 128 that divides the sequence; unset: the largest up to 512. So
+    with ring, where it divides half of a device's positions."""
     upcast_attn: bool = False
     """Computes attention scores in float32 under mixed precision; the softmax always is float32."""
 

@@ -14,17 +14,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention_dispatch import dispatch_attention
+from lm_trainer.nn.attention_kernel import MASK_VALUE
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import Linear
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.positions import alibi_bias, apply_rope
+from lm_trainer.nn.ring_attention import RowPlaces, ring_attention
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, BlockSpec, QkNormSpec, RopeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size
-
-# 0.7 leaves room for the score and the bias of ALiBi, which are added to it and must not overflow.
-MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Added to the score of a pair that may not attend: finite, so that no difference of infinities arises."""
 
 Window = int
 """Number of positions that a query sees; 0: no bound."""
@@ -38,11 +36,13 @@ class ForwardContext(NamedTuple):
     key_positions_BT: jax.Array
     """int32, those of the keys."""
     biases_B1ST: Mapping[Window, jax.Array]
-    """float32, added to the scores: 0 or `MASK_VALUE`. One for each window that a layer has."""
+    """float32, added to the scores: 0 or `MASK_VALUE`. One for each window that a layer has; none with a ring."""
     valid_BS: jax.Array
     """bool, false for padding."""
     segments_BS: jax.Array | None = None
     """int32, from which the biases are made; None where the keys are those of a cache."""
+    key_segments_BT: jax.Array | None = None
+    """int32, those of the keys, from which a ring makes its masks block by block; None where attention is no ring."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
@@ -50,10 +50,17 @@ def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
     return sorted({block.attention.window or 0 for block in blocks})
 
 
-def make_context(blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array) -> ForwardContext:
-    """The context of rows that attend to themselves."""
+def make_context(
+    blocks: tuple[BlockSpec, ...], positions_BS: jax.Array, segments_BS: jax.Array, *, ring: bool = False
+) -> ForwardContext:
+    """The context of rows that attend to themselves; with `ring`, by `ring_attention` and in its order of positions."""
+    key_positions_BT = all_gather(positions_BS, "context", 1)
+    if ring:
+        # Two integers for each position of the row are little beside its keys, which are not gathered.
+        key_segments_BT = all_gather(segments_BS, "context", 1)
+        return ForwardContext(positions_BS, key_positions_BT, {}, segments_BS >= 0, segments_BS, key_segments_BT)
     biases = {window: causal_bias(segments_BS, window) for window in windows(blocks)}
-    return ForwardContext(positions_BS, all_gather(positions_BS, "context", 1), biases, segments_BS >= 0, segments_BS)
+    return ForwardContext(positions_BS, key_positions_BT, biases, segments_BS >= 0, segments_BS)
 
 
 def make_cache_context(blocks: tuple[BlockSpec, ...], positions_BT: jax.Array, capacity: int) -> ForwardContext:
@@ -143,10 +150,16 @@ class Attention(nnx.Module):
             q_BSNH, k_BTKH = q_BSNH.astype(jnp.float32), k_BTKH.astype(jnp.float32)
         # The queries are scaled instead of the scores, which are T / H times as many; kernels expect them so.
         q_BSNH = q_BSNH * self._scale(layer, q_BSNH.dtype)
-        bias_BNST = self._bias(context)
-        o_BSNH = dispatch_attention(
-            self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
-        )
+        if context.segments_BS is not None and context.key_segments_BT is not None:
+            places = RowPlaces(
+                context.segments_BS, context.key_segments_BT, context.positions_BS, context.key_positions_BT
+            )
+            o_BSNH = ring_attention(self.spec, q_BSNH, k_BTKH, v_BTKH, places, key)
+        else:
+            bias_BNST = self._bias(context)
+            o_BSNH = dispatch_attention(
+                self.spec, q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS=context.segments_BS, key=key
+            )
         return self.out(o_BSNH, key=adapter_key), cache
 
     def _project(

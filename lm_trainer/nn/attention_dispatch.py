@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
+from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn import ring_layout
 from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata
 from lm_trainer.nn.cudnn_attention import CUDNN
-from lm_trainer.nn.spec import AttentionSpec
+from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
-from lm_trainer.parallel.collectives import all_gather
+from lm_trainer.parallel.collectives import all_gather, axis_size
 
 logger = logging.getLogger(__name__)
 
 _KERNELS = {"cudnn": CUDNN, "splash": SPLASH}
+_REASONS = {name: kernel.unsupported_reason for name, kernel in _KERNELS.items()} | {
+    "ring": ring_layout.unsupported_reason
+}
+
+_MOST_FOR_PAIRS = 8 * 2**30
+"""Bytes of arrays of pairs of a query and a key up to which `auto` gathers the keys of a row."""
 
 
 class BackendChoice(NamedTuple):
@@ -35,7 +44,9 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     """Chooses the backend for `spec` among those that support it.
 
     A backend that the spec demands is for rows that attend to themselves: where it cannot decode, xla does, so that
-    text can be generated with every model, on any platform.
+    text can be generated with every model, on any platform. With `auto`, devices that share the positions of a row take
+    a ring where arrays of all pairs of their queries and the row's keys would be large, and no kernel where they are
+    not needed.
 
     Raises:
         UserError: when the spec demands a backend that does not support it.
@@ -44,15 +55,54 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     if wanted == "xla":
         return BackendChoice("xla", "asked for")
     names = tuple(_KERNELS) if wanted == "auto" else (wanted,)
-    reasons = {name: _KERNELS[name].unsupported_reason(spec, metadata) for name in names}
+    reasons = {name: _REASONS[name](spec, metadata) for name in names}
     able = next((name for name, reason in reasons.items() if reason is None), None)
+    reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items())
+    if wanted == "auto" and metadata.devices > 1:
+        return _with_shared_positions(spec, metadata, able, reason)
     if able is not None:
         return BackendChoice(able, "asked for" if able == wanted else "can do all that the model asks for")
-    reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items())
     # A fallback is announced or does not happen: who demands a kernel for training gets it or an error.
     if wanted != "auto" and not metadata.cached:
         raise UserError(f"attn_backend: {reason}; write xla, or auto to let it be chosen")
     return BackendChoice("xla", reason)
+
+
+def _with_shared_positions(
+    spec: AttentionSpec, metadata: AttentionMetadata, kernel: str | None, why_no_kernel: str
+) -> BackendChoice:
+    # The size is that of one row, so that it depends neither on the microbatch nor on the devices that share a batch.
+    pairs = metadata.queries * metadata.keys
+    # Kernels read the mask alone, float32 and once more in the compute dtype; xla holds scores and their gradient too.
+    held = min(spec.scores.block_size or metadata.queries, metadata.queries) * metadata.keys
+    size = 6 * pairs if kernel else 4 * pairs + 2 * 4 * spec.num_heads * held
+    said = f"gathering all keys takes arrays of {size / 2**30:.3g} GiB for {metadata.queries} x {metadata.keys} pairs"
+    hinders = ring_layout.unsupported_reason(spec, metadata)
+    if size > _MOST_FOR_PAIRS and hinders is None:
+        return BackendChoice("ring", said)
+    if size > _MOST_FOR_PAIRS:
+        said = f"{said}, but ring cannot be used: {hinders}"
+    return BackendChoice(kernel or "xla", said if kernel else f"{why_no_kernel}; {said}")
+
+
+def goes_round(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> bool:
+    """True if the attention of a model is computed by `ring_attention`, in whose layout its layers then are.
+
+    Args:
+        blocks: its layers, which share the layout: where one of them takes a ring, all do.
+        dtype: of the values.
+        queries: positions of a row on this device.
+
+    Raises:
+        UserError: as `choose_backend`.
+    """
+    metadata = AttentionMetadata(jax.default_backend(), dtype, queries, queries * axis_size("context"))
+    choices = {block.attention: choose_backend(block.attention, metadata) for block in blocks}
+    rings = [choice for choice in choices.values() if choice.backend == "ring"]
+    for choice in rings:
+        if choice.reason != "asked for":
+            _announce(choice)
+    return bool(rings)
 
 
 # Cached: every layer of every traced program asks, and each choice is worth one line in the log.
@@ -73,6 +123,8 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
 ) -> jax.Array:
     """Computes softmax(q k^T + bias) v by the chosen backend, [B, S, N, H] in the dtype of v.
 
+    Where attention goes round a ring (`goes_round`), which reads no bias, call `ring_attention` instead.
+
     Args:
         spec: of the attention.
         q_BSNH: queries, scaled already.
@@ -90,6 +142,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(spec, AttentionMetadata.of(inputs, jax.default_backend()))
+    assert choice.backend != "ring"
     if choice.backend != spec.scores.backend:
         _announce(choice)
     if choice.backend in _KERNELS:

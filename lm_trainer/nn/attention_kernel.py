@@ -9,9 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.spec import AttentionSpec
+
+# 0.7 leaves room for the score and the bias of ALiBi, which are added to it and must not overflow.
+MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""The score of a pair that may not attend, or what is added to it: finite, so that no difference of infinities
+arises."""
 
 
 class AttentionInputs(NamedTuple):
@@ -40,6 +46,11 @@ class AttentionMetadata(NamedTuple):
     """Positions of one row."""
     cached: bool = False
     """True if the keys are those of a cache."""
+
+    @property
+    def devices(self) -> int:
+        """Devices that share the positions of a row, where the keys are those of the queries' row."""
+        return 1 if self.cached else self.keys // self.queries
 
     @classmethod
     def of(cls, inputs: AttentionInputs, platform: str) -> AttentionMetadata:

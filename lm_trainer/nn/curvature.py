@@ -51,7 +51,9 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     # Forward mode over reverse mode: one pass through the gradient gives H u, and nothing is kept for another.
     try:
         _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
-    except NotImplementedError as error:
+    # A kernel of Pallas has no second derivative, and attention in a ring, in whose place there is a rule, no forward
+    # mode.
+    except (NotImplementedError, TypeError) as error:
         raise UserError(
             "sophia-h differentiates twice, but of the kernels of attention only xla's can be; write "
             "attn_backend: xla, or optimizer.type: sophia-g"

@@ -13,12 +13,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.attention import make_cache_context, make_context
+from lm_trainer.nn.attention_dispatch import goes_round
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
+from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
 from lm_trainer.parallel.collectives import axis_size
@@ -115,13 +117,19 @@ class Decoder(nnx.Module):
             key: for dropout; None switches it off.
         """
         keys = self.part_keys(key)
-        x_BSD = self.enter(tokens_BS, positions_BS, dtype=dtype, key=keys.enter)
+        ring = goes_round(self.spec.blocks, dtype, tokens_BS.shape[1])
+        # Here and not where rows are cut: integers go to their places and one stream comes back, which is little beside
+        # the keys of a layer, and what reads a row in its order (targets, losses of one's own) finds it as it was.
+        row = tokens_BS, positions_BS, segments_BS
+        inner_BS, at_BS, of_BS = map(to_zigzag, row) if ring else row
+        x_BSD = self.enter(inner_BS, at_BS, dtype=dtype, key=keys.enter)
         stats = None
         if axis_size("pipeline") > 1:
-            x_BSD = run_stages(self.spec, self.blocks, x_BSD, positions_BS, segments_BS, key=keys.blocks)
+            x_BSD = run_stages(self.spec, self.blocks, x_BSD, at_BS, of_BS, key=keys.blocks, ring=ring)
         else:
-            context = make_context(self.spec.blocks, positions_BS, segments_BS)
+            context = make_context(self.spec.blocks, at_BS, of_BS, ring=ring)
             x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
+        x_BSD = from_zigzag(x_BSD) if ring else x_BSD
         return self.leave(x_BSD, tokens_BS, segments_BS, key=keys.leave), stats
 
     def part_keys(self, key: jax.Array | None) -> PartKeys:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_context
+from lm_trainer.nn.attention_dispatch import goes_round
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
@@ -70,7 +71,8 @@ def token_loss_parts(
     def layer(
         model: Decoder, place: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
     ) -> Stream:
-        context = make_context(spec.blocks, jnp.asarray(batch.positions), jnp.asarray(batch.segments))
+        ring = goes_round(spec.blocks, dtype, batch.tokens.shape[1])
+        context = make_context(spec.blocks, jnp.asarray(batch.positions), jnp.asarray(batch.segments), ring=ring)
         block: Any = model.blocks[str(place)]
         return Stream(*run_layer(block, *stream, context, layer, key=model.part_keys(key).blocks))
 

@@ -18,7 +18,7 @@ from lm_trainer.nn.stack import run_blocks
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, reduce_scatter
 
 
-def run_stages(
+def run_stages(  # noqa: PLR0913 - what a pass through the layers shares
     spec: DecoderSpec,
     blocks: nnx.Dict,
     x_BSD: jax.Array,
@@ -26,6 +26,7 @@ def run_stages(
     segments_BS: jax.Array,
     *,
     key: jax.Array | None = None,
+    ring: bool = False,
 ) -> jax.Array:
     """The stream after all layers, in `shard_map` over `pipeline`; before and after, each device has rows of its own.
 
@@ -39,6 +40,7 @@ def run_stages(
         positions_BS: as for `Decoder`.
         segments_BS: as for `Decoder`.
         key: for dropout; None switches it off.
+        ring: as for `make_context`.
     """
     stages, stage = axis_size("pipeline"), axis_index("pipeline")
     mine = dataclasses.replace(spec, blocks=spec.blocks[: len(spec.blocks) // stages])
@@ -51,7 +53,7 @@ def run_stages(
         row = jnp.clip(t - stage, 0, rows - 1)
         here = lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1)  # noqa: E731
         entering_1SD = jnp.where(stage == 0, here(x_RSD), arrived_1SD)
-        context = make_context(spec.blocks, here(positions_RS), here(segments_RS))
+        context = make_context(spec.blocks, here(positions_RS), here(segments_RS), ring=ring)
         turn_key = None if key is None else jax.random.fold_in(key, t)
         y_1SD, _, _ = run_blocks(mine, blocks, entering_1SD, context, key=turn_key, first=first)
         return jax.lax.ppermute(y_1SD, "pipeline", [(s, s + 1) for s in range(stages - 1)]), y_1SD

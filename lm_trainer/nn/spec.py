@@ -33,8 +33,9 @@ Remat = Literal["none", "full", "dots", "dots_no_batch"] | tuple[BlockInternal, 
 matrix products; all but the results of those with weights (attention scores are computed again); all but the named
 results."""
 
-Backend = Literal["xla", "cudnn", "splash", "auto"]
-"""The implementation of attention; `auto` takes the fastest that can do what the spec says."""
+Backend = Literal["xla", "cudnn", "splash", "ring", "auto"]
+"""The implementation of attention; `auto` takes the fastest that can do what the spec says. Where devices share the
+positions of a row, `ring` passes keys and values from one to the next, and the others gather them."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ class ScoreSpec:
     """Computes the scores in float32 whatever the compute dtype; the softmax always is float32."""
     backend: Backend = "xla"
     block_size: int | None = None
-    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept. Of splash,
-    which keeps none, the size of its blocks; None: the largest that suits."""
+    """Queries whose scores are held at once, and computed again in the backward pass; None: all, kept. Of splash and
+    ring, which keep none, the size of their blocks; None: the largest that suits."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jax import lax
 
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.ordered_sum import tree_sum
+
+Tree = TypeVar("Tree")
 
 _batch_parts: ContextVar[int] = ContextVar("batch_parts", default=1)
 
@@ -89,6 +92,20 @@ def all_reduce(x: jax.Array, axes: Sequence[str], dim: int | None) -> jax.Array:
     if dim is None:
         return tree_sum(lax.all_gather(x, axes))
     return lax.all_gather(_reduced_shard(x, axes, dim), axes, axis=dim, tiled=True)
+
+
+def permute(x: jax.Array, axis: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends `x` along `axis` from the first to the second device of each pair; its gradient goes back."""
+    return lax.ppermute(x, axis, pairs)
+
+
+def rotate(tree: Tree, axis: str, hop: int) -> Tree:
+    """Sends every array of `tree` to the device `hop` places further along `axis`, round its end to its start."""
+    devices = axis_size(axis)
+    if hop % devices == 0:
+        return tree
+    pairs = [(i, (i + hop) % devices) for i in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
 
 
 # JAX's own gradient of `all_gather` is `psum_scatter`, which adds in an order of the backend's choice. So both

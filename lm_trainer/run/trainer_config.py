@@ -188,7 +188,7 @@ class TrainerConfig(Config):
     """Devices that share one copy of the model by tensor parallelism."""
     context_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the positions of each row: sequence length and activations are sharded, keys and values are
-    gathered for attention."""
+    gathered for attention, or passed on with `model.attn_backend: ring`."""
     expert_axis_size: Numeric[PositiveInt] = 1
     """Devices that share the experts of each layer, and the rows of a microbatch."""
     pipeline_axis_size: Numeric[PositiveInt] = 1

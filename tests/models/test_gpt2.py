@@ -59,7 +59,7 @@ def test_defaults_are_gpt2_small():
         ({"attn_pdrop": 1.0}, "less than 1"),
         ({"activation_function": "mish"}, "gelu_new"),
         ({"gradient_checkpointing": "some"}, "dots_no_batch"),
-        ({"attn_backend": "triton"}, "'xla', 'cudnn', 'splash' or 'auto'"),
+        ({"attn_backend": "triton"}, "'xla', 'cudnn', 'splash', 'ring' or 'auto'"),
         ({"use_flash_attention": False, "flash_attention_block_size": 8}, "contradicts flash_attention_block_size: 8"),
         ({"cross_entropy_block_size": 0}, "greater than 0"),
     ],

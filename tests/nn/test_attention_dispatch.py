@@ -87,6 +87,41 @@ def test_xla_decodes_where_another_backend_cannot(backend):
     assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
 
 
+LONG = {"queries": 2**13, "keys": 2**17}
+
+
+@pytest.mark.parametrize(
+    ("platform", "site", "chosen", "said"),
+    [
+        ("tpu", LONG, "ring", "arrays of 36 GiB for 8192 x 131072 pairs"),
+        ("gpu", LONG, "cudnn", "arrays of 6 GiB"),
+        ("gpu", {"queries": 2**14, "keys": 2**17}, "ring", "arrays of 12 GiB"),
+        ("tpu", {"queries": 2**12, "keys": 2**13}, "xla", "arrays of 1.12 GiB"),
+        ("tpu", {"queries": 2**13 - 1, "keys": 2**17 - 16}, "xla", "but ring cannot be used: rows of 131056 positions"),
+        ("gpu", {"queries": 2**17, "keys": 2**17}, "cudnn", "can do all that the model asks for"),
+    ],
+)
+def test_auto_gathers_keys_while_arrays_of_pairs_are_small(platform: str, site: Any, chosen: str, said: str):
+    choice = choose(dataclasses.replace(SPEC, window=None), platform, **site)
+    assert choice.backend == chosen
+    assert said in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("site", "size", "reason"),
+    [
+        ({"queries": 5, "keys": 10}, None, "rows of 10 positions cannot be cut into two pieces for each of 2 devices"),
+        ({"queries": 16, "keys": 32}, 3, "flash_attention_block_size=3 does not divide the 8 positions of half a"),
+        ({"queries": 2 * 521, "keys": 4 * 521}, None, "no block of 64 to 512 positions divides the 521 of half a"),
+    ],
+)
+def test_a_ring_needs_rows_that_can_be_cut(site: Any, size: int | None, reason: str):
+    with pytest.raises(UserError, match=f"attn_backend: ring cannot be used: {reason}.*; write xla"):
+        choose(scored(backend="ring", block_size=size), "cpu", **site)
+    assert choose(scored(backend="ring"), "cpu", cached=True, queries=1, keys=9).backend == "xla"
+    assert choose(scored(backend="ring"), "cpu", queries=8, keys=32) == BackendChoice("ring", "asked for")
+
+
 def brute_force(spec: AttentionSpec) -> np.ndarray:
     q, k, v = (np.asarray(x, np.float64) for x in (Q, KEYS, V))
     out = np.zeros((B, S, N, H))

@@ -29,6 +29,8 @@ SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "sca
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
 LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "gradient_checkpointing": False}
 MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
+BLOCK = "flash_attention_block_size"
+RING = {"attn_backend": "ring", BLOCK: 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
 WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
@@ -84,7 +86,9 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
     keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
     tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
     found, memory = gradient(program(model, devices, **keys, **tensor, **trainer))
-    expected, one = on_one_device(tuple(model.items()), trainer.get("mp", "f32"))
+    # A single device has whole rows, and no ring.
+    whole = tuple((key, value) for key, value in model.items() if key not in ("attn_backend", BLOCK))
+    expected, one = on_one_device(whole, trainer.get("mp", "f32"))
     # bfloat16 rounds by up to 2^-8, and sums of another order differ by several of these.
     tolerance = 1e-5 if "mp" not in trainer else 3e-2
     assert found.scalars == pytest.approx(expected.scalars, rel=tolerance)
@@ -127,6 +131,13 @@ def test_layers_cut_over_devices_compute_the_same() -> None:
         (GPT2, {"pipeline": 2, "context": 2}, {}),
         (GPT2 | {"scan_layers": False}, {"pipeline": 2, "model": 2}, {}),
         ({"type": "mpt", **SIZES, "gradient_checkpointing": False}, {"context": 2}, {}),
+        ({"type": "mpt", **SIZES, "gradient_checkpointing": False, **RING}, {"context": 4}, {}),
+        (MISTRAL | RING, {"context": 8}, {}),
+        (LLAMA | RING | {"gradient_checkpointing": True}, {"context": 2, "model": 2}, {}),
+        (LLAMA | RING, {"context": 2}, {"mp": "p=f32,c=bfloat16"}),
+        (MIXTRAL | RING, {"expert": 2, "context": 2}, {}),
+        (GPT2 | RING, {"pipeline": 2, "context": 2}, {}),
+        (MISTRAL | RING, {"context": 1}, {}),
     ],
     ids=lambda value: "-".join(map(str, value.get("type", value) if isinstance(value, dict) else value)),
 )
@@ -137,8 +148,8 @@ def test_pairs_of_axes_and_what_models_have(model: dict[str, Any], sizes: dict[s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axis"),
-    [(LLAMA, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
-    ids=["context", "expert", "pipeline"],
+    [(LLAMA, "context"), (LLAMA | RING, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
+    ids=["context", "ring", "expert", "pipeline"],
 )
 def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis: str) -> None:
     def bits(devices: int) -> list[bytes]:

@@ -1,0 +1,187 @@
+"""Attention in a ring of devices, against a formula in NumPy and against attention of whole rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from lm_trainer.nn.attention import causal_bias
+from lm_trainer.nn.attention_dispatch import dispatch_attention
+from lm_trainer.nn.positions import alibi_bias, alibi_slopes
+from lm_trainer.nn.ring_attention import RowPlaces, ring_attention
+from lm_trainer.nn.ring_layout import RingLayout, from_zigzag, to_zigzag
+from lm_trainer.nn.spec import AlibiSpec, AttentionSpec, ScoreSpec
+from lm_trainer.parallel.collectives import all_gather
+from tests.compiling import quick_jit
+
+B, T, N, K, H = 2, 48, 4, 2, 8
+RNG = np.random.default_rng(0)
+Q, KEYS, V, DO = (jnp.asarray(RNG.standard_normal((B, T, heads, H)), jnp.float32) for heads in (N, K, K, N))
+# Documents that end inside and at the border of blocks and chunks, and padding.
+SEGMENTS = jnp.asarray([[0] * 5 + [1] * 19 + [2] * 1 + [3] * 23, [0] * 41 + [-1] * 7], jnp.int32)
+POSITIONS = jnp.asarray([[*range(5), *range(19), 0, *range(23)], [*range(41), *range(7)]], jnp.int32)
+CUT: Any = PartitionSpec(None, "context")
+
+
+def spec_of(block_size: int | None = 3, *, window: int | None = None, alibi: bool = False, **scores: Any):
+    positions = AlibiSpec() if alibi else None
+    scored = ScoreSpec(block_size=block_size, backend="ring", **scores)
+    return AttentionSpec(N, H, num_kv_heads=K, positions=positions, window=window, scores=scored)
+
+
+def in_a_ring(spec: AttentionSpec, devices: int, key: jax.Array | None = None):
+    """A function of queries, keys and values, whole on the outside, that `devices` compute together."""
+
+    def part(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+        q, k, v, segments, positions = map(to_zigzag, (q, k, v, segments, positions))
+        places = RowPlaces(segments, all_gather(segments, "context", 1), positions, all_gather(positions, "context", 1))
+        return from_zigzag(ring_attention(spec, q, k, v, places, key))
+
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("context",))
+    whole = jax.shard_map(part, mesh=mesh, in_specs=(CUT,) * 5, out_specs=CUT, check_vma=False)
+    return lambda q, k, v, segments=SEGMENTS, positions=POSITIONS: whole(q, k, v, segments, positions)
+
+
+def brute_force(spec: AttentionSpec) -> np.ndarray:
+    q, k, v = (np.asarray(x, np.float64) for x in (Q, KEYS, V))
+    segments = np.asarray(SEGMENTS)
+    slopes = alibi_slopes(AlibiSpec(), N) if spec.positions else np.zeros(N)
+    out = np.zeros((B, T, N, H))
+    for b, s, n in np.ndindex(B, T, N):
+        first = max(0, s + 1 - (spec.window or T))
+        seen = np.array([t for t in range(first, s + 1) if segments[b, t] == segments[b, s]])
+        scores = np.array([q[b, s, n] @ k[b, t, n // (N // K)] for t in seen])
+        if (cap := spec.scores.softcap) is not None:
+            scores = cap * np.tanh(scores / cap)
+        p = np.exp(scores - slopes[n] * (s - seen))
+        out[b, s, n] = p / p.sum() @ v[b, seen, n // (N // K)]
+    return out
+
+
+def on_one_device(spec: AttentionSpec):
+    bias = causal_bias(SEGMENTS, spec.window or 0)
+    if isinstance(spec.positions, AlibiSpec):
+        bias = bias + alibi_bias(spec.positions, N, POSITIONS[:, :, None] - POSITIONS[:, None, :])
+    whole = AttentionSpec(N, H, num_kv_heads=K, scores=ScoreSpec(softcap=spec.scores.softcap))
+    return lambda q, k, v: dispatch_attention(whole, q, k, v, bias)
+
+
+def result_and_gradients(attention: Any, *arrays: jax.Array) -> Any:
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        out, back = jax.vjp(attention, q, k, v)
+        return out, back(DO)
+
+    return quick_jit(both)(*(arrays or (Q, KEYS, V)))
+
+
+@pytest.mark.parametrize(
+    ("devices", "spec"),
+    [
+        (1, spec_of()),
+        (2, spec_of(4)),
+        (3, spec_of(None)),
+        (4, spec_of(2, alibi=True, softcap=2.0)),
+        (8, spec_of(1)),
+        (4, spec_of(2, window=1)),
+        (8, spec_of(3, window=3)),
+        (4, spec_of(3, window=10)),
+        (2, spec_of(4, window=30, softcap=1.5)),
+    ],
+    ids=lambda value: f"{value.window}-{value.scores.block_size}" if isinstance(value, AttentionSpec) else None,
+)
+def test_a_ring_has_the_results_and_gradients_of_whole_rows(devices: int, spec: AttentionSpec):
+    out, gradients = result_and_gradients(in_a_ring(spec, devices))
+    expected = result_and_gradients(on_one_device(spec))
+    np.testing.assert_allclose(out, brute_force(spec), atol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, expected[1])
+
+
+def test_scores_of_narrow_numbers_are_float32():
+    narrow = tuple(x.astype(jnp.bfloat16) for x in (Q, KEYS, V))
+    out = quick_jit(in_a_ring(spec_of(), 4))(*narrow)
+    assert out.dtype == jnp.bfloat16
+    expected = quick_jit(on_one_device(spec_of()))(*(x.astype(jnp.float32) for x in narrow))
+    # Probabilities and the result are rounded, by up to 2^-9 each; scores are not.
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2**-7 * float(jnp.abs(expected).max()))
+
+
+def test_probabilities_are_dropped_alike_in_both_passes():
+    spec, key = spec_of(dropout=0.25), jax.random.key(1)
+    ring = in_a_ring(spec, 4, key)
+    out, (dq, dk, dv) = result_and_gradients(ring)
+    # The result is linear in the values: its product with a cotangent is that of the values with their gradient.
+    assert float(jnp.vdot(out, DO)) == pytest.approx(float(jnp.vdot(V, dv)), rel=1e-4)
+    step = 1e-2
+    moved = quick_jit(lambda q, k: jnp.vdot(ring(q, k, V), DO))
+    for wanted, (q, k) in {float(jnp.vdot(dq, Q)): (Q, 0 * KEYS), float(jnp.vdot(dk, KEYS)): (0 * Q, KEYS)}.items():
+        found = (moved(Q + step * q, KEYS + step * k) - moved(Q - step * q, KEYS - step * k)) / (2 * step)
+        assert float(found) == pytest.approx(wanted, rel=5e-3)
+    # Where a query sees nothing but itself, a quarter of the heads have 0, and the others 4/3 of the value.
+    alone = quick_jit(in_a_ring(spec_of(dropout=0.25, window=1), 4, key))(Q, KEYS, jnp.ones_like(V))
+    assert set(np.unique(np.asarray(alone))) == {0.0, np.float32(4 / 3)}
+    assert np.mean(np.asarray(alone) == 0) == pytest.approx(0.25, abs=0.08)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_devices_compute_the_same_number_of_blocks_and_none_that_are_hidden(window: int | None):
+    devices, size = 3, 4
+    spec, blocks = spec_of(size, window=window), T // size
+    ring, one_document = quick_jit(in_a_ring(spec, devices)), jnp.zeros((B, T), jnp.int32)
+    computed = np.zeros((blocks, blocks), bool)
+    for block in range(blocks):
+        # What is not a number in a block of keys shows in every block of queries that looks at it at all.
+        poisoned = V.at[:, block * size : (block + 1) * size].set(jnp.nan)
+        found = np.isnan(np.asarray(ring(Q, KEYS, poisoned, one_document, one_document)))
+        computed[:, block] = found.reshape(B, blocks, -1).any((0, 2))
+    at = np.arange(blocks)
+    distance = at[:, None] - at[None, :]
+    assert (computed == ((distance >= 0) & (distance <= (blocks if window is None else 2)))).all()
+    layout = RingLayout.of(spec, T // devices, devices)
+    of_device = [computed[[*range(2 * d, 2 * d + 2), *range(10 - 2 * d, 12 - 2 * d)]].sum() for d in range(devices)]
+    assert of_device == [layout.computed_blocks(d) for d in range(devices)]
+    if window is None:
+        assert len(set(of_device)) == 1
+
+
+@pytest.mark.parametrize(("devices", "length"), [(2, 2**13), (8, 2**17), (16, 2**17)])
+def test_half_of_all_pairs_is_computed_by_each_device_alike(devices: int, length: int):
+    layout = RingLayout.of(spec_of(None), length // devices, devices)
+    (blocks,) = {layout.computed_blocks(device) for device in range(devices)}
+    share = devices * blocks * layout.size**2 / length**2
+    assert share == pytest.approx(0.5 * (1 + layout.size / length))
+    near = RingLayout.of(spec_of(None, window=1024), length // devices, devices)
+    counts = [near.computed_blocks(device) for device in range(devices)]
+    # The first positions of a row see less than their window.
+    assert max(counts) - min(counts) <= 3
+    assert devices * max(counts) * near.size**2 < 1.8 * 1024 * length
+
+
+def test_keys_go_no_further_than_windows_reach():
+    far = RingLayout.of(spec_of(4, window=9), 8, 6)
+    assert far.journeys() == [(1, 2), (-1, 2)]
+    assert RingLayout.of(spec_of(4, window=5), 8, 6).journeys() == [(1, 1), (-1, 1)]
+    assert RingLayout.of(spec_of(4), 8, 6).journeys() == [(1, 5)]
+
+
+def test_no_array_has_all_pairs_and_no_keys_are_gathered():
+    devices, length = 4, 1024
+    shape = jax.ShapeDtypeStruct((1, length, K, H), jnp.float32)
+    ints = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    ring = in_a_ring(spec_of(16), devices)
+    loss = lambda q, k, v, *row: jnp.sum(jnp.sin(ring(q, k, v, *row)))  # noqa: E731
+    queries = jax.ShapeDtypeStruct((1, length, N, H), jnp.float32)
+    compiled = quick_jit(jax.grad(loss, argnums=(0, 1, 2))).lower(queries, shape, shape, ints, ints).compile()
+    text = compiled.as_text()
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+)\]", text))
+    assert largest < length // devices * length
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * length // devices * length
+    assert "collective-permute" in text
+    assert not re.findall(r"= \(?f32\S* all-gather", text)
