@@ -12,6 +12,7 @@ Shape letters: B rows, S positions, N tokens (B x S), C tokens of one block, D h
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.loss_parts import LossParts, Stream, hidden_after_layers
 
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
 """`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
@@ -44,13 +46,23 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
     """
     objective, params = _as_function(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
     leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.fold_in(key, _DRAWS), len(leaves))
+    keys = sign_keys(key, len(leaves))
     signs = jax.tree.unflatten(
         structure, [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     )
     # Forward mode over reverse mode: one pass through the gradient gives H u, and nothing is kept for another.
+    _, product = derivative_along(jax.grad(objective), (params,), (signs,))
+    return jax.tree.map(jnp.multiply, signs, product)
+
+
+def derivative_along(gradient: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """`jax.jvp` of what has a gradient inside.
+
+    Raises:
+        UserError: where the gradient goes through a kernel that has no derivative.
+    """
     try:
-        _, product = jax.jvp(jax.grad(objective), (params,), (signs,))
+        return jax.jvp(gradient, primals, tangents)
     # A kernel of Pallas has no second derivative, and attention in a ring, in whose place there is a rule, no forward
     # mode.
     except (NotImplementedError, TypeError) as error:
@@ -58,7 +70,11 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
             "sophia-h differentiates twice, but of the kernels of attention only xla's can be; write "
             "attn_backend: xla, or optimizer.type: sophia-g"
         ) from error
-    return jax.tree.map(jnp.multiply, signs, product)
+
+
+def sign_keys(key: jax.Array, count: int) -> jax.Array:
+    """The keys from which `hutchinson` draws the signs of each of `count` parameters, from that of the microbatch."""
+    return jax.random.split(jax.random.fold_in(key, _DRAWS), count)
 
 
 def gauss_newton_bartlett(
@@ -97,6 +113,41 @@ def gauss_newton_bartlett(
     # are whole numbers: no gradient flows through the draw.
     objective, params = _as_function(loss, model, batch._replace(targets=targets_BS), dropout_key)
     return jax.grad(objective)(params)
+
+
+def with_key_of_dropout(parts: LossParts) -> LossParts:
+    """Returns `parts` for the key of an estimate, which is that of the draws as well."""
+
+    def fold(key: jax.Array | None) -> jax.Array | None:
+        return None if key is None else jax.random.fold_in(key, _DROPOUT)
+
+    return replace(
+        parts,
+        enter=lambda model, batch, key: parts.enter(model, batch, fold(key)),
+        layer=lambda model, place, stream, batch, layer, key: parts.layer(
+            model, place, stream, batch, layer, fold(key)
+        ),
+        leave=lambda model, stream, batch, key: parts.leave(model, stream, batch, fold(key)),
+    )
+
+
+def gauss_newton_bartlett_parts(parts: LossParts, *, block_size: int | None = None) -> LossParts:
+    """The loss of which `gauss_newton_bartlett` is the gradient, in parts: that on targets that the model draws.
+
+    Args:
+        parts: of the loss, a cross-entropy of the targets.
+        block_size: as there.
+    """
+    dropped = with_key_of_dropout(parts)
+
+    def leave(
+        model: Decoder, stream: Stream, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))
+        targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
+        return dropped.leave(model, stream, batch._replace(targets=targets_BS), key)
+
+    return replace(dropped, leave=leave)
 
 
 def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:

@@ -54,6 +54,12 @@ class LossParts:
     """`leave(model, stream, batch, key)`: what the loss returns, from the stream after the last layer."""
 
 
+def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
+    """The hidden states that the head reads, [B, S, D]; arguments as for `LossParts.leave`."""
+    tokens_BS, segments_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
+    return model.leave(stream.x_BSD, tokens_BS, segments_BS, key=model.part_keys(key).leave)
+
+
 def token_loss_parts(
     spec: DecoderSpec,
     *,
@@ -79,8 +85,7 @@ def token_loss_parts(
     def leave(
         model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        tokens_BS, segments_BS = jnp.asarray(batch.tokens), jnp.asarray(batch.segments)
-        h_BSD = model.leave(stream.x_BSD, tokens_BS, segments_BS, key=model.part_keys(key).leave)
+        h_BSD = hidden_after_layers(model, stream, batch, key)
         return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
 
     return LossParts(len(spec.blocks), spec.period, enter, layer, leave)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,12 @@ from jax.sharding import Mesh
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
-from lm_trainer.nn.curvature import gauss_newton_bartlett, hutchinson
+from lm_trainer.nn.curvature import (
+    gauss_newton_bartlett,
+    gauss_newton_bartlett_parts,
+    hutchinson,
+    with_key_of_dropout,
+)
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.optim import Optimizer
@@ -28,12 +33,14 @@ from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, evaluation_loss, lo
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
-from lm_trainer.step.elastic import ElasticStep
+from lm_trainer.step.elastic import CurvatureFunctions, ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
 from lm_trainer.step.gradient import CurvatureFn, LossFn
+from lm_trainer.step.hutchinson_functions import HutchinsonFunctions
 from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
+from lm_trainer.step.part_functions import PartFunctions
 from lm_trainer.step.state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.update import Metrics
@@ -194,10 +201,18 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         step: Step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
     elif trainer.determinism == "layerwise":
         parts, eval_parts = (
-            _in_parts(loss, optimizer, model, mesh),
-            _in_parts(eval_loss or loss, optimizer, model, mesh),
+            _in_parts(loss, model, mesh),
+            _in_parts(eval_loss or loss, model, mesh),
         )
-        step = ElasticStep(model, loss, rule, **given, parts=parts, together=trainer.microbatches_per_gather)
+        step = ElasticStep(
+            model,
+            loss,
+            rule,
+            **given,
+            parts=parts,
+            curvature_functions=_curvature_functions(optimizer, parts),
+            together=trainer.microbatches_per_gather,
+        )
     else:
         step = ElasticStep(model, loss, rule, **given)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
@@ -253,7 +268,7 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
-def _in_parts(loss: LossFn, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -> LossParts:
+def _in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
     """The loss in parts, for `determinism: layerwise`; refuses what that cannot do."""
     built = nnx.eval_shape(model.build)
     if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss)):
@@ -264,10 +279,6 @@ def _in_parts(loss: LossFn, optimizer: Optimizer, model: ModelDef, mesh: Mesh) -
     if axes := model_parallel_axes(mesh.shape):
         raise UserError(
             f"trainer.determinism: layerwise cannot be used with {axes[0]}_axis_size yet; set it to 1, or use elastic"
-        )
-    if optimizer.curvature is not None:
-        raise UserError(
-            "trainer.determinism: layerwise cannot be used with an optimizer that estimates curvature yet; use elastic"
         )
     return loss.parts(built.spec)
 
@@ -281,6 +292,22 @@ def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | 
             return functools.partial(hutchinson, loss)
         case "gauss_newton_bartlett":
             return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_DRAWN_TOGETHER)
+
+
+def _curvature_functions(optimizer: Optimizer, parts: LossParts) -> CurvatureFunctions | None:
+    """The same in parts."""
+
+    def plain(parts: LossParts) -> Callable[..., PartFunctions]:
+        return lambda model, key_data, trainable: PartFunctions(model, parts, key_data, trainable)
+
+    match optimizer.curvature:
+        case None:
+            return None
+        case "hutchinson":
+            functions = plain(with_key_of_dropout(parts))
+            return lambda *args: HutchinsonFunctions(functions(*args))
+        case "gauss_newton_bartlett":
+            return plain(gauss_newton_bartlett_parts(parts, block_size=_DRAWN_TOGETHER))
 
 
 def check_devices(trainer: TrainerConfig) -> None:

@@ -7,7 +7,7 @@ then the state is updated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,16 +29,21 @@ from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.layerwise import LayerwiseSum
+from lm_trainer.step.layerwise_model import Functions
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import MicrobatchSum
 from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.owned_update import owned_update
+from lm_trainer.step.part_functions import PartFunctions
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import TrainState, abstract_state
 from lm_trainer.step.state_sharding import StateSharding
 from lm_trainer.step.update import Metrics, compile_update
 
 _GATHERED = "gathered parameters"
+
+CurvatureFunctions = Callable[[ModelDef, jax.Array, Collection[str]], Functions]
+"""From a model, the data of a key and the parameters that are trained to the parts of an estimate of curvature."""
 
 
 class ElasticStep:
@@ -52,6 +57,7 @@ class ElasticStep:
         plans: the batches.
         key: for dropout.
         parts: the loss in parts, to compute a microbatch layer by layer instead of as a whole.
+        curvature_functions: with `parts`, the optimizer's estimate, which takes the place of that in `rule`.
         together: as for `DeviceGroups`.
     """
 
@@ -65,6 +71,7 @@ class ElasticStep:
         plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
         parts: LossParts | None = None,
+        curvature_functions: CurvatureFunctions | None = None,
         together: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
@@ -74,15 +81,20 @@ class ElasticStep:
             plan.per_shard(mesh)
         trainable = shardings.params
         self._gradient: MicrobatchSum | LayerwiseSum
-        if parts is None:
-            self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+        self._curvature: MicrobatchSum | LayerwiseSum | None = None
+        # Folded, so that the estimate draws other numbers than the dropout of the same microbatch.
+        curvature_key = jax.random.fold_in(key, 1)
+        if parts is not None:
+            functions = PartFunctions(model, parts, jax.random.key_data(key), trainable)
+            self._gradient = LayerwiseSum(functions, self.devices)
+            if curvature_functions is not None:
+                functions = curvature_functions(model, jax.random.key_data(curvature_key), trainable)
+                self._curvature = LayerwiseSum(functions, self.devices)
         else:
-            self._gradient = LayerwiseSum(model, parts, self.devices, key, trainable)
-        self._curvature = None
-        if rule.curvature is not None:
-            estimate = curvature_sums(model, rule.curvature, trainable)
-            # Folded, so that the estimate draws other numbers than the dropout of the same microbatch.
-            self._curvature = MicrobatchSum(estimate, self.devices, jax.random.fold_in(key, 1), trainable)
+            self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+            if rule.curvature is not None:
+                estimate = curvature_sums(model, rule.curvature, trainable)
+                self._curvature = MicrobatchSum(estimate, self.devices, curvature_key, trainable)
         self._rule = rule
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -164,11 +176,13 @@ class ElasticStep:
     def _phases_of_sums(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
         if isinstance(self._gradient, LayerwiseSum):
             yield from self._gradient.phases("gradients", self._shapes, batch, plan, platform)
+            if isinstance(self._curvature, LayerwiseSum):
+                yield from self._curvature.phases("estimates", self._shapes, batch, plan, platform, "curvature ")
             return
         if (gather := self.devices.gathering(self._shapes)) is not None:
             yield Phase("gather", gather, adds={_GATHERED: gather.outputs}, leaves={_GATHERED: gather.outputs})
         sums = [*self._gradient.phases("microbatch", "gradients", self._shapes, batch, plan, platform)]
-        if self._curvature is not None:
+        if isinstance(self._curvature, MicrobatchSum):
             sums += self._curvature.phases("curvature", "estimates", self._shapes, batch, plan, platform)
         yield from sums[:-1]
         # Gathered parameters live until all sums are there: see `_gradient_and_curvature`.

@@ -11,7 +11,7 @@ are stored cut before the next layer is computed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,18 +19,17 @@ import jax
 import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.ordered_sum import TreeSum
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
-from lm_trainer.step.layerwise_model import LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
+from lm_trainer.step.layerwise_model import Functions, LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
 from lm_trainer.step.layerwise_phases import layerwise_phases
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.model_def import Params
 from lm_trainer.step.part import Part
-from lm_trainer.step.part_functions import SCALAR, PartFunctions
+from lm_trainer.step.part_functions import SCALAR
 from lm_trainer.step.per_group import PerGroupExecutable
 from lm_trainer.step.phases import Phase
 
@@ -94,18 +93,12 @@ class LayerwiseSum:
     """Computes the gradient of every microbatch layer by layer and adds the results by one fixed tree.
 
     Args:
-        model: what is trained.
-        loss: in parts.
+        functions: of the parts.
         devices: where.
-        key: folded with the step and the number of the microbatch.
-        trainable: the parameters that the gradient is of.
     """
 
-    def __init__(
-        self, model: ModelDef, loss: LossParts, devices: DeviceGroups, key: jax.Array, trainable: Collection[str]
-    ):
-        self.devices, self._shapes, self._trainable = devices, model.shapes, trainable
-        self._functions = PartFunctions(model, loss, jax.random.key_data(key), trainable)
+    def __init__(self, functions: Functions, devices: DeviceGroups):
+        self.devices, self._functions, self._shapes = devices, functions, functions.model.shapes
         self._parts: Parts | None = None
         self._programs: dict[int, _Programs] = {}
         # The sum takes the memory of its first term, unless that has narrower values than the sum.
@@ -113,8 +106,11 @@ class LayerwiseSum:
         self._add = jax.jit(self._added, donate_argnums=0)
         self._add_turns = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         storage = devices.sharding.storage
-        zeros: Any = lambda name: jnp.zeros(model.shapes[name].shape, model.shapes[name].dtype)  # noqa: E731
-        self._zeros = {name: jax.jit(partial(zeros, name), out_shardings=storage[name]) for name in trainable}
+        zeros: Any = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+        self._zeros = {
+            name: jax.jit(partial(zeros, self._shapes[name]), out_shardings=storage[name])
+            for name in functions.trainable
+        }
 
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Executables:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
@@ -131,13 +127,14 @@ class LayerwiseSum:
         batch: Batch,
         plan: MicrobatchPlan,
         platform: str,
+        prefix: str = "",
     ) -> Iterator[Phase]:
-        """The phases of `__call__`; arguments as for `MicrobatchSum.phases`."""
+        """The phases of `__call__`; arguments as for `MicrobatchSum.phases`, and `prefix` of the names of programs."""
 
         def compiled(name: str) -> Executable:
             return self.compile(shapes, batch, plan).by_name[name]
 
-        return layerwise_phases(self._found(shapes, batch, plan), compiled, plan, platform, sums)
+        return layerwise_phases(self._found(shapes, batch, plan), compiled, plan, platform, sums, prefix)
 
     def _found(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Parts:
         if self._parts is None:
@@ -251,4 +248,4 @@ class LayerwiseSum:
             both = self._add_turns({name: joined[name] for name in twice}, twice)
             joined |= {**found, **wait_on_cpu(both)}
         # A parameter that no part reads has no part in the loss.
-        return {name: joined[name] if name in joined else self._zeros[name]() for name in self._trainable}
+        return {name: joined[name] if name in joined else self._zeros[name]() for name in self._zeros}

@@ -11,16 +11,19 @@ import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.loss_parts import Stream
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
+from lm_trainer.step.hutchinson_functions import HutchinsonFunctions
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.part import Part
-from lm_trainer.step.part_functions import SCALAR, PartFunctions, find_reads
+from lm_trainer.step.part_functions import SCALAR, PartFunctions
 from lm_trainer.step.per_group import PerGroupExecutable
 
 LAYERS_AT_ONCE = 2
 """Layers in the queue of a device, the one that is computed among them: arrays take memory once they are queued."""
+
+Functions = PartFunctions | HutchinsonFunctions
+"""The parts of a loss as functions, with their derivatives."""
 
 PerMicrobatch = list[list[Any]]
 """For each local group a value of each of its microbatches."""
@@ -37,11 +40,11 @@ class Parts:
     """
 
     def __init__(
-        self, functions: PartFunctions, shapes: Mapping[str, jax.ShapeDtypeStruct], devices: DeviceGroups, batch: Batch
+        self, functions: Functions, shapes: Mapping[str, jax.ShapeDtypeStruct], devices: DeviceGroups, batch: Batch
     ):
         self.functions, self.devices = functions, devices
         self.num_layers, self.period = functions.parts.num_layers, functions.parts.period
-        reads = find_reads(functions, shapes, batch)
+        reads = functions.reads(shapes, batch)
         self.enter, self.leave = self._part(shapes, reads.enter), self._part(shapes, reads.leave)
         self.places = [self._part(shapes, read, layered=True) for read in reads.places]
         self.counts = {
@@ -53,7 +56,7 @@ class Parts:
     ) -> Part:
         return Part(self.devices, shapes, dtypes, self.functions.trainable, layered=layered)
 
-    def stream(self, batch: Batch) -> Stream:
+    def stream(self, batch: Batch) -> Any:
         """The shapes of what goes from part to part for a microbatch like `batch`."""
         return jax.eval_shape(self.functions.enter, self.enter.shapes(), batch, SCALAR, SCALAR)
 

@@ -19,7 +19,12 @@ _GATHERED, _STREAMS, _OF_PART = "gathered layers", "activations between layers",
 
 
 def layerwise_phases(
-    parts: Parts, compiled: Callable[[str], Executable], plan: MicrobatchPlan, platform: str, sums: str
+    parts: Parts,
+    compiled: Callable[[str], Executable],
+    plan: MicrobatchPlan,
+    platform: str,
+    sums: str,
+    prefix: str = "",
 ) -> Iterator[Phase]:
     """Describes `LayerwiseSum.__call__`, program by program; a change of one needs a change of the other.
 
@@ -29,19 +34,20 @@ def layerwise_phases(
         plan: of the batch.
         platform: on which the step is to run.
         sums: name of the gradients at rest.
+        prefix: of the names of programs, which tells those of one loss from those of another.
     """
     devices = parts.devices
     mesh, together = devices.sharding.mesh, devices.together(plan)
     turns, shards = plan.per_shard(mesh) // together, batch_shards(mesh)
     running = min(programs_at_once(platform, shards, mesh.size // shards), together)
-    reductions = _reductions(parts, summed=together > 1)
+    reductions = _reductions(parts, prefix, summed=together > 1)
     everything = Size(tuple(term for reduction in reductions.values() for term in reduction.outputs.terms))
 
     def program(name: str) -> StepProgram:
-        return StepProgram(name, partial(compiled, name), grows=True)
+        return StepProgram(f"{prefix}{name}", partial(compiled, name), grows=True)
 
     def gather(name: str, part: Part, at_once: int = 1) -> Phase:
-        step, runs = StepProgram(f"gather {name}", part.gathering), turns * parts.counts.get(name, 1)
+        step, runs = StepProgram(f"{prefix}gather {name}", part.gathering), turns * parts.counts.get(name, 1)
         gathered = {_GATHERED: at_once * step.outputs}
         return Phase(step.name, step, adds=gathered, leaves=gathered, runs=runs)
 
@@ -49,7 +55,7 @@ def layerwise_phases(
         step, count = program(name), parts.counts.get(name, 1)
         streams = {_STREAMS: count * together * step.outputs}
         runs = count * turns * together
-        return Phase(name, step, adds=streams, frees=(_GATHERED,), leaves=streams, at_once=running, runs=runs)
+        return Phase(step.name, step, adds=streams, frees=(_GATHERED,), leaves=streams, at_once=running, runs=runs)
 
     def backward(name: str, part: Part) -> Iterator[Phase]:
         step, reduction, times = program(f"{name} gradient"), reductions[name], turns * parts.counts.get(name, 1)
@@ -92,9 +98,9 @@ def layerwise_phases(
     yield replace(last, frees=(*last.frees, _STREAMS, sums), leaves={**last.leaves, sums: everything})
 
 
-def _reductions(parts: Parts, *, summed: bool) -> dict[str, StepProgram]:
+def _reductions(parts: Parts, prefix: str, *, summed: bool) -> dict[str, StepProgram]:
     trained = {name: part for name, part in _named(parts).items() if part.trained}
-    return {n: StepProgram(f"reduce {n}", partial(part.reducing, summed=summed)) for n, part in trained.items()}
+    return {n: StepProgram(f"{prefix}reduce {n}", partial(part.reducing, summed=summed)) for n, part in trained.items()}
 
 
 def _named(parts: Parts) -> dict[str, Part]:

@@ -41,7 +41,7 @@ class PartFunctions:
     def enter(self, params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:
         """The stream before the first layer."""
         with refusing(_NOT_LOGGED):
-            return self.parts.enter(self.model.merge_some(params), batch, self._key(step, index))
+            return self.parts.enter(self.model.merge_some(params), batch, self.key(step, index))
 
     def layer(self, place: int) -> Callable[..., Stream]:
         """`layer(params, stream, batch, number, step, index)`: the stream after a layer at this place of the period."""
@@ -51,7 +51,7 @@ class PartFunctions:
         ) -> Stream:
             model = self.model.merge_some(params)
             with refusing(_NOT_LOGGED):
-                return self.parts.layer(model, place, stream, batch, number, self._key(step, index))
+                return self.parts.layer(model, place, stream, batch, number, self.key(step, index))
 
         return layer
 
@@ -61,7 +61,7 @@ class PartFunctions:
         """The sums that the loss reports, float32 scalars."""
         model = self.model.merge_some(params)
         with refusing(_NOT_LOGGED):
-            total, weight, metrics = self.parts.leave(model, stream, batch, self._key(step, index))
+            total, weight, metrics = self.parts.leave(model, stream, batch, self.key(step, index))
         return {"loss": total, "weight": weight, **metrics}
 
     def leave_gradient(
@@ -109,10 +109,15 @@ class PartFunctions:
         (grads,) = jax.vjp(function, self._chosen(params))[1](d_stream)
         return _lead(Sums({}, grads))
 
+    def reads(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch) -> Reads:
+        """The parameters that each part reads; arguments as for `find_reads`."""
+        return find_reads(self, shapes, batch)
+
     def _chosen(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}
 
-    def _key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
+    def key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
+        """The key of a microbatch."""
         if self.key_data is None:
             return None
         return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index)

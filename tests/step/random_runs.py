@@ -77,9 +77,6 @@ def draw_family(number: int) -> RandomRun:
 def draw_layerwise(number: int) -> RandomRun:
     """The `number`-th run of a language model that is computed layer by layer, with any microbatches to a gather."""
     run, one_of = draw_family(number), _chooser(number + 2000)
-    if run.optimizer["type"].startswith("sophia"):  # the estimate of curvature needs the whole model
-        run.optimizer["type"] = "adam"
-        del run.optimizer["update_interval"]
     trainer = {**run.trainer, "determinism": "layerwise"}
     return replace(run, trainer=trainer, mesh={**run.mesh, "microbatches_per_gather": one_of(None, 1, 2)})
 

@@ -15,6 +15,7 @@ from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function
 from lm_trainer.run.program import build_program
+from lm_trainer.step.hutchinson_functions import signs_of_row
 from lm_trainer.step.part_functions import dtypes_read
 from lm_trainer.step.state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
@@ -97,7 +98,9 @@ def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) 
     assert_close(gradient(config_of(model)), gradient(config_of(model, determinism="elastic")))
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 11, 12)])
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 8, 11, 12)]
+)
 def test_bits_are_equal_on_other_meshes(number: int) -> None:
     run = draw_layerwise(number)
     found = difference(run)
@@ -113,6 +116,32 @@ def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices()
     one = means(1)
     assert means(2, microbatches_per_gather=1) == one
     assert one == pytest.approx(means(1, determinism="elastic"), rel=1e-5)
+
+
+def estimate(config: RunConfig) -> dict[str, np.ndarray]:
+    """The optimizer's average of curvature after one step."""
+    program, batch = build_program(config, VOCAB, jax.devices()[:1]), batch_of(config)
+    program.step.compile(batch)
+    arrays = jax.tree_util.tree_leaves_with_path(program.take_step(program.init(), batch)[0].opt_state)
+    by_name = {jax.tree_util.keystr(path): np.asarray(x) for path, x in arrays}
+    return {name: x for name, x in by_name.items() if "curvature" in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sophia-g", "sophia-h"])
+@pytest.mark.parametrize("model", [GPT2, BACKPACK, MIXTRAL], ids=lambda model: model["type"])
+def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, Any]) -> None:
+    """The signs and targets that are drawn are the same: with others nothing would agree."""
+    config = config_of(model, optimizer, train_batch_size=2)
+    found, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, determinism="elastic"))
+    assert max(np.abs(x).max() for x in expected.values()) > 0
+    assert_close(({}, found), ({}, expected))
+
+
+def test_the_signs_of_a_layer_are_those_that_are_drawn_for_all() -> None:
+    key, shape = jax.random.key(7), (5, 3, 7)
+    rows = [signs_of_row(key, shape, jnp.int32(row), jnp.bfloat16) for row in range(5)]
+    np.testing.assert_array_equal(np.stack(rows), np.asarray(jax.random.rademacher(key, shape, jnp.bfloat16)))
 
 
 def test_adapters_alone_have_gradients() -> None:
@@ -162,7 +191,6 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
     ("optimizer", "trainer", "said"),
     [
         ("adam", {"context_axis_size": 2}, "layerwise cannot be used with context_axis_size"),
-        ("sophia-h", {}, "layerwise cannot be used with an optimizer that estimates curvature"),
     ],
 )
 def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], said: str) -> None:
