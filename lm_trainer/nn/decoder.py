@@ -20,6 +20,7 @@ from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.moe import RouterStats
 from lm_trainer.nn.norm import make_norm
 from lm_trainer.nn.pipeline import run_stages
+from lm_trainer.nn.read import read
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import build_blocks, run_blocks
@@ -43,12 +44,12 @@ class Embedding(nnx.Module):
         if self.spec.scale is not None:
             x_BSD = x_BSD * self.spec.scale
         if self.positions is not None:
-            x_BSD = x_BSD + jnp.take(self.positions[...], positions_BS, axis=0, mode="fill")
+            x_BSD = x_BSD + jnp.take(read(self.positions), positions_BS, axis=0, mode="fill")
         return self.norm(x_BSD)
 
     def lookup(self, tokens_BS: jax.Array) -> jax.Array:
         """The rows of the token table alone; NaN for a token past its end."""
-        return jnp.take(self.tokens[...], tokens_BS, axis=0, mode="fill")
+        return jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
 
 
 class PartKeys(NamedTuple):
@@ -154,7 +155,7 @@ class Decoder(nnx.Module):
 
     def head_weight(self) -> jax.Array:
         """The matrix of the head, [V, D] in the parameter dtype: logits are the head's softcap of h w^T."""
-        return self.embed.tokens[...] if self.head is None else self.head[...]
+        return read(self.embed.tokens if self.head is None else self.head)
 
     def logits(self, h_BSD: jax.Array) -> jax.Array:
         """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""

@@ -15,6 +15,7 @@ from flax import nnx
 
 from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import Activation
 
 MatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
@@ -66,13 +67,13 @@ class Linear(nnx.Module):
         """
         lead = x.shape[: x.ndim - len(self.in_shape)]
         # Products of two matrices: XLA:CPU runs the gradients of batched forms far slower.
-        w_IO = self.weight[...].astype(x.dtype).reshape(math.prod(self.in_shape), -1)
+        w_IO = read(self.weight, x.dtype).reshape(math.prod(self.in_shape), -1)
         x_MI = x.reshape(-1, w_IO.shape[0])
         y_MO = self.matmul(x_MI, w_IO)
         if self.lora is not None:
             y_MO = y_MO + self.lora(x_MI, key)
         y = y_MO.reshape(*lead, *self.out_shape)
-        return y if self.bias is None else y + with_rank_of(self.bias[...].astype(x.dtype), y)
+        return y if self.bias is None else y + with_rank_of(read(self.bias, x.dtype), y)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -21,6 +21,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.init import LOGICAL_AXES
 from lm_trainer.nn.linear import Linear, dropout
+from lm_trainer.nn.read import read
 
 ModuleNames = Mapping[str, Sequence[str]]
 """From a parameter to the modules of other names that hold it, one for each layer."""
@@ -119,8 +120,8 @@ class Lora(nnx.Module):
         """Returns scale * (x A) B, [M, O] in the dtype of `x_MI`; `key` is that of the block."""
         # A block hands one key to all its adapters.
         own = None if key is None else jax.random.fold_in(key, self.place)
-        a_IR = self.a[...].astype(x_MI.dtype).reshape(-1, self.rank)
-        b_RO = self.b[...].astype(x_MI.dtype).reshape(self.rank, -1)
+        a_IR = read(self.a, x_MI.dtype).reshape(-1, self.rank)
+        b_RO = read(self.b, x_MI.dtype).reshape(self.rank, -1)
         # First x A, which is thin: A B would be as large as the weight itself.
         return self.scale * jnp.matmul(jnp.matmul(dropout(x_MI, self.dropout, own), a_IR), b_RO)
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import ACTIVATIONS
+from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
 
@@ -59,7 +60,7 @@ class Moe(nnx.Module):
         spec = self.spec
         x_MD = x_BSD.reshape(-1, x_BSD.shape[-1])
         # Columns of the router are stored with their experts, but the choice is among all experts.
-        router_DE = all_gather(self.router[...], "expert", 1)
+        router_DE = all_gather(read(self.router), "expert", 1)
         # In float32: rounding would change which experts are chosen (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
@@ -91,12 +92,12 @@ class Moe(nnx.Module):
         weights_ME = jnp.sum(jnp.where(chosen_MKE, weights_MK[..., None], 0.0), axis=1).astype(dtype)
 
         def product(w: nnx.Param) -> jax.Array:
-            w_DEF = w[...].astype(dtype).transpose(1, 0, 2)
+            w_DEF = read(w, dtype).transpose(1, 0, 2)
             return jnp.matmul(x_MD, w_DEF.reshape(x_MD.shape[1], -1)).reshape(-1, *w_DEF.shape[1:])
 
         # Weighted before the last product, which is linear: it then sums over experts and their widths at once.
         h_MEF = ACTIVATIONS[self.spec.activation](product(self.gate)) * product(self.up) * weights_ME[..., None]
-        down_YD = self.down[...].astype(dtype).reshape(-1, x_MD.shape[1])
+        down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
     def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
@@ -118,10 +119,10 @@ class Moe(nnx.Module):
         # `ragged_dot` does not promise anything for rows past the last group: they are zeroed before and after it.
         mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
         x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
-        gate_AF = jax.lax.ragged_dot(x_AD, self.gate[...].astype(dtype), counts_E)
-        up_AF = jax.lax.ragged_dot(x_AD, self.up[...].astype(dtype), counts_E)
+        gate_AF = jax.lax.ragged_dot(x_AD, read(self.gate, dtype), counts_E)
+        up_AF = jax.lax.ragged_dot(x_AD, read(self.up, dtype), counts_E)
         h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
-        y_AD = jax.lax.ragged_dot(h_AF, self.down[...].astype(dtype), counts_E)
+        y_AD = jax.lax.ragged_dot(h_AF, read(self.down, dtype), counts_E)
         y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 

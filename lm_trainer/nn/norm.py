@@ -13,6 +13,7 @@ from flax import nnx
 
 from lm_trainer.core.broadcast import with_rank_of
 from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import NormSpec
 
 _KINDS = {"layer": "LayerNorm", "rms": "RMSNorm"}
@@ -39,11 +40,11 @@ class Norm(nnx.Module):
         # Of centred values the mean square is the variance, so both kinds share this line.
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.spec.eps)
         if self.scale is not None:
-            scale = with_rank_of(self.scale[...].astype(jnp.float32), y)
+            scale = with_rank_of(read(self.scale, jnp.float32), y)
             # The sum is formed in float32: just above 1, bfloat16 has steps of 1/128.
             y = y * (1.0 + scale if self.spec.unit_offset else scale)
         if self.bias is not None:
-            y = y + with_rank_of(self.bias[...].astype(jnp.float32), y)
+            y = y + with_rank_of(read(self.bias, jnp.float32), y)
         return y.astype(x.dtype)
 
 

@@ -20,6 +20,7 @@ from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
+from lm_trainer.nn.read import gathers, keeps_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 
 _POLICIES = {
@@ -149,9 +150,13 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
 
 
 def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
-    if remat == "none":
+    if remat == "none" and not gathers():
         return _apply
+    # A function of its own where parameters are gathered: JAX would take a trace of `_apply` that gathers none.
+    apply = functools.partial(_apply) if gathers() else _apply
     match remat:
+        case "none":
+            policy = keeps_all_but_gathered
         case OffloadPolicy():
             policy = jax.checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=list(remat.device),
@@ -164,7 +169,7 @@ def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
         case _:
             policy = _POLICIES[remat]
     # Inside a loop the compiler cannot merge the recomputation with the original, so it needs no barrier.
-    return jax.checkpoint(_apply, policy=policy, prevent_cse=not in_loop)
+    return jax.checkpoint(apply, policy=policy, prevent_cse=not in_loop)
 
 
 def unstack(tree: Any, count: int) -> list[Any]:

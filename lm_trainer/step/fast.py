@@ -23,6 +23,7 @@ from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
 from lm_trainer.step.executable import Executable
+from lm_trainer.step.gather_where_read import GatherWhereRead
 from lm_trainer.step.gradient import LossFn, MicrobatchFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.groups import DeviceGroups, pad_rows
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -65,6 +66,7 @@ class FastStep:
             plan.per_shard(sharding.mesh)
         self._key_data = jax.random.key_data(key)
         trainable = sharding.trained.params
+        self._gather = GatherWhereRead(model, sharding)
         self._everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         function = loss_and_gradient(model, loss, trainable)
         self._gradient: MicrobatchFn = shard_over_group(function, sharding.mesh, sharding.params, trainable)
@@ -203,17 +205,15 @@ class FastStep:
         self, function: MicrobatchFn, params: Params, batch: Batch, step: jax.Array, stream: int = 0
     ) -> Sums:
         """The sums of `function` over the batch; `stream` tells apart the random numbers of different functions."""
-        mesh, param_shardings = self._sharding.mesh, self._sharding.params
+        mesh = self._sharding.mesh
         key = jax.random.wrap_key_data(self._key_data)
         key = jax.random.fold_in(jax.random.fold_in(key, stream) if stream else key, step)
-        whole = {
-            name: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, param_shardings[name].compute))
-            for name, x in params.items()
-        }
+        # All rows at once: it only matters which parameters are read.
+        given = self._gather.whole_where_unread(function, params, batch, key)
 
         def one(rows: Batch, index: jax.Array | int) -> Sums:
-            with batch_in_parts(self._shards):
-                scalars, tree = function(whole, rows, jax.random.fold_in(key, index))
+            with batch_in_parts(self._shards), self._gather.reading():
+                scalars, tree = function(given, rows, jax.random.fold_in(key, index))
             storage = self._sharding.storage
             # As they are stored, so that XLA may reduce-scatter gradients and no device needs to hold them whole.
             return Sums(scalars, {n: jax.lax.with_sharding_constraint(g, storage[n]) for n, g in tree.items()})

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.nn.norm import norms_of
+from lm_trainer.nn.read import PARAM_NAME
 from lm_trainer.optim import Param
 
 Params = dict[str, jax.Array]
@@ -52,6 +53,9 @@ class ModelDef:
             UserError: when no parameter is trained, or one has logical axes that do not fit its shape.
         """
         module = nnx.eval_shape(build)
+        for path, variable in nnx.iter_graph(module):
+            if isinstance(variable, nnx.Param):
+                variable.set_metadata(**{PARAM_NAME: ".".join(map(str, path))})
         graphdef, state = nnx.split(module, nnx.Param)
         axes = {}
         for path, variable in nnx.to_flat_state(state):
