@@ -74,7 +74,7 @@ class GatherWhereRead:
         return _gathered(values, dtype, *(self._sharding(spec, values.ndim) for spec in (param.storage, param.compute)))
 
     def _sharding(self, spec: PartitionSpec, count: int) -> NamedSharding:
-        """That of the last `count` dimensions: one layer's slice lacks the first one of a stack."""
+        """Sharding of the last `count` dimensions: one layer's slice lacks the first one of a stack."""
         entries = [spec_axes(entry) for entry in spec[len(spec) - count :]]
         inside = jax.sharding.get_abstract_mesh()
         if not inside.manual_axes:
