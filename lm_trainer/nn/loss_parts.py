@@ -21,6 +21,7 @@ from lm_trainer.nn.attention_dispatch import goes_round
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
+from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.nn.stack import run_layer
 
@@ -69,22 +70,30 @@ def token_loss_parts(
 ) -> LossParts:
     """`lm_trainer.nn.loss.token_loss` in parts, for decoders of `spec`; the other arguments as there."""
 
+    def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
+        """True where attention goes round a ring, and the way to its layout, in which the stream then is."""
+        ring = goes_round(spec.blocks, dtype, batch.tokens.shape[1])
+        return ring, (lambda x: to_zigzag(jnp.asarray(x))) if ring else jnp.asarray
+
     def enter(model: Decoder, batch: Batch, key: jax.Array | None) -> Stream:
         key = model.part_keys(key).enter
-        x_BSD = model.enter(jnp.asarray(batch.tokens), jnp.asarray(batch.positions), dtype=dtype, key=key)
+        _, laid = layout(batch)
+        x_BSD = model.enter(laid(batch.tokens), laid(batch.positions), dtype=dtype, key=key)
         return Stream(x_BSD, zero_router_stats() if spec.num_routers else None)
 
     def layer(
         model: Decoder, place: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
     ) -> Stream:
-        ring = goes_round(spec.blocks, dtype, batch.tokens.shape[1])
-        context = make_context(spec.blocks, jnp.asarray(batch.positions), jnp.asarray(batch.segments), ring=ring)
+        ring, laid = layout(batch)
+        context = make_context(spec.blocks, laid(batch.positions), laid(batch.segments), ring=ring)
         block: Any = model.blocks[str(place)]
         return Stream(*run_layer(block, *stream, context, layer, key=model.part_keys(key).blocks))
 
     def leave(
         model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        if layout(batch)[0]:
+            stream = stream._replace(x_BSD=from_zigzag(stream.x_BSD))
         h_BSD = hidden_after_layers(model, stream, batch, key)
         return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
 

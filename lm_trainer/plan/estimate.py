@@ -7,6 +7,7 @@ that grows with the microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from lm_trainer.parallel.mesh import batch_shards, build_abstract_mesh
+from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES, batch_shards, build_abstract_mesh
 from lm_trainer.parallel.ordered_sum import most_held
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
@@ -116,7 +117,8 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
         * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
         "activations between layers": together
         * (len(spec.blocks) + 1)
-        * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(reads.stream)),
+        * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(reads.stream))
+        // math.prod(sharding.mesh.shape[axis] for axis in MODEL_PARALLEL_AXES),
     }
     for name, part, at_once in ((LEAVE, reads.leave, 1), (LAYER, reads.places[0], LAYERS_AT_ONCE)):
         gathered = _gathered(given, part, layered=name == LAYER)

@@ -276,9 +276,11 @@ def _in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
             "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
             "or loss of your own; use elastic"
         )
-    if axes := model_parallel_axes(mesh.shape):
+    if "pipeline" in model_parallel_axes(mesh.shape):
         raise UserError(
-            f"trainer.determinism: layerwise cannot be used with {axes[0]}_axis_size yet; set it to 1, or use elastic"
+            "trainer.determinism: layerwise takes one layer after another through all devices, each of which keeps a "
+            "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
+            "use elastic"
         )
     return loss.parts(built.spec)
 

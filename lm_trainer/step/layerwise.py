@@ -23,12 +23,11 @@ from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.ordered_sum import TreeSum
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import Sums
-from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
+from lm_trainer.step.groups import DeviceGroups, PlacedBatch
 from lm_trainer.step.layerwise_model import Functions, LayerwiseForward, Parts, PerMicrobatch, Queue, Turn, turns
 from lm_trainer.step.layerwise_phases import layerwise_phases
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
-from lm_trainer.step.part import Part
 from lm_trainer.step.part_functions import SCALAR
 from lm_trainer.step.per_group import PerGroupExecutable
 from lm_trainer.step.phases import Phase
@@ -54,14 +53,11 @@ class _Programs:
         functions, stream = parts.functions, parts.stream(batch)
         self.forward = LayerwiseForward(parts, batch)
 
-        def results(part: Part, group: ModelParallelGroup) -> Any:
-            return group.sharding(), part.sums_on(group)
-
         self.leave = parts.compile(
             functions.leave_gradient,
             parts.leave,
             (stream, batch, SCALAR, SCALAR),
-            results=partial(results, parts.leave),
+            ("stream", "sums"),
             donated=(1,),
         )
         # What entered the layer is not needed again: its derivative takes its memory.
@@ -70,16 +66,14 @@ class _Programs:
                 functions.layer_gradient(place),
                 part,
                 (stream, batch, SCALAR, stream, SCALAR, SCALAR),
-                results=partial(results, part),
+                ("stream", "sums"),
                 donated=(1,),
             )
             for place, part in enumerate(parts.places)
         ]
         self.enter = None
         if parts.enter.trained:
-            self.enter = parts.compile(
-                functions.enter_gradient, parts.enter, (batch, stream, SCALAR, SCALAR), results=parts.enter.sums_on
-            )
+            self.enter = parts.compile(functions.enter_gradient, parts.enter, (batch, stream, SCALAR, SCALAR), "sums")
 
     def named(self) -> dict[str, PerGroupExecutable]:
         """All of them."""

@@ -17,6 +17,7 @@ from lm_trainer.step.hutchinson_functions import HutchinsonFunctions
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.part import Part
 from lm_trainer.step.part_functions import SCALAR, PartFunctions
+from lm_trainer.step.part_sharing import place_on_group, share_part, stream_on_group
 from lm_trainer.step.per_group import PerGroupExecutable
 
 LAYERS_AT_ONCE = 2
@@ -58,7 +59,9 @@ class Parts:
 
     def stream(self, batch: Batch) -> Any:
         """The shapes of what goes from part to part for a microbatch like `batch`."""
-        return jax.eval_shape(self.functions.enter, self.enter.shapes(), batch, SCALAR, SCALAR)
+        others = (batch, SCALAR, SCALAR)
+        enter = share_part(self.functions.enter, self.enter, self.devices.groups[0].mesh, others, "stream")
+        return jax.eval_shape(enter, self.enter.shapes(), *others)
 
     def of_layer(self, number: int) -> Part:
         """The part of a layer."""
@@ -85,26 +88,28 @@ class Parts:
         return self._numbers[layer]
 
     def compile(
-        self, function: Callable[..., Any], part: Part, others: Sequence[Any], *, results: Any = None, donated: Any = ()
+        self, function: Callable[..., Any], part: Part, others: Sequence[Any], returns: Any, *, donated: Any = ()
     ) -> PerGroupExecutable:
         """An executable on each group.
 
         Args:
             function: `function(params, *others)`.
             part: whose parameters it reads.
-            others: the shapes of its other arguments, which each device of a group has whole.
-            results: as for `PerGroupExecutable`; whole on each device without.
+            others: the shapes of its other arguments, with streams as `stream` gives them.
+            returns: as for `share_part`.
             donated: the arguments that it consumes.
         """
+        groups = self.devices.groups
 
         def on_group(group: ModelParallelGroup) -> tuple[Any, ...]:
-            whole = group.sharding()
-            placed: Any = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)  # noqa: E731
-            return part.on(group), *jax.tree.map(placed, tuple(others))
+            return part.on(group), *place_on_group(others, group.mesh)
 
-        executable = PerGroupExecutable(
-            function, self.devices.groups, results or (lambda group: group.sharding()), donated=donated
-        )
+        def results(group: ModelParallelGroup) -> Any:
+            kinds = {"stream": stream_on_group(group.mesh), "sums": part.sums_on(group), "scalars": group.sharding()}
+            return jax.tree.map(lambda kind: kinds[kind], returns)
+
+        shared = share_part(function, part, groups[0].mesh, others, returns)
+        executable = PerGroupExecutable(shared, groups, results, donated=donated)
         executable.compile_for(on_group)
         return executable
 
@@ -147,10 +152,10 @@ class LayerwiseForward:
 
     def __init__(self, parts: Parts, batch: Batch):
         self.parts, functions, stream = parts, parts.functions, parts.stream(batch)
-        self.enter = parts.compile(functions.enter, parts.enter, (batch, SCALAR, SCALAR))
+        self.enter = parts.compile(functions.enter, parts.enter, (batch, SCALAR, SCALAR), "stream")
         arguments = (stream, batch, SCALAR, SCALAR, SCALAR)
         self.layers = [
-            parts.compile(functions.layer(place), part, arguments) for place, part in enumerate(parts.places)
+            parts.compile(functions.layer(place), part, arguments, "stream") for place, part in enumerate(parts.places)
         ]
 
     def __call__(self, params: Params, turn: Turn, kept: list[PerMicrobatch] | None = None) -> PerMicrobatch:

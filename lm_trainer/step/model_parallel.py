@@ -23,6 +23,10 @@ ROW_AXES = ("pipeline", "expert")
 """The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
 
 
+ROWS_AND_POSITIONS = PartitionSpec(ROW_AXES, "context")
+"""The cut of what a microbatch has for each of its rows and positions."""
+
+
 def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes that cut a microbatch on a mesh of these sizes."""
     return tuple(axis for axis in MODEL_PARALLEL_AXES if sizes[axis] > 1)
@@ -48,9 +52,7 @@ def shard_over_group(
     axes, names = model_parallel_axes(mesh.shape), tuple(names)
     if not axes:
         return function
-    # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
-    manual = {axis for axis in mesh.axis_names if axis in axes or mesh.shape[axis] == 1}
-    specs = {name: _only(param_sharding.compute, manual) for name, param_sharding in param_shardings.items()}
+    manual, specs = manual_axes(mesh), manual_specs(param_shardings, mesh)
 
     def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
         key = jax.random.wrap_key_data(key_data)
@@ -58,10 +60,7 @@ def shard_over_group(
             # Devices have other rows or positions, and must not all drop the same elements.
             key = jax.random.fold_in(key, axis_index(axis))
         scalars, tree = function(params, batch, key)
-        added = {
-            name: all_reduce(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
-            for name, x in tree.items()
-        }
+        added = sum_over_group(tree, param_shardings, mesh)
         return {name: group_sum(x) for name, x in scalars.items()}, added
 
     def whole(params: Any, batch: Batch, key: jax.Array) -> Any:
@@ -69,7 +68,7 @@ def shard_over_group(
         shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         check_rows(rows // shards, mesh.shape)
         check_length(length, mesh.shape)
-        cut: Any = PartitionSpec(ROW_AXES, "context")
+        cut: Any = ROWS_AND_POSITIONS
         mapped = jax.shard_map(
             part,
             mesh=mesh.abstract_mesh,
@@ -81,6 +80,35 @@ def shard_over_group(
         return mapped(params, batch, jax.random.key_data(key))
 
     return whole
+
+
+def manual_axes(mesh: Mesh) -> set[str]:
+    """The axes of a group's mesh over which each device computes its part by itself."""
+    # Axes with one device are manual as well: kernels that XLA cannot cut by itself then need not be.
+    return {axis for axis in mesh.axis_names if axis in MODEL_PARALLEL_AXES or mesh.shape[axis] == 1}
+
+
+def manual_specs(param_shardings: Mapping[str, ParamSharding], mesh: Mesh) -> dict[str, PartitionSpec]:
+    """The parts of parameters that a device of a group is given."""
+    manual = manual_axes(mesh)
+    return {name: _only(each.compute, manual) for name, each in param_shardings.items()}
+
+
+def sum_over_group(
+    tree: Mapping[str, jax.Array], param_shardings: Mapping[str, ParamSharding], mesh: Mesh
+) -> dict[str, jax.Array]:
+    """Adds gradients over the devices of a group that have the same part of a parameter, in a fixed order.
+
+    Args:
+        tree: this device's terms, under `shard_map`.
+        param_shardings: of the parameters.
+        mesh: of the group.
+    """
+    axes, specs = model_parallel_axes(mesh.shape), manual_specs(param_shardings, mesh)
+    return {
+        name: all_reduce(x, _missing(specs[name], axes), _free_dim(x, param_shardings[name], mesh, axes))
+        for name, x in tree.items()
+    }
 
 
 def _only(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:

@@ -49,13 +49,13 @@ class Part:
         self.trained = [name for name in dtypes if name in trainable]
         sharding, self._mesh = devices.sharding, devices.sharding.mesh
         self._rest = {name: sharding.params[name] for name in dtypes}
-        self._layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
-        self._trained_layouts = {name: self._layouts[name] for name in self.trained}
+        self.layouts = {n: _of_one(x) for n, x in self._rest.items()} if layered else self._rest
+        self._trained_layouts = {name: self.layouts[name] for name in self.trained}
         self._shapes = {name: shapes[name] for name in dtypes}
-        self._stored = {name: NamedSharding(self._mesh, self._layouts[name].storage) for name in dtypes}
+        self._stored = {name: NamedSharding(self._mesh, self.layouts[name].storage) for name in dtypes}
         everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
         self._at_rest = {name: NamedSharding(self._mesh, self._rest[name].storage) for name in dtypes}
-        computed = {name: NamedSharding(self._mesh, self._layouts[name].compute) for name in dtypes}
+        computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in dtypes}
         self._gather = jax.jit(self._gathered, out_shardings=computed)
         at_rest = {name: self._at_rest[name] for name in self.trained}
         self._zeros = jax.jit(self._no_gradients, out_shardings=at_rest)
@@ -92,7 +92,7 @@ class Part:
 
     def on(self, group: ModelParallelGroup) -> dict[str, jax.ShapeDtypeStruct]:
         """`shapes` with their shardings on a group."""
-        lies = {name: group.sharding(*self._layouts[name].compute) for name in self.dtypes}
+        lies = {name: group.sharding(*self.layouts[name].compute) for name in self.dtypes}
         return {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies[n]) for n, x in self.shapes().items()}
 
     def sums_on(self, group: ModelParallelGroup) -> Any:
@@ -145,7 +145,7 @@ class Part:
 
     def _over_devices(self, stacked: Sums) -> Sums:
         dtypes = {name: self._shapes[name].dtype for name in self.trained}
-        scalars, sums = add_over_groups(stacked, self._layouts, self._mesh, dtypes)
+        scalars, sums = add_over_groups(stacked, self.layouts, self._mesh, dtypes)
         return Sums(scalars, {n: jax.lax.with_sharding_constraint(x, self._stored[n]) for n, x in sums.items()})
 
     def _into_row(self, grads: Params, stacked: Sums, row: jax.Array) -> Params:

@@ -14,6 +14,7 @@ from jax.extend.core import Var
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.log import refusing
 from lm_trainer.nn.loss_parts import LossParts, Stream
+from lm_trainer.parallel.collectives import axis_index, sharded_axes
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.model_def import ModelDef, Params
 
@@ -117,10 +118,14 @@ class PartFunctions:
         return {name: x for name, x in params.items() if name in self.trainable}
 
     def key(self, step: jax.Array, index: jax.Array) -> jax.Array | None:
-        """The key of a microbatch."""
+        """The key of a microbatch, and of this device where several share it."""
         if self.key_data is None:
             return None
-        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index)
+        for axis in sharded_axes():
+            # Devices have other rows or positions, and must not all drop the same elements.
+            key = jax.random.fold_in(key, axis_index(axis))
+        return key
 
 
 def _lead(sums: Sums) -> Sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -107,6 +108,45 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
     assert found is None, f"{run}: {found}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [
+        (GPT2, {"context": 2}),
+        (MIXTRAL, {"expert": 2}),
+        (MIXTRAL, {"expert": 2, "context": 2}),
+        ({**LLAMA, "attn_backend": "ring"}, {"context": 4}),
+        (BACKPACK, {"context": 2, "model": 2}),
+    ],
+    ids=lambda given: given.get("type", "-".join(given)),
+)
+def test_devices_share_the_rows_of_a_microbatch(model: dict[str, Any], axes: dict[str, int]) -> None:
+    """With the dropout of each device, statistics of routers, and keys of the whole row."""
+    devices = math.prod(axes.values())
+    trainer: dict[str, Any] = {f"{axis}_axis_size": size for axis, size in axes.items()} | {"per_device_parallelism": 2}
+    config = config_of(model, **trainer)
+    found = gradient(config, devices)
+    assert_close(found, gradient(config_of(model, **trainer, determinism="elastic"), devices))
+    scalars, grads = gradient(config, 2 * devices)
+    assert scalars == found[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, found[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [({**GPT2, "num_layers": 1}, ["context"]), pytest.param(MIXTRAL, ["expert", "context"], marks=pytest.mark.slow)],
+    ids=["gpt2", "mixtral"],
+)
+def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes: list[str]) -> None:
+    def means(**trainer: Any) -> dict[str, float]:
+        sizes: dict[str, Any] = {f"{axis}_axis_size": 2 for axis in axes}
+        config = config_of(model, per_device_parallelism=2, **sizes, **trainer)
+        program = build_program(config, VOCAB, jax.devices()[: 2 ** len(axes)])
+        return program.evaluate(program.init().params, [batch_of(config)])
+
+    assert means() == pytest.approx(means(determinism="elastic"), rel=1e-5)
+
+
 def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices() -> None:
     def means(devices: int, **trainer: Any) -> dict[str, float]:
         config = config_of(LLAMA, **trainer)
@@ -190,12 +230,12 @@ def test_a_parameter_that_is_only_cast_is_gathered_in_the_narrower_dtype() -> No
 @pytest.mark.parametrize(
     ("optimizer", "trainer", "said"),
     [
-        ("adam", {"context_axis_size": 2}, "layerwise cannot be used with context_axis_size"),
+        ("adam", {"pipeline_axis_size": 2, "per_device_parallelism": 2}, "pipeline_axis_size would save no memory"),
     ],
 )
 def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        build_program(config_of(LLAMA, optimizer, **trainer), VOCAB, jax.devices()[:2])
+        build_program(config_of(GPT2, optimizer, **trainer), VOCAB, jax.devices()[:2])
 
 
 def test_microbatches_per_gather_is_for_layerwise_steps() -> None:
