@@ -39,8 +39,8 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 def _block_size(chunk: int, size: int | None) -> int:
     """Positions of a block: `size`, or the largest up to 512 that divides a chunk."""
     if size is not None:
-        return min(size, chunk)
-    return next((b for b in range(min(chunk, _LARGEST_BLOCK), 0, -1) if chunk % b == 0), 0)
+        return max(1, min(size, chunk))
+    return next((b for b in range(min(chunk, _LARGEST_BLOCK), 0, -1) if chunk % b == 0), 1)
 
 
 class RingLayout(NamedTuple):

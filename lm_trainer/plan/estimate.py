@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES, batch_shards, build_abstract_mesh
 from lm_trainer.parallel.ordered_sum import most_held
 from lm_trainer.plan.devices import DeviceGroup
@@ -167,8 +168,9 @@ def estimate_temporary(config: RunConfig, vocab_size: int, itemsize: int, tokens
     # For each token of a block: eight arrays as wide as the model (residuals, norms, what goes into and comes out of
     # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
     inside = 8 * spec.hidden_dim + 3 * spec.blocks[0].mlp.hidden_dim + 4 * attention.num_heads * attention.head_dim
-    # Scores before and after the softmax, of the one block that is computed.
-    scores = 2 * attention.num_heads * model.seq_len
+    # Scores before and after the softmax, of the one layer that is computed; a ring has those of one block of keys.
+    ring = attention.scores.backend == "ring"
+    scores = 2 * attention.num_heads * (RingLayout.of(attention, model.seq_len, 1).size if ring else model.seq_len)
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * 4 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
     block = tokens * itemsize * (inside + scores)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
@@ -15,7 +17,7 @@ from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_largest
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.profile.devices import device_platform
-from lm_trainer.profile.flops import flops_per_token, parameter_count
+from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
@@ -33,6 +35,20 @@ class Assumptions:
     """Bytes that a run may use on each device; None: as the datasheet says."""
     vocab_size: int | None = None
     """Rows of the token embedding; None: as `find_vocabulary` says."""
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """Attention in a ring of devices that share the positions of rows."""
+
+    devices: int
+    share: float
+    """The part of all pairs of a query and a key whose scores are computed; the FLOPs of the plan count all."""
+    computed_flops_per_token: int
+    """FLOPs of a training step for each token, with these pairs alone."""
+    buffers: int
+    """Bytes of the keys and values of one layer on a device: those in use, those that arrive, and in the backward pass
+    three times their gradients in float32. They are part of the temporary memory."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,8 @@ class RunPlan:
     """The reason why the vocabulary is a guess; None where it is known."""
     kernel: str | None
     """The fused attention kernel of these devices, which keeps no scores, though the plan counts them; None: XLA's."""
+    ring: RingPlan | None
+    """None where attention is no ring."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
@@ -97,8 +115,8 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
     given = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
     platform = device_platform(group.kind)
-    kernel = _kernel(config, vocab_size, platform)
-    config = _as_planned_here(config, platform, kernel)
+    backend = _backend(config, vocab_size, platform)
+    config = _as_planned_here(config, platform, backend)
     memory = StepMemory(config, vocab_size, devices, platform)
     plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)
     compiled = memory.compile()
@@ -128,27 +146,35 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
-        kernel=kernel,
+        kernel=None if backend in ("xla", "ring") else backend,
+        ring=_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
     )
 
 
-def _as_planned_here(config: RunConfig, platform: str, kernel: str | None) -> RunConfig:
+def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfig:
     """The configuration that XLA plans on the devices of this machine as `platform` would hold it."""
-    model, changes = config.model, {}
-    if kernel is not None:
-        # The devices in whose place XLA plans may not have it.
-        changes["attn_backend"] = "auto"
+    # The devices in whose place XLA plans may not have a kernel, nor choose as others do.
+    model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
     if platform != "cpu" and model.remat != "none" and not model.scan:
         # For a CPU XLA merges the recomputation of unrolled layers with the original, and so saves no memory.
         changes["scan_layers"] = True
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
-def _kernel(config: RunConfig, vocab_size: int, platform: str) -> str | None:
-    """The fused kernel of the first layer on a platform; layers differ in windows alone, which no kernel minds."""
+def _backend(config: RunConfig, vocab_size: int, platform: str) -> str:
+    """The backend of the first layer on a platform; layers differ in windows alone, which no backend minds."""
     length = config.model.seq_len
     site = AttentionMetadata(
         platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length
     )
-    chosen = choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
-    return None if chosen == "xla" else chosen
+    return choose_backend(config.model.spec(vocab_size).blocks[0].attention, site).backend
+
+
+def _ring(config: RunConfig, vocab_size: int, rows: int, flops: int) -> RingPlan:
+    length, devices, dtype = config.model.seq_len, config.trainer.context_axis_size, config.trainer.mp.compute_dtype
+    spec = config.model.spec(vocab_size)
+    share, count = ring_share(spec, length, devices), flops_per_token(spec, length)
+    hidden = round((1 - share) * (count.attention_product + count.attention_softmax))
+    keys = rows * length // devices * max(b.attention.kv_heads * b.attention.head_dim for b in spec.blocks)
+    # Three times, for the gradients of queries and keys, or of probabilities and values.
+    return RingPlan(devices, share, flops - 3 * hidden, 2 * keys * (2 * jnp.dtype(dtype).itemsize + 3 * 4))

@@ -42,6 +42,12 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "peak, per device", f"{_size(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
     yield "largest microbatch", _largest(plan)
     yield "FLOPs", f"{work.flops_per_token:.3g} per token, {work.flops_per_step:.3g} per step, {work.flops:.3g} in all"
+    if (ring := plan.ring) is not None:
+        yield (
+            "attention",
+            f"ring of {ring.devices}: {ring.share:.1%} of all pairs computed, which leaves "
+            f"{ring.computed_flops_per_token:.3g} FLOPs per token; {_size(ring.buffers)} of keys and values",
+        )
     yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {_count(work.steps, 'step')}"
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"

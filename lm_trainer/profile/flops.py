@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
@@ -87,6 +88,24 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         head=2 * spec.hidden_dim * spec.vocab_size,
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
     )
+
+
+def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
+    """The part of all pairs of a query and a key whose scores a ring of devices computes, a mean over heads and layers.
+
+    About half with a causal mask, which hides whole blocks; less with windows. `flops_per_token` counts all pairs.
+
+    Args:
+        spec: of a model whose attention a ring can compute.
+        seq_len: positions of a row.
+        devices: that share them.
+    """
+    computed, heads = 0, sum(block.attention.num_heads for block in spec.blocks)
+    for block in spec.blocks:
+        layout = RingLayout.of(block.attention, seq_len // devices, devices)
+        blocks = sum(layout.computed_blocks(device) for device in range(devices))
+        computed += block.attention.num_heads * blocks * layout.size**2
+    return computed / (heads * seq_len**2)
 
 
 def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: bool = False) -> int:

@@ -118,7 +118,7 @@ def test_auto_gathers_keys_while_arrays_of_pairs_are_small(platform: str, site: 
 def test_a_ring_needs_rows_that_can_be_cut(site: Any, size: int | None, reason: str):
     with pytest.raises(UserError, match=f"attn_backend: ring cannot be used: {reason}.*; write xla"):
         choose(scored(backend="ring", block_size=size), "cpu", **site)
-    assert choose(scored(backend="ring"), "cpu", cached=True, queries=1, keys=9).backend == "xla"
+    assert choose(scored(backend="ring", block_size=size), "cpu", cached=True, queries=1, keys=9).backend == "xla"
     assert choose(scored(backend="ring"), "cpu", queries=8, keys=32) == BackendChoice("ring", "asked for")
 
 

@@ -181,6 +181,28 @@ def test_the_table_says_what_is_as_good_as_it_gets():
     assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
 
 
+@pytest.mark.slow
+def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
+    length, devices = 2**17, 8
+    model = {**LLAMA, "seq_len": length, "attn_backend": "ring", "cross_entropy_block_size": 1024}
+    trainer = {"train_batch_size": 1, "elastic_shards": 1, "context_axis_size": devices}
+    config, group = config_of({"model": model, "trainer": trainer}), DeviceGroup(devices, "NVIDIA H100 80GB HBM3")
+    plan = plan_run(config, group, jax.devices(), Assumptions(vocab_size=VOCAB))
+    (microbatch,) = (phase for phase in plan.memory.phases if phase.name == "microbatch")
+    assert plan.kernel is None
+    assert plan.ring is not None
+    # Keys and values of 2 x 16,384 x 32 numbers: here and arriving, and three times their gradients.
+    assert plan.ring.buffers == 2 * 16384 * 32 * 4 * (2 + 3) < microbatch.parts["temporary"]
+    assert microbatch.parts["temporary"] < 4 * length // devices * length / 16
+    # Each of 256 blocks of queries has itself and those before it.
+    assert plan.ring.share == pytest.approx(257 / 512)
+    hidden = (1 - plan.ring.share) * (4 * 64 + 3 * 2) * length
+    assert plan.ring.computed_flops_per_token == pytest.approx(plan.work.flops_per_token - 3 * hidden)
+    text = "\n".join(lines(plan))
+    assert re.search(r"attention +ring of 8: 50.2% of all pairs computed", text)
+    assert "keeps no scores" not in text
+
+
 def test_the_table_says_what_is_not_known():
     config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
     text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
