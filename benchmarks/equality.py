@@ -24,6 +24,13 @@ from pathlib import Path
 from typing import Any
 
 DEVICES = 8
+KINDS = {
+    "shapes": "parameters of random shapes",
+    "families": "language models",
+    "layerwise": "language models that are computed layer by layer",
+    "uneven": "language models on 3, 5, 6 and 7 devices, every second one layer by layer",
+}
+"""Of runs drawn at random."""
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 50
 
@@ -104,10 +111,14 @@ def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known:
     """Compares the runs of one kind that are not known yet."""
     from tests.step import random_runs
 
-    draws = {"shapes": random_runs.draw_shapes, "families": random_runs.draw_family}
-    draw = {**draws, "layerwise": random_runs.draw_layerwise}[kind]
+    draws = {
+        "shapes": random_runs.draw_shapes,
+        "families": random_runs.draw_family,
+        "layerwise": random_runs.draw_layerwise,
+        "uneven": random_runs.draw_uneven,
+    }
     for number in range(count):
-        run = draw(number)
+        run = draws[kind](number)
         key = f"{kind}/{number}/{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}"
         if key not in known:
             write(key, {"run": str(run), "difference": random_runs.difference(run)})
@@ -141,7 +152,7 @@ def report(known: dict[str, Any]) -> str:
     ]
     equal = len({(row["losses"], row["weights"]) for row in table}) <= 1
     lines += ["", "All rows are equal." if equal else "**Rows differ.**"]
-    for kind in ("shapes", "families", "layerwise"):
+    for kind in KINDS:
         found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
         parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
         lines += ["", f"## Runs drawn at random: {kind}", ""]
@@ -152,9 +163,8 @@ def report(known: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=int, default=0, help="how many runs of parameters of random shapes")
-    parser.add_argument("--families", type=int, default=0, help="how many runs of random language models")
-    parser.add_argument("--layerwise", type=int, default=0, help="how many of them computed layer by layer")
+    for kind, drawn in KINDS.items():
+        parser.add_argument(f"--{kind}", type=int, default=0, help=f"number of runs of {drawn}")
     parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
     arguments = parser.parse_args()
@@ -178,9 +188,8 @@ def main() -> None:
             if key not in known:
                 hashes = train(config, processes, devices, state)
                 write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
-    random_runs("shapes", arguments.shapes, write, known)
-    random_runs("families", arguments.families, write, known)
-    random_runs("layerwise", arguments.layerwise, write, known)
+    for kind in KINDS:
+        random_runs(kind, getattr(arguments, kind), write, known)
     arguments.out.write_text(report(known))
     parted = [key for key, value in known.items() if value.get("difference")]
     rows = {(value["losses"], value["weights"]) for key, value in known.items() if key.startswith("table/")}

@@ -86,4 +86,4 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
 def _gradients(trainer: TrainerConfig, program: Program) -> int:
     if trainer.determinism == "fast":
         return 1
-    return program.step.plans.at(0).per_shard(program.sharding.mesh)
+    return program.step.plans.at(0).shares(program.sharding.mesh).most

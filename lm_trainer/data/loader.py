@@ -7,7 +7,7 @@ read in one piece. A step never depends on which batches were read before it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import grain
@@ -21,7 +21,7 @@ from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
-HostRows = range | Callable[[int], range]
+HostRows = Sequence[int] | Callable[[int], Sequence[int]]
 """The rows of the global batch that this host holds; where its size changes, from that size."""
 
 # One thread reads while the other waits for a disk. Prefetching more batches makes no step faster.
@@ -35,7 +35,7 @@ class _StepSource:
         self,
         order: TrainOrder | GrowingOrder,
         schedule: BatchSchedule,
-        rows: Callable[[int], range],
+        rows: Callable[[int], Sequence[int]],
         steps: range,
         closed: threading.Event,
     ):
@@ -57,9 +57,8 @@ class _StepSource:
 
     def _positions(self, index: int) -> np.ndarray:
         step = self._steps[index]
-        rows = self._rows(self._schedule.at(step))
-        first = self._schedule.rows_before(step)
-        return np.arange(first + rows.start, first + rows.stop, dtype=np.int64)
+        rows = np.asarray(self._rows(self._schedule.at(step)), np.int64)
+        return self._schedule.rows_before(step) + rows
 
     def __repr__(self) -> str:
         return f"steps {self._steps} of {self._schedule}"

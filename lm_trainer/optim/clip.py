@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat
 from lm_trainer.core.config import Config
 from lm_trainer.optim.history import History
 from lm_trainer.optim.params import Params
-from lm_trainer.parallel.ordered_sum import tree_sum
+from lm_trainer.parallel.tree_sum import tree_sum
 
 
 class ClipUpdateNormConfig(Config):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lm_trainer.parallel.ordered_sum import tree_sum
+from lm_trainer.parallel.tree_sum import tree_sum
 
 _LEAST_DEVIATION = 1e-6
 """The least deviation: that of equal values is 0, and a change of the last digit would be refused."""

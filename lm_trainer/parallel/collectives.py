@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
-from lm_trainer.parallel.ordered_sum import tree_sum
+from lm_trainer.parallel.tree_sum import tree_sum
 
 Tree = TypeVar("Tree")
 

@@ -1,21 +1,16 @@
-"""Sums whose order never depends on the number of devices.
+"""Sums over devices whose order never depends on the number of devices.
 
 Floating-point addition is not associative, so `psum` and a plain reduction over sharded arrays give other bits on
-other meshes. Here every sum is one fixed binary tree of element-wise additions, which no compiler may reorder.
-
-Eight terms on one device, on two and on four add up in the same order:
-
-    1 device     ((a + b) + (c + d)) + ((e + f) + (g + h))
-    2 devices    [(a + b) + (c + d)] + [(e + f) + (g + h)]
-    4 devices    ([a + b] + [c + d]) + ([e + f] + [g + h])          [ ]: the sum of one device's terms
+other meshes. Here every sum is one fixed binary tree of element-wise additions, which no compiler may reorder: see
+`lm_trainer.parallel.tree_sum`.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,72 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
-
-Item = TypeVar("Item")
+from lm_trainer.parallel.tree_sum import Shares, TreeSum, tree_sum
 
 _SMALL = 1 << 14
 """Elements up to which one exchange of whole arrays is quicker than two of slices."""
 
 _FAN_IN = 8
 """Elements that one pass of a sum of squares reduces to one: few passes over memory, and short programs to compile."""
-
-
-class TreeSum(Generic[Item]):
-    """Adds `count` items that arrive one by one, in the order of a fixed tree, holding only log2(count) partial sums.
-
-    With count = odd * 2^k the leaves of the binary tree are runs of `odd` items, added from the left. The tree over
-    any aligned 1/2^j of the items is a subtree of the tree over all, which is what lets devices share the work.
-    """
-
-    def __init__(self, count: int, add: Callable[[Item, Item], Item]):
-        self._run = count // (count & -count)
-        self._count = count
-        self._add = add
-        self._run_sum: list[Item] = []
-        self._pushed = 0
-        # Sums of complete subtrees that wait for their right neighbour, as (height, sum). It is a binary counter: each
-        # height occurs at most once, so that log2(count) of them exist.
-        self._waiting: list[tuple[int, Item]] = []
-
-    def push(self, item: Item) -> None:
-        """Takes the next item; `add` may consume its first argument."""
-        self._pushed += 1
-        # A list, emptied by `pop`, so that nothing here still refers to an array that `add` has consumed.
-        self._run_sum = [self._add(self._run_sum[0], item)] if self._run_sum else [item]
-        if self._pushed % self._run:
-            return
-        height, total = 0, self._run_sum.pop()
-        while self._waiting and self._waiting[-1][0] == height:
-            # What waits came earlier, and so is the left operand.
-            total = self._add(self._waiting.pop()[1], total)
-            height += 1
-        self._waiting.append((height, total))
-
-    def result(self) -> Item:
-        """Returns the sum of all items, once all have been pushed."""
-        if self._pushed != self._count:
-            raise ValueError(f"{self._pushed} of {self._count} items were pushed")
-        return self._waiting[0][1]
-
-
-def most_held(count: int) -> int:
-    """The most items that exist at once while a `TreeSum` adds `count` of them: partial sums and the new item."""
-    subtrees = count & -count
-    return subtrees.bit_length() + (count > subtrees)
-
-
-def tree_sum(x: jax.Array) -> jax.Array:
-    """Sums over axis 0, of any length of at least 1, in the order of `TreeSum`."""
-    count = x.shape[0]
-    run = count // (count & -count)
-    # Additions are written out one by one: inside a `reduce` a compiler chooses the order.
-    x = x.reshape(count // run, run, *x.shape[1:])
-    total = x[:, 0]
-    for i in range(1, run):
-        total = total + x[:, i]
-    while total.shape[0] > 1:
-        total = total[0::2] + total[1::2]
-    return total[0]
 
 
 def sum_over_shards(
@@ -125,6 +61,48 @@ def sum_over_shards(
     out_specs = {name: _summed_spec(param_shardings[name], mesh) for name in stacked}
     # `check_vma` cannot infer that a sum of gathered terms is the same on all devices, and so is off.
     return jax.shard_map(reduce, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(dict(stacked))
+
+
+def sum_parts_over_shards(
+    stacked: Sequence[Mapping[str, jax.Array]],
+    shares: Shares,
+    param_shardings: Mapping[str, ParamSharding],
+    mesh: Mesh,
+    dtypes: Mapping[str, Any] | None = None,
+) -> dict:
+    """As `sum_over_shards` for shards that come to several partial sums each: the sums come back replicated.
+
+    Args:
+        stacked: the first partial sum of each shard, the second and so on; where a shard has no more, anything.
+        shares: of the shards.
+        param_shardings: as for `sum_over_shards`.
+        mesh: the device mesh.
+        dtypes: as for `sum_over_shards`.
+    """
+    dtypes = {name: x.dtype for name, x in stacked[0].items()} if dtypes is None else dtypes
+
+    def reduce(local: Sequence[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        return {name: _sum_parts([part[name][0] for part in local], shares, dtypes[name]) for name in local[0]}
+
+    specs = {name: param_shardings[name].compute for name in stacked[0]}
+    in_specs = {name: PartitionSpec(BATCH_AXES, *spec) for name, spec in specs.items()}
+    return jax.shard_map(reduce, mesh=mesh, in_specs=([in_specs] * len(stacked),), out_specs=specs, check_vma=False)(
+        [dict(part) for part in stacked]
+    )
+
+
+def _sum_parts(parts: Sequence[jax.Array], shares: Shares, dtype: Any) -> jax.Array:
+    shape, size = parts[0].shape, parts[0].size
+    if size < _SMALL:
+        return add_parts(lax.all_gather(jnp.stack(parts), BATCH_AXES).astype(dtype), shares)
+    slices = [jnp.pad(x.reshape(-1), (0, -size % shares.shards)).reshape(shares.shards, -1) for x in parts]
+    received = lax.all_to_all(jnp.stack(slices, axis=1), BATCH_AXES, split_axis=0, concat_axis=0, tiled=True)
+    return lax.all_gather(add_parts(received.astype(dtype), shares), BATCH_AXES, tiled=True)[:size].reshape(shape)
+
+
+def add_parts(parts: jax.Array, shares: Shares) -> jax.Array:
+    """The sum of [shards, partial sums, ...]."""
+    return shares.add([list(of_shard) for of_shard in parts], operator.add)
 
 
 def _scatters(sharding: ParamSharding, mesh: Mesh) -> bool:

@@ -16,8 +16,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.nn.ring_layout import RingLayout
-from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES, batch_shards, build_abstract_mesh
-from lm_trainer.parallel.ordered_sum import most_held
+from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.profile.devices import device_platform
@@ -26,7 +26,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function, trace_model
 from lm_trainer.run.program import build_program, shard_state
 from lm_trainer.step.executable import Executable
-from lm_trainer.step.groups import compute_shardings, turn_size
+from lm_trainer.step.groups import compute_shardings
 from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import programs_and_results
@@ -59,16 +59,17 @@ def estimate_microbatches(
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
     trainer, model = config.trainer.resolve(), trace_model(config, vocab_size)
-    mesh = build_abstract_mesh(trainer.mesh_shape, group.count)
+    mesh = trainer.abstract_mesh(group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
     averaged = config.trainer.model_averaging is not None
-    per_shard, row = plan.count // batch_shards(mesh), random_batch(1, config.model.seq_len, vocab_size)
+    row = random_batch(1, config.model.seq_len, vocab_size)
+    shares = plan.shares(mesh, config.trainer.microbatches_per_gather)
     held = {
         "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
         # All microbatches of a device are sent to it before the first is computed.
-        "batch": per_shard * plan.rows * sum(x.nbytes for x in row),
+        "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in row),
     }
-    given = _Given(config, vocab_size, model, sharding, plan, per_shard, device_platform(group.kind), temporary)
+    given = _Given(config, vocab_size, model, sharding, plan, shares, device_platform(group.kind), temporary)
     phases = _layerwise(given) if config.trainer.determinism == "layerwise" else [_whole(given)]
     return max(
         (PhaseBytes(name, {**held, **parts}) for name, parts in phases),
@@ -85,8 +86,8 @@ class _Given:
     model: ModelDef
     sharding: StateSharding
     plan: MicrobatchPlan
-    per_shard: int
-    """Microbatches of a device."""
+    shares: Shares
+    """Of the devices in the microbatches of a turn."""
     platform: str
     temporary: Temporary
 
@@ -96,7 +97,7 @@ def _whole(given: _Given) -> tuple[str, dict[str, int]]:
     compute = compute_shardings(sharding)
     shardings = sharding.storage if compute is None else compute
     whole = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
-    running, results = programs_and_results(given.per_shard, sharding.mesh, given.platform)
+    running, results = programs_and_results(given.shares, sharding.mesh, given.platform)
     return MICROBATCH, {
         "gathered parameters": 0 if compute is None else bytes_per_device(whole),
         "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
@@ -109,12 +110,12 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
     spec = config.model.spec(given.vocab_size)
     functions = PartFunctions(model, loss_function(config).parts(spec), None, model.trainable)
     reads = find_reads(functions, model.shapes, random_batch(plan.rows, config.model.seq_len, given.vocab_size))
-    together = turn_size(plan, given.per_shard, config.trainer.microbatches_per_gather)
-    running, _ = programs_and_results(together, sharding.mesh, given.platform)
+    together = given.shares.most
+    running, _ = programs_and_results(given.shares, sharding.mesh, given.platform)
     rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
     read = [name for part in (reads.enter, *reads.places, reads.leave) for name in part]
     shared = {
-        "gradients": most_held(given.per_shard // together)
+        "gradients": Shares(plan.count // given.shares.count, 1).most_held
         * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
         "activations between layers": together
         * (len(spec.blocks) + 1)
@@ -132,7 +133,7 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
                 "gathered layers": at_once * bytes_per_device(gathered),
                 # Results of programs may have narrower values than partial sums.
                 "gradients of a layer": running * bytes_per_device(narrow)
-                + (most_held(together) - 1) * bytes_per_device(wide),
+                + (given.shares.most_held - 1) * bytes_per_device(wide),
                 "temporary": running * given.temporary[name],
             },
         )

@@ -51,9 +51,10 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
 
 def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
     try:
-        for plan in trainer.model_copy(update={"per_device_parallelism": rows}).resolve().microbatches.values:
-            plan.per_shard(mesh)
-            check_rows(plan.rows, mesh.shape)
+        plan = trainer.model_copy(update={"per_device_parallelism": rows}).resolve()
+        plan.check_shares(mesh)
+        for each in plan.microbatches.values:
+            check_rows(each.rows, mesh.shape)
     except (ValueError, UserError):
         return False
     return True

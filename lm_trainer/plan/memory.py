@@ -163,7 +163,7 @@ class StepMemory:
         """The memory of a step with these programs, which `compile(rows)` gave."""
         plan = self.largest_step(rows)
         # The rows of all microbatches of a device are sent to it before the first is computed.
-        batch = plan.per_shard(self.program.sharding.mesh) * plan.rows * sum(x.nbytes for x in self._batch)
+        batch = max(map(len, self.program.step.devices.numbers(plan))) * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
         return MemoryPlan(self.state, phase_bytes(self._phases(plan), {**self._fixed, **programs}, held))
 

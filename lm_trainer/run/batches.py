@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +25,7 @@ class TrainData(Protocol):
     """Batches by their number: what `lm_trainer.data.open_data` returns, or anything like it."""
 
     def train(
-        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
+        self, schedule: BatchSchedule, *, rows: Callable[[int], Sequence[int]], first_step: int, num_steps: int
     ) -> Iterator[Batch]:
         """The batches of `num_steps` steps from `first_step`: of each the rows that `rows(batch size)` names."""
         ...
@@ -34,7 +34,7 @@ class TrainData(Protocol):
 class EvalData(Protocol):
     """A held-out set."""
 
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterable[Batch]:
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterable[Batch]:
         """Some rows of every global batch, in order; the end is filled up with rows of weight 0."""
         ...
 

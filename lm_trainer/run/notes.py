@@ -28,6 +28,7 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
             f"trainer.elastic_shards is {trainer.elastic_shards}, the largest power of two that divides every batch: "
             "the run can use at most so many devices along the data axes"
         )
+    yield from _uneven_shares(trainer, mesh)
     yield from _rules_without_effect(trainer)
     if "float16" in (trainer.mp.param, trainer.mp.compute):
         yield "trainer.mp: float16 overflows at 65,504, and no loss is scaled; bfloat16 has the range of float32"
@@ -35,6 +36,27 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             "trainer.mp: weights and the optimizer's state are bfloat16, which loses small updates; p=f32,c=bfloat16 "
             "keeps them in float32 and computes in bfloat16"
+        )
+
+
+def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
+    """Yields what a number of devices costs that is no power of two, or does not divide the batch."""
+    if trainer.determinism == "fast":
+        return
+    shares = max((plan.shares(mesh) for plan in trainer.resolve().microbatches.values), key=lambda each: each.count)
+    places = shares.most * shares.shards
+    if places > shares.count:
+        yield (
+            f"{shares.shards} devices along the data axes share {shares.count} microbatches unevenly: some compute "
+            f"{shares.most}, others {shares.most - 1}, so that {1 - shares.count / places:.0%} of their time is idle"
+        )
+    copies = mesh.shape["replica"] // trainer.replica_ici_axis_size
+    if copies > 1:
+        parts = mesh.shape["data"]
+        lies = f"cut in {parts} parts, with {copies} copies of each" if parts > 1 else "whole on each of them"
+        yield (
+            f"the state is {lies}: it can be cut over a power of two of devices alone, and sums over devices exchange "
+            f"{shares.most_parts} times as much; see docs/how-to/several-devices.md"
         )
 
 

@@ -322,6 +322,4 @@ def check_devices(trainer: TrainerConfig) -> None:
     mesh = trainer.device_mesh
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")
-    # For its errors.
-    for each in plan.microbatches.values:
-        each.per_shard(mesh)
+    plan.check_shares(mesh)

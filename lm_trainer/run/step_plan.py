@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.core.precision import Policy
-from lm_trainer.parallel.mesh import AxisRules, MeshShape, build_mesh
+from lm_trainer.parallel.mesh import AxisRules, MeshShape, build_abstract_mesh, build_mesh
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
 
@@ -26,6 +27,9 @@ class StepPlan:
     """The split of a batch of evaluation: as many microbatches as the largest batch of training has."""
     mesh_shape: MeshShape
     """The mesh axes whose sizes are set; the data axis takes the devices that remain."""
+    state_parts: int | None
+    """The most parts along the data axis in which the bits of norms do not depend on their number, a power of two; None
+    where no bits are promised."""
     param_rules: AxisRules
     """Logical axis to mesh axes for the state in storage."""
     compute_rules: AxisRules
@@ -40,4 +44,24 @@ class StepPlan:
 
     def mesh(self, devices: Sequence[Any]) -> Mesh:
         """Lays the devices out; raises `UserError` as `build_mesh` where they cannot be."""
-        return build_mesh(self.mesh_shape, devices)
+        return build_mesh(self._shape(len(devices)), devices)
+
+    def abstract_mesh(self, count: int) -> AbstractMesh:
+        """The sizes of the mesh of `count` devices; otherwise as `mesh`."""
+        return build_abstract_mesh(self._shape(count), count)
+
+    def check_shares(self, mesh: Mesh | AbstractMesh) -> None:
+        """Raises `UserError` when the devices of a mesh cannot share the microbatches of every batch."""
+        for plan in self.microbatches.values:
+            if self.state_parts is None:
+                plan.per_shard(mesh)
+            else:
+                plan.shares(mesh)
+
+    def _shape(self, count: int) -> MeshShape:
+        """`mesh_shape`, with more replicas where the state cannot be cut over all devices of the data axis."""
+        data, rest = divmod(count, math.prod(self.mesh_shape))
+        if self.state_parts is None or rest:
+            return self.mesh_shape
+        copies = data // math.gcd(data, self.state_parts)
+        return self.mesh_shape._replace(replica=self.mesh_shape.replica * copies)

@@ -302,11 +302,14 @@ class TrainerConfig(Config):
         # Evaluation has as many microbatches as the largest batch, so that every mesh that can train can evaluate.
         largest = max(plans, key=lambda plan: plan.count)
         rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
+        # The squares of a parameter are added up in a grid that no batch's division is finer than: `plan_shardings`.
+        common = math.gcd(*(plan.count for plan in plans))
         return StepPlan(
             batch_schedule=BatchSchedule(sizes),
             microbatches=Piecewise(sizes.starts, plans),
             evaluation=MicrobatchPlan(rows * largest.count, largest.count, rows),
             mesh_shape=self._mesh_shape(),
+            state_parts=None if self.determinism == "fast" else common & -common,
             param_rules=self._param_rules(),
             compute_rules=self._compute_rules(),
             policy=self.mp,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,7 +70,7 @@ class Step(Protocol):
         """Returns true if this step needs no compilation."""
         ...
 
-    def local_rows(self, step: int = 0) -> range:
+    def local_rows(self, step: int = 0) -> Sequence[int]:
         """The rows of the global batch of `step` that this process needs."""
         ...
 

@@ -7,7 +7,7 @@ then the state is updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -78,7 +78,7 @@ class ElasticStep:
         self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding, together), model.shapes
         # For its errors: a mesh that cannot share a batch is refused before anything is compiled.
         for plan in plans.values:
-            plan.per_shard(mesh)
+            plan.shares(mesh)
         trainable = shardings.params
         self._gradient: MicrobatchSum | LayerwiseSum
         self._curvature: MicrobatchSum | LayerwiseSum | None = None
@@ -117,7 +117,7 @@ class ElasticStep:
         """Returns true if this step needs no compilation."""
         return self._gradient.compiled(self.plans.at(step))
 
-    def local_rows(self, step: int = 0) -> range:
+    def local_rows(self, step: int = 0) -> Sequence[int]:
         """The rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -50,7 +50,7 @@ class Evaluator:
         return self._plan.batch_size
 
     @property
-    def local_rows(self) -> range:
+    def local_rows(self) -> Sequence[int]:
         """The rows of a global batch that this process needs."""
         return self._devices.local_rows(self._plan)
 
@@ -71,8 +71,11 @@ class Evaluator:
             for sums in self._sums(ready, self._devices.put(batch, self._plan)):
                 for name, x in sums.items():
                     parts.setdefault(name, []).append(x)
+        # A group of several processes counts in one of them; it is the only group of each.
+        counted = np.float32(self._devices.groups[0].is_lead)
+        found = {name: counted * np.asarray(values) for name, values in sorted(parts.items())}
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
-        sums = {name: math.fsum(gather(np.asarray(values)).ravel().tolist()) for name, values in sorted(parts.items())}
+        sums = {name: math.fsum(gather(values).ravel().tolist()) for name, values in found.items()}
         weight = sums.pop("weight", 0.0)
         return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
 

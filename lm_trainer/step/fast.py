@@ -5,7 +5,7 @@ What the field usually does, and so the measure of what elastic determinism cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -120,7 +120,7 @@ class FastStep:
         """Returns true if this step needs no compilation."""
         return (self.plans.at(step).batch_size, False) in self._programs
 
-    def local_rows(self, step: int = 0) -> range:
+    def local_rows(self, step: int = 0) -> Sequence[int]:
         """The rows of the global batch of `step` that this process needs."""
         return self.devices.local_rows(self.plans.at(step))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.sharded_array import by_device
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import MicrobatchFn
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -23,6 +24,8 @@ from lm_trainer.step.model_def import Params
 from lm_trainer.step.model_parallel import shard_over_group
 from lm_trainer.step.phases import StepProgram
 from lm_trainer.step.state_sharding import StateSharding
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,51 @@ class ModelParallelGroup:
         """A sharding over this group's devices."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
+    @cached_property
+    def local_devices(self) -> list[Any]:
+        """Those of its devices that belong to this process."""
+        return [device for device in self.mesh.devices.flat if device.process_index == jax.process_index()]
+
+    @property
+    def is_lead(self) -> bool:
+        """True in one of the processes whose devices it has."""
+        return self.mesh.devices.flat[0].process_index == jax.process_index()
+
+    def put(self, values: T) -> T:
+        """Arrays of the host, whole on each device of the group; all of its processes have the same ones."""
+        if len(self.local_devices) == self.mesh.size:
+            return jax.device_put(values, self.sharding())
+        # `device_put` would compare the values over all processes of the run.
+        copies = [jax.device_put(values, device) for device in self.local_devices]
+
+        def join(*parts: jax.Array) -> jax.Array:
+            return jax.make_array_from_single_device_arrays(parts[0].shape, self.sharding(), parts)
+
+        return jax.tree.map(join, *copies)
+
 
 def local_groups(mesh: Mesh) -> list[ModelParallelGroup]:
-    """The batch shards whose devices belong to this process, in the order of the batch.
+    """The batch shards that devices of this process belong to, in the order of the batch.
 
     Raises:
-        UserError: when devices of several processes would compute one microbatch.
+        UserError: when a process would have a part of one group and a part of another.
     """
     # The batch axes come first in a mesh, so that each row holds the devices of one batch shard.
     rows = mesh.devices.reshape(batch_shards(mesh), -1)
-    if any(len({device.process_index for device in devices}) > 1 for devices in rows):
+    holders = [{device.process_index for device in devices} for devices in rows]
+    # Two groups that wait for one another in two processes, in another order in each, would wait for ever.
+    shared = [other for one in holders if len(one) > 1 for other in holders if other is not one and one & other]
+    if shared:
         sizes = " x ".join(
             f"{a}_axis_size={mesh.shape[a]}" for a in (*MODEL_PARALLEL_AXES, "model") if mesh.shape[a] > 1
         )
         raise UserError(
-            f"{sizes} needs {rows.shape[1]} devices of one process; make it smaller, or start fewer processes"
+            f"{sizes} is a group of {rows.shape[1]} devices, which processes of {len(mesh.local_devices)} devices "
+            f"cannot hold: make it a divisor or a multiple of that, or start another number of processes"
         )
     groups = []
     for index, devices in enumerate(rows):
-        if devices[0].process_index == jax.process_index():
+        if jax.process_index() in holders[index]:
             grid = devices.reshape((1,) * len(BATCH_AXES) + mesh.devices.shape[len(BATCH_AXES) :])
             groups.append(ModelParallelGroup(index, Mesh(grid, MESH_AXES, axis_types=mesh.axis_types)))
     return groups
@@ -92,49 +121,35 @@ class DeviceGroups:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
         return shard_over_group(function, self.groups[0].mesh, self.sharding.params, names)
 
-    def together(self, plan: MicrobatchPlan) -> int:
-        """The microbatches of a group in one turn: those of a turn are a subtree of the tree over all.
-
-        Raises:
-            UserError: when several processes would need rows that are no neighbours.
-        """
-        per_shard = plan.per_shard(self.sharding.mesh)
-        if self._together is None or self._together >= per_shard:
-            return per_shard
-        if jax.process_count() > 1:
-            raise UserError(
-                f"trainer.microbatches_per_gather={self._together} is less than the {per_shard} microbatches of a "
-                f"device, which works in a single process only; leave it out"
-            )
-        return turn_size(plan, per_shard, self._together)
+    def shares(self, plan: MicrobatchPlan) -> Shares:
+        """The division of the microbatches of a turn among all groups; raises as `MicrobatchPlan.shares`."""
+        return plan.shares(self.sharding.mesh, self._together)
 
     def numbers(self, plan: MicrobatchPlan) -> list[list[int]]:
         """For each local group, the numbers of its microbatches in the global batch, in the order of computation."""
-        per_shard, together = plan.per_shard(self.sharding.mesh), self.together(plan)
-        shards = batch_shards(self.sharding.mesh)
-        return [
-            [(j // together * shards + group.index) * together + j % together for j in range(per_shard)]
-            for group in self.groups
-        ]
+        shares = self.shares(plan)
+        firsts = range(0, plan.count, shares.count)
+        return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
-    def local_rows(self, plan: MicrobatchPlan) -> range:
-        """The rows of the global batch that this process needs."""
-        rows = plan.per_shard(self.sharding.mesh) * plan.rows
-        ends = (self.groups[0].index * rows, (self.groups[-1].index + 1) * rows)
-        return range(*(min(end, plan.batch_size) for end in ends))
+    def local_rows(self, plan: MicrobatchPlan) -> list[int]:
+        """The rows of the global batch that this process needs, in order."""
+        rows = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
+        return [row for row in rows if row < plan.batch_size]
+
+    def _local(self, plan: MicrobatchPlan) -> list[int]:
+        """The numbers of the microbatches of all local groups, in order."""
+        return sorted(number for numbers in self.numbers(plan) for number in numbers)
 
     def put(self, batch: Batch, plan: MicrobatchPlan) -> PlacedBatch:
         """Cuts this process's rows and sends them to their devices."""
-        per_shard = plan.per_shard(self.sharding.mesh)
-        batch = pad_rows(batch, per_shard * plan.rows * len(self.groups))
+        starts = {number: place * plan.rows for place, number in enumerate(self._local(plan))}
+        batch = pad_rows(batch, len(starts) * plan.rows)
         placed, indices = [], []
-        first = self.groups[0].index * per_shard
         for group, numbers in zip(self.groups, self.numbers(plan), strict=True):
-            starts = [(number - first) * plan.rows for number in numbers]
-            cuts = [Batch(*(x[start : start + plan.rows] for x in batch)) for start in starts]
+            cuts = [Batch(*(x[starts[number] : starts[number] + plan.rows] for x in batch)) for number in numbers]
             # All at once: later microbatches are on their way while the first is computed.
             # One transfer for both; a scalar given to a program from the host would be another for each microbatch.
-            rows, at = jax.device_put((cuts, [np.int32(number) for number in numbers]), group.sharding())
+            rows, at = group.put((cuts, [np.int32(number) for number in numbers]))
             placed.append(rows)
             indices.append(at)
         return PlacedBatch(plan, placed, indices)
@@ -151,17 +166,6 @@ class DeviceGroups:
         storage = self.sharding.storage
         placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
         return StepProgram("gather", partial(Executable.make, self._gather, placed))
-
-
-def turn_size(plan: MicrobatchPlan, per_shard: int, most: int | None) -> int:
-    """The microbatches of a group in one turn: all `per_shard`, or a subtree of about `most`."""
-    if most is None or most >= per_shard:
-        return per_shard
-    # The leaves of the tree are runs of `odd` microbatches, of which pairs are added: see `TreeSum`.
-    together = plan.count // (plan.count & -plan.count)
-    while together * 2 <= most:
-        together *= 2
-    return together
 
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
@@ -208,7 +212,7 @@ def _on_group(array: jax.Array, shards: Mapping[Any, jax.Array], group: ModelPar
     if group.mesh.size == 1:
         return shards[group.mesh.devices.flat[0]]
     spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
-    parts = [shards[device] for device in group.mesh.devices.flat]
+    parts = [shards[device] for device in group.local_devices]
     return jax.make_array_from_single_device_arrays(array.shape, group.sharding(*spec), parts)
 
 

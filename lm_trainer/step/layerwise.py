@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
-from lm_trainer.parallel.ordered_sum import TreeSum
+from lm_trainer.parallel.tree_sum import TreeSum
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
@@ -98,6 +98,7 @@ class LayerwiseSum:
         # The sum takes the memory of its first term, unless that has narrower values than the sum.
         self._widen = jax.jit(self._added)
         self._add = jax.jit(self._added, donate_argnums=0)
+        self._cast = jax.jit(lambda sums: Sums(sums.scalars, self._as_parameters(sums.tree)))
         self._add_turns = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         storage = devices.sharding.storage
         zeros: Any = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
@@ -163,12 +164,12 @@ class LayerwiseSum:
         parts, kept = programs.forward.parts, []
         streams = programs.forward(params, turn, kept)
         derivatives, sums = self._leave(programs, params, turn, streams)
-        scalars, leave = parts.leave.reduce(sums)
+        scalars, leave = parts.leave.reduce(sums, turn.shares)
         layers, queue = [part.no_gradients() for part in parts.places], Queue()
         for layer in reversed(range(parts.num_layers)):
             place = layer % parts.period
             derivatives, sums = self._layer(programs, params, turn, layer, kept.pop(), derivatives)
-            layers[place] = parts.places[place].reduce_layer(layers[place], sums, parts.row(layer))
+            layers[place] = parts.places[place].reduce_layer(layers[place], sums, turn.shares, parts.row(layer))
             queue.push(derivatives)
         return scalars, _Gradients(self._enter(programs, params, turn, derivatives), layers, leave)
 
@@ -176,7 +177,7 @@ class LayerwiseSum:
 
     def _leave(
         self, programs: _Programs, params: Params, turn: Turn, streams: PerMicrobatch
-    ) -> tuple[PerMicrobatch, list[Sums]]:
+    ) -> tuple[PerMicrobatch, list[list[Sums]]]:
         parts = programs.forward.parts
         gathered = parts.leave.gather(params, parts.row(0))
         return self._sum(
@@ -191,7 +192,7 @@ class LayerwiseSum:
         layer: int,
         streams: PerMicrobatch,
         derivatives: PerMicrobatch,
-    ) -> tuple[PerMicrobatch, list[Sums]]:
+    ) -> tuple[PerMicrobatch, list[list[Sums]]]:
         parts = programs.forward.parts
         run, number = programs.layers[layer % parts.period], parts.number(layer)
         gathered = parts.of_layer(layer).gather(params, parts.row(layer))
@@ -210,29 +211,42 @@ class LayerwiseSum:
         _, sums = self._sum(
             turn, lambda i, j, rows, step, index: (None, run(i, gathered[i], rows, derivatives[i][j], step, index))
         )
-        return part.reduce(sums).tree
+        return part.reduce(sums, turn.shares).tree
 
-    def _sum(self, turn: Turn, function: Callable[..., tuple[Any, Sums]]) -> tuple[PerMicrobatch, list[Sums]]:
-        """The values that `function` returns of each microbatch, and for each group the sum of what comes with them."""
-        trees = [TreeSum(len(rows), self._add_to) for rows in turn.rows]
+    def _sum(self, turn: Turn, function: Callable[..., tuple[Any, Sums]]) -> tuple[PerMicrobatch, list[list[Sums]]]:
+        """The values that `function` returns of each microbatch, and for each group the sums of the rest."""
+        shares, groups = turn.shares, self.devices.groups
+        trees = [TreeSum[Sums](shares.count, self._add_to, shares.terms(group.index).start) for group in groups]
 
         def one(i: int, *others: Any) -> Any:
             value, sums = function(i, *others)
             trees[i].push(sums)
             return value
 
-        return turn.each(one), [tree.result() for tree in trees]
+        values, parts = turn.each(one), [[part for _, part in tree.parts()] for tree in trees]
+        # Devices exchange arrays of one dtype: where some have added microbatches up, all give such sums.
+        if shares.most > 1 and not shares.even:
+            parts = [[self._wide(part) for part in of_group] for of_group in parts]
+        return values, parts
 
     def _add_to(self, total: Sums, item: Sums) -> Sums:
-        wide = all(x.dtype == self._shapes[name].dtype for name, x in total.tree.items())
-        return (self._add if wide else self._widen)(total, item)
+        return (self._add if self._is_wide(total) else self._widen)(total, item)
+
+    def _is_wide(self, sums: Sums) -> bool:
+        return all(x.dtype == self._shapes[name].dtype for name, x in sums.tree.items())
+
+    def _wide(self, sums: Sums) -> Sums:
+        return sums if self._is_wide(sums) else self._cast(sums)
 
     def _added(self, total: Sums, item: Sums) -> Sums:
-        dtypes = {name: self._shapes[name].dtype for name in item.tree}
+        left, right = self._as_parameters(total.tree), self._as_parameters(item.tree)
         return Sums(
             {name: x + item.scalars[name] for name, x in total.scalars.items()},
-            {n: x.astype(dtypes[n]) + item.tree[n].astype(dtypes[n]) for n, x in total.tree.items()},
+            {name: x + right[name] for name, x in left.items()},
         )
+
+    def _as_parameters(self, tree: Params) -> Params:
+        return {name: x.astype(self._shapes[name].dtype) for name, x in tree.items()}
 
     def _joined(self, grads: _Gradients) -> Params:
         """The gradients of all parameters; of one that two parts read, the later part's and then the earlier one's."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.sharded_array import replicate
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, PlacedBatch
 from lm_trainer.step.hutchinson_functions import HutchinsonFunctions
 from lm_trainer.step.model_def import Params
@@ -77,7 +78,7 @@ class Parts:
     @cached_property
     def _numbers(self) -> list[list[jax.Array]]:
         groups, layers = self.devices.groups, range(self.num_layers)
-        return [[jax.device_put(np.int32(layer), group.sharding()) for group in groups] for layer in layers]
+        return [[group.put(np.int32(layer)) for group in groups] for layer in layers]
 
     def row(self, number: int) -> jax.Array:
         """The position of a layer among those of its place, on all devices."""
@@ -115,8 +116,10 @@ class Parts:
 
 
 class Turn(NamedTuple):
-    """Microbatches that share what is gathered: the same number of them on every group."""
+    """Microbatches that share what is gathered."""
 
+    shares: Shares
+    """Their division among all groups."""
     rows: PerMicrobatch
     indices: PerMicrobatch
     """The number of each among those of the global batch, an int32 scalar on its group."""
@@ -127,19 +130,22 @@ class Turn(NamedTuple):
         """`function(i, j, rows, step, index)` of microbatch j of group i, for all of them."""
         results: PerMicrobatch = [[] for _ in self.rows]
         # Group after group for each microbatch, so that all devices have work while the host dispatches.
-        for j in range(len(self.rows[0])):
-            for i in range(len(self.rows)):
-                results[i].append(function(i, j, self.rows[i][j], self.steps[i], self.indices[i][j]))
+        for j in range(self.shares.most):
+            for i, rows in enumerate(self.rows):
+                if j < len(rows):
+                    results[i].append(function(i, j, rows[j], self.steps[i], self.indices[i][j]))
         return results
 
 
 def turns(batch: PlacedBatch, devices: DeviceGroups, step: int) -> Iterator[Turn]:
     """The microbatches of a batch, those of a device in the order in which it computes them."""
-    together = devices.together(batch.plan)
-    steps = [jax.device_put(np.int32(step), group.sharding()) for group in devices.groups]
-    for first in range(0, len(batch.microbatches[0]), together):
-        cut = slice(first, first + together)
-        yield Turn([rows[cut] for rows in batch.microbatches], [n[cut] for n in batch.indices], steps)
+    shares = devices.shares(batch.plan)
+    steps = [group.put(np.int32(step)) for group in devices.groups]
+    sizes = [len(shares.terms(group.index)) for group in devices.groups]
+    for turn in range(batch.plan.count // shares.count):
+        cuts = [slice(turn * size, (turn + 1) * size) for size in sizes]
+        rows = [of_group[cut] for of_group, cut in zip(batch.microbatches, cuts, strict=True)]
+        yield Turn(shares, rows, [n[cut] for n, cut in zip(batch.indices, cuts, strict=True)], steps)
 
 
 class LayerwiseForward:

@@ -8,7 +8,7 @@ from functools import partial
 
 from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.parallel.ordered_sum import most_held
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE, Parts
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -37,10 +37,10 @@ def layerwise_phases(
         prefix: of the names of programs, which tells those of one loss from those of another.
     """
     devices = parts.devices
-    mesh, together = devices.sharding.mesh, devices.together(plan)
-    turns, shards = plan.per_shard(mesh) // together, batch_shards(mesh)
+    mesh, shares = devices.sharding.mesh, devices.shares(plan)
+    together, turns, shards = shares.most, plan.count // shares.count, batch_shards(mesh)
     running = min(programs_at_once(platform, shards, mesh.size // shards), together)
-    reductions = _reductions(parts, prefix, summed=together > 1)
+    reductions = _reductions(parts, prefix, shares)
     everything = Size(tuple(term for reduction in reductions.values() for term in reduction.outputs.terms))
 
     def program(name: str) -> StepProgram:
@@ -62,7 +62,7 @@ def layerwise_phases(
         # What the reduction is given, beside the gradients at rest of all layers where it returns those.
         summed = reduction.arguments + (-1 if part.layered else 0) * reduction.outputs
         # Results of programs may have narrower values than partial sums.
-        held = running * step.new + (most_held(together) - 1) * summed
+        held = running * step.new + (shares.most_held - 1) * summed
         yield Phase(
             step.name,
             step,
@@ -87,7 +87,7 @@ def layerwise_phases(
     places = [(f"layer {place}", part) for place, part in enumerate(parts.places)]
     first = gather("enter", parts.enter)
     # Sums of earlier turns wait for those of later ones; and the gradients of all layers are there from the start.
-    kept = {sums: (most_held(turns) - 1) * everything + everything}
+    kept = {sums: (Shares(turns, 1).most_held - 1) * everything + everything}
     yield replace(first, adds={**first.adds, **kept}, leaves={**first.leaves, **kept})
     yield forward("enter")
     for name, part in places:
@@ -98,9 +98,9 @@ def layerwise_phases(
     yield replace(last, frees=(*last.frees, _STREAMS, sums), leaves={**last.leaves, sums: everything})
 
 
-def _reductions(parts: Parts, prefix: str, *, summed: bool) -> dict[str, StepProgram]:
+def _reductions(parts: Parts, prefix: str, shares: Shares) -> dict[str, StepProgram]:
     trained = {name: part for name, part in _named(parts).items() if part.trained}
-    return {n: StepProgram(f"{prefix}reduce {n}", partial(part.reducing, summed=summed)) for n, part in trained.items()}
+    return {n: StepProgram(f"{prefix}reduce {n}", partial(part.reducing, shares)) for n, part in trained.items()}
 
 
 def _named(parts: Parts) -> dict[str, Part]:

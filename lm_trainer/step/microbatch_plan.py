@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
+from lm_trainer.parallel.tree_sum import Shares
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,43 @@ class MicrobatchPlan:
         shapes = (jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype) for x in batch)
         return Batch(*shapes)  # pyright: ignore[reportArgumentType]
 
-    def per_shard(self, mesh: Mesh) -> int:
-        """Microbatches that each batch shard of the mesh computes in turn.
+    def per_shard(self, mesh: Mesh | AbstractMesh) -> int:
+        """Microbatches of each batch shard of a mesh that shares them equally.
 
         Raises:
-            UserError: when this mesh cannot share the microbatches equally.
+            UserError: when it cannot.
         """
-        # A power of two: each shard must add whole subtrees of the binary tree over all microbatches.
+        shares = self.shares(mesh)
+        if self.count % shares.shards:
+            raise UserError(
+                f"{shares.shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} "
+                f"rows equally, as trainer.determinism: fast needs; use a divisor of {self.count}, or elastic"
+            )
+        return shares.most
+
+    def shares(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> Shares:
+        """The division among the batch shards of a mesh: of all microbatches, or of those that are computed in a turn.
+
+        The microbatches of a turn are a subtree of the tree over all, so that turns change no bit.
+
+        Args:
+            mesh: of the devices.
+            together: the most that a shard computes in a turn, where turns can be so short: in each of them every shard
+                has one, and the runs of an odd number of microbatches that the tree begins with are not cut.
+
+        Raises:
+            UserError: when there are more shards than microbatches.
+        """
         shards = batch_shards(mesh)
-        if self.count % shards == 0 and shards & (shards - 1) == 0:
-            return self.count // shards
-        largest = self.count & -self.count
-        raise UserError(
-            f"{shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} rows: the "
-            f"number of devices must be a power of two up to {largest}. Use fewer devices, or change "
-            f"trainer.train_batch_size, trainer.per_device_parallelism or trainer.elastic_shards "
-            f"(which changes the run's numbers)"
-        )
+        if shards > self.count:
+            raise UserError(
+                f"{shards} devices along the data axes cannot share {self.count} microbatches of {self.rows} rows: "
+                f"use at most {self.count} devices, or change trainer.train_batch_size, "
+                f"trainer.per_device_parallelism or trainer.elastic_shards (which changes the run's numbers)"
+            )
+        if together is None:
+            return Shares(self.count, shards)
+        turn = self.count // (self.count & -self.count)
+        while turn < self.count and (turn < shards or 2 * turn <= together * shards):
+            turn *= 2
+        return Shares(turn, shards)

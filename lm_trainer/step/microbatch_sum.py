@@ -14,7 +14,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.dispatch_threads import programs_at_once
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.parallel.ordered_sum import TreeSum, most_held
+from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import STEP_SCALARS, MicrobatchFn, Sums
 from lm_trainer.step.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
@@ -47,7 +47,7 @@ class MicrobatchSum:
         summed: Any = Sums(NamedSharding(mesh, PartitionSpec()), storage)  # pyright: ignore[reportArgumentType]
         # With one shard there is nothing to add, and what comes out lies where it was.
         alone = (0,) if batch_shards(mesh) == 1 else ()
-        self._reduce = jax.jit(self._reduction, out_shardings=summed, donate_argnums=alone)
+        self._reduce = jax.jit(self._reduction, static_argnums=1, out_shardings=summed, donate_argnums=alone)
 
     def compile(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch, plan: MicrobatchPlan) -> Executable:
         """Compiles for microbatches of `plan` with rows like those of `batch`, unless that was done before."""
@@ -71,15 +71,16 @@ class MicrobatchSum:
     def __call__(self, on_groups: list[Params], batch: PlacedBatch, step: int) -> Sums:
         """The sums over the global batch: scalars on every device, the tree as the state in storage."""
         executable, groups = self._executables[batch.plan.rows], self.devices.groups
-        per_shard = len(batch.microbatches[0])
-        sums = [TreeSum(per_shard, self._add) for _ in groups]
-        steps = [jax.device_put(np.int32(step), group.sharding()) for group in groups]
+        shares = batch.plan.shares(self._mesh)
+        sums = [TreeSum[Sums](shares.count, self._add, shares.terms(group.index).start) for group in groups]
+        steps = [group.put(np.int32(step)) for group in groups]
         # Group after group for each microbatch, so that all devices have work while the host dispatches.
-        for j in range(per_shard):
-            for i in range(len(groups)):
-                rows, index = batch.microbatches[i][j], batch.indices[i][j]
-                sums[i].push(executable(i, on_groups[i], rows, steps[i], index))
-        return wait_on_cpu(self._reduce(stack_sums([s.result() for s in sums], self._layouts, self._mesh)))
+        for j in range(shares.most):
+            for i, microbatches in enumerate(batch.microbatches):
+                if j < len(microbatches):
+                    sums[i].push(executable(i, on_groups[i], microbatches[j], steps[i], batch.indices[i][j]))
+        parts = [[part for _, part in of_group.parts()] for of_group in sums]
+        return wait_on_cpu(self._reduce(stack_sums(parts, shares, self._layouts, self._mesh), shares))
 
     def phases(
         self,
@@ -100,40 +101,41 @@ class MicrobatchSum:
             plan: of the batch.
             platform: on which the step is to run.
         """
-        per_shard = plan.per_shard(self._mesh)
-        running, held = programs_and_results(per_shard, self._mesh, platform)
+        shares = plan.shares(self._mesh)
+        running, held = programs_and_results(shares, self._mesh, platform)
         program = StepProgram(name, lambda: self.compile(shapes, batch, plan), grows=True)
-        reduction = StepProgram("reduction", lambda: self._reduction_program(shapes))
+        reduction = StepProgram("reduction", lambda: self._reduction_program(shapes, shares))
         yield Phase(
             name,
             program,
             adds={sums: held * program.outputs},
             leaves={sums: reduction.arguments},
             at_once=running,
-            runs=per_shard,
+            runs=shares.most,
         )
         yield Phase("reduction", reduction, adds={sums: reduction.new}, frees=(sums,), leaves={sums: reduction.outputs})
 
-    def _reduction_program(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Executable:
+    def _reduction_program(self, shapes: Mapping[str, jax.ShapeDtypeStruct], shares: Shares) -> Executable:
         """The program that adds over devices, with the scalars that every loss has."""
-        return Executable.make(self._reduce, stacked_shapes(shapes, self._layouts, self._mesh, STEP_SCALARS))
+        stacked = [stacked_shapes(shapes, self._layouts, self._mesh, STEP_SCALARS)] * shares.most_parts
+        return Executable.make(self._reduce, stacked, shares)
 
-    def _reduction(self, stacked: Sums) -> Sums:
-        return add_over_groups(stacked, self._layouts, self._mesh)
+    def _reduction(self, stacked: list[Sums], shares: Shares) -> Sums:
+        return add_over_groups(stacked, shares, self._layouts, self._mesh)
 
 
-def programs_and_results(per_shard: int, mesh: Mesh | AbstractMesh, platform: str) -> tuple[int, int]:
+def programs_and_results(shares: Shares, mesh: Mesh | AbstractMesh, platform: str) -> tuple[int, int]:
     """The programs that a device runs at once, and the results of theirs that it holds at once, sums included.
 
     Args:
-        per_shard: microbatches that a device computes.
+        shares: of the devices in what they compute before they add it up.
         mesh: of the devices.
         platform: of the devices.
     """
     shards = batch_shards(mesh)
-    running = min(programs_at_once(platform, shards, mesh.size // shards), per_shard)
+    running = min(programs_at_once(platform, shards, mesh.size // shards), shares.most)
     # Each program under way beside the first holds a result that no partial sum has yet.
-    return running, most_held(per_shard) + running - 1
+    return running, shares.most_held + running - 1
 
 
 def _lane(function: MicrobatchFn, key_data: jax.Array) -> Callable[..., Sums]:

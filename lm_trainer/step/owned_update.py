@@ -160,6 +160,9 @@ class OwnedUpdate:
         done = []
         for x, new, kind, lie in zip(arrays, rows, self._kinds(weight), lies, strict=True):
             if kind == "row":
+                if self._shards > self._mesh.shape["data"]:
+                    # XLA knows no other way from rows dealt over replicas to what they store, and warns of it.
+                    new = jax.lax.with_sharding_constraint(new, self._everywhere)
                 # As they are stored before they are put there, so that no device needs the array whole.
                 spec = PartitionSpec(None, *(lie.spec[1:] if weight.layered else lie.spec))
                 new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.sharding import ParamSharding
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import STEP_SCALARS, Sums
 from lm_trainer.step.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
@@ -60,9 +61,9 @@ class Part:
         at_rest = {name: self._at_rest[name] for name in self.trained}
         self._zeros = jax.jit(self._no_gradients, out_shardings=at_rest)
         # The gradients of all layers stay where they are, and get another layer.
-        self._reduce_layer = jax.jit(self._into_row, out_shardings=at_rest, donate_argnums=0)
+        self._reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
         summed: Any = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
-        self._reduce = jax.jit(self._over_devices, out_shardings=summed)
+        self._reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed)
 
     def gather(self, params: Params, row: jax.Array) -> list[Params]:
         """The parameters of this part as each local group computes with them.
@@ -74,17 +75,20 @@ class Part:
         gathered = wait_on_cpu(self._gather({name: params[name] for name in self.dtypes}, row))
         return on_groups(gathered, self.devices.groups)
 
-    def reduce(self, sums: list[Sums]) -> Sums:
-        """Adds the sums of the local groups and of those of other processes; the gradients lie as their parameters."""
-        return wait_on_cpu(self._reduce(self._stack(sums)))
+    def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
+        """Adds the partial sums of the local groups and of those of other processes, of which there are `shares`.
+
+        The gradients lie as their parameters.
+        """
+        return wait_on_cpu(self._reduce(self._stack(sums, shares), shares))
 
     def no_gradients(self) -> Params:
         """Zeros in the place of the gradients of all layers."""
         return self._zeros()
 
-    def reduce_layer(self, grads: Params, sums: list[Sums], row: jax.Array) -> Params:
+    def reduce_layer(self, grads: Params, sums: list[list[Sums]], shares: Shares, row: jax.Array) -> Params:
         """As `reduce`, into the row of one layer of `grads`, which are consumed."""
-        return wait_on_cpu(self._reduce_layer(grads, self._stack(sums), row))
+        return wait_on_cpu(self._reduce_layer(grads, self._stack(sums, shares), shares, row))
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of the gathered parameters."""
@@ -103,20 +107,17 @@ class Part:
         """The program of `gather`."""
         return Executable.make(self._gather, self._placed(self.dtypes), self._row)
 
-    def reducing(self, *, summed: bool) -> Executable:
-        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has.
-
-        Args:
-            summed: true for sums over several microbatches, which are wider than what one microbatch gives.
-        """
+    def reducing(self, shares: Shares) -> Executable:
+        """The program of `reduce`, or of a layer that of `reduce_layer`, with the scalars that every loss has."""
         shapes = self.shapes()
-        if summed:
+        # Sums over several microbatches are wider than what one microbatch gives.
+        if shares.most > 1:
             shapes = {n: jax.ShapeDtypeStruct(x.shape, self._shapes[n].dtype) for n, x in shapes.items()}
         scalars = () if self.layered else STEP_SCALARS
-        stacked = stacked_shapes(shapes, self._trained_layouts, self._mesh, scalars)
+        stacked = [stacked_shapes(shapes, self._trained_layouts, self._mesh, scalars)] * shares.most_parts
         if not self.layered:
-            return Executable.make(self._reduce, stacked)
-        return Executable.make(self._reduce_layer, self._placed(self.trained), stacked, self._row)
+            return Executable.make(self._reduce, stacked, shares)
+        return Executable.make(self._reduce_layer, self._placed(self.trained), stacked, shares, self._row)
 
     @property
     def _row(self) -> jax.ShapeDtypeStruct:
@@ -143,17 +144,17 @@ class Part:
     def _no_gradients(self) -> Params:
         return {name: jnp.zeros(self._shapes[name].shape, self._shapes[name].dtype) for name in self.trained}
 
-    def _over_devices(self, stacked: Sums) -> Sums:
+    def _over_devices(self, stacked: list[Sums], shares: Shares) -> Sums:
         dtypes = {name: self._shapes[name].dtype for name in self.trained}
-        scalars, sums = add_over_groups(stacked, self.layouts, self._mesh, dtypes)
+        scalars, sums = add_over_groups(stacked, shares, self.layouts, self._mesh, dtypes)
         return Sums(scalars, {n: jax.lax.with_sharding_constraint(x, self._stored[n]) for n, x in sums.items()})
 
-    def _into_row(self, grads: Params, stacked: Sums, row: jax.Array) -> Params:
-        sums = self._over_devices(stacked).tree
+    def _into_row(self, grads: Params, stacked: list[Sums], shares: Shares, row: jax.Array) -> Params:
+        sums = self._over_devices(stacked, shares).tree
         return {name: jax.lax.dynamic_update_index_in_dim(x, sums[name], row, 0) for name, x in grads.items()}
 
-    def _stack(self, parts: list[Sums]) -> Sums:
-        return stack_sums(parts, self._trained_layouts, self._mesh)
+    def _stack(self, parts: list[list[Sums]], shares: Shares) -> list[Sums]:
+        return stack_sums(parts, shares, self._trained_layouts, self._mesh)
 
 
 def _of_one(sharding: ParamSharding) -> ParamSharding:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, batch_shards, build_mesh
-from lm_trainer.parallel.ordered_sum import TreeSum, squares_by_layer, sum_of_squares, sum_over_shards, tree_sum
+from lm_trainer.parallel.ordered_sum import squares_by_layer, sum_of_squares, sum_over_shards, sum_parts_over_shards
 from lm_trainer.parallel.sharding import ParamSharding, plan_shardings
+from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.collectives import bytes_sent
+from tests.parallel.test_tree_sum import brute_force_tree, random
 
 SHAPES = {
     "matrix": ((24, 16), ("mlp", "embed")),
@@ -33,67 +36,6 @@ MESHES = [
     (8, MeshShape(replica_dcn=2, replica=2)),
     (8, MeshShape(model=2)),
 ]
-
-
-def brute_force_tree(items: list[np.ndarray]) -> np.ndarray:
-    if len(items) % 2 or len(items) == 1:
-        total = items[0]
-        for item in items[1:]:
-            total = total + item
-        return total
-    half = len(items) // 2
-    return brute_force_tree(items[:half]) + brute_force_tree(items[half:])
-
-
-def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    # Of very different sizes, so that another order of additions rounds to other bits.
-    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-4, 4, shape)).astype(np.float32)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 8, 12, 24])
-def test_tree_sum_is_the_recursive_tree(count: int) -> None:
-    items = list(random((count, 33)))
-    expected = brute_force_tree(items)
-    streaming: TreeSum[np.ndarray] = TreeSum(count, np.add)
-    for item in items:
-        streaming.push(item)
-    np.testing.assert_array_equal(streaming.result(), expected)
-    np.testing.assert_array_equal(np.asarray(jax.jit(tree_sum)(np.stack(items))), expected)
-
-
-def test_the_order_matters_on_this_data() -> None:
-    items = random((8, 33))
-    assert not np.array_equal(brute_force_tree(list(items)), np.add.reduce(items, axis=0))
-
-
-def test_an_unfinished_sum_has_no_result() -> None:
-    streaming: TreeSum[np.ndarray] = TreeSum(2, np.add)
-    streaming.push(np.ones(1))
-    with pytest.raises(ValueError, match="1 of 2"):
-        streaming.result()
-
-
-def test_a_streaming_sum_holds_few_partial_sums() -> None:
-    alive = 0
-    most = 0
-
-    class Item:
-        def __init__(self) -> None:
-            nonlocal alive, most
-            alive += 1
-            most = max(most, alive)
-
-        def __add__(self, other: Item) -> Item:
-            nonlocal alive
-            alive -= 2
-            return Item()
-
-    streaming: TreeSum[Item] = TreeSum(64, lambda a, b: a + b)
-    for _ in range(64):
-        streaming.push(Item())
-    # One partial sum for each of the log2(64) levels, and the items of the addition at hand.
-    assert most <= 8
 
 
 def layouts_on(devices: int, shape: MeshShape, fsdp: bool):
@@ -120,6 +62,42 @@ def test_sum_over_shards_equals_the_tree_and_lands_at_rest(devices: int, shape: 
     for name, x in summed.items():
         assert x.sharding.is_equivalent_to(storage[name], x.ndim)
         np.testing.assert_array_equal(np.asarray(x), brute_force_tree(list(stacked[name])), err_msg=name)
+
+
+@pytest.mark.parametrize(("devices", "replicas", "count"), [(3, 3, 8), (6, 3, 24), (7, 7, 8), (6, 3, 6), (4, 2, 6)])
+def test_partial_sums_of_any_number_of_devices_add_up_to_the_tree(devices: int, replicas: int, count: int) -> None:
+    """With a large array, which travels as slices, and terms of few digits, which are added in more."""
+    mesh = build_mesh(MeshShape(replica=replicas), jax.devices()[:devices])
+    shapes = {"small": (3, 5), "large": (1 << 14, 3), "narrow": (7,)}
+    layouts = plan_shardings(
+        {name: (shape, (None,) * len(shape)) for name, shape in shapes.items()},
+        mesh,
+        param_rules={},
+        compute_rules={},
+        max_shards=count,
+    )
+    terms = {name: random((count, *shape), seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    terms["narrow"] = terms["narrow"].astype(jnp.bfloat16)
+    shares = Shares(count, devices)
+    dtypes = dict.fromkeys(shapes, np.dtype(np.float32))
+
+    def slot(number: int) -> dict[str, jax.Array]:
+        """One partial sum of each device; of a device that has no more, its first."""
+        sums = {name: [] for name in shapes}
+        for parts in shares.parts:
+            part = parts[number if number < len(parts) else 0]
+            for name, of_name in terms.items():
+                sums[name].append(brute_force_tree(list(of_name[part.start : part.stop])))
+        rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        return {name: jax.device_put(np.stack(x), rows) for name, x in sums.items()}
+
+    stacked = [slot(number) for number in range(shares.most_parts)]
+    summed = jax.jit(lambda x: sum_parts_over_shards(x, shares, layouts, mesh, dtypes))(stacked)
+    for name, x in summed.items():
+        assert x.dtype == np.float32
+        if name != "narrow" or shares.most == 1:
+            expected = brute_force_tree([x.astype(np.float32) for x in terms[name]])
+            np.testing.assert_array_equal(np.asarray(x), expected, err_msg=name)
 
 
 @pytest.mark.parametrize(("devices", "shape"), MESHES[:6])

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.plan_error import VOCAB, config_of, measure_live
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel import dispatch_threads
-from lm_trainer.parallel.ordered_sum import TreeSum, most_held
+from lm_trainer.parallel.tree_sum import Shares, TreeSum
 from lm_trainer.plan import Assumptions, DeviceGroup, plan_run
 from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import estimate_microbatches
@@ -229,7 +229,7 @@ def test_a_tree_sum_holds_no_more_than_is_said(count: int):
     tree: TreeSum[Item] = TreeSum(count, lambda a, _: a)
     for _ in range(count):
         tree.push(Item())
-    assert most == most_held(count)
+    assert most == Shares(count, 1).most_held
 
 
 def test_every_device_of_the_peak_table_has_a_memory():

@@ -98,6 +98,19 @@ def draw_shapes(number: int) -> RandomRun:
     return RandomRun(**storage, shapes=tuple(parameter() for _ in range(3)))
 
 
+def uneven(run: RandomRun) -> RandomRun:
+    """`run` on a number of devices that is no power of two, few where each compiles an update of its own."""
+    several = run.optimizer["type"] in CUT
+    devices = (3, 5, 6, 7)[run.trainer["seed"] % 4] if several else 3
+    mesh = {key: value for key, value in run.mesh.items() if not key.startswith("replica")}
+    return replace(run, devices=devices, mesh=mesh)
+
+
+def draw_uneven(number: int) -> RandomRun:
+    """The `number`-th run of a language model, every second one layer by layer, on such a number of devices."""
+    return uneven((draw_layerwise if number % 2 else draw_family)(number))
+
+
 def _chooser(seed: int) -> OneOf:
     rng = np.random.default_rng(seed)
     return lambda *options: options[rng.integers(len(options))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.step.random_runs import difference, draw_family, draw_shapes, outcome
+from tests.step.random_runs import RandomRun, difference, draw_family, draw_shapes, draw_uneven, outcome, uneven
 
 QUICK, SHAPES, FAMILIES = (0,), range(12), (2, 11, 13)
 """Numbers of runs. What is quick: a few parameters, on two devices. The families: a window, replicas, experts."""
@@ -15,6 +15,20 @@ def test_parameters_of_random_shapes(number: int) -> None:
     run = draw_shapes(number)
     found = difference(run)
     assert found is None, f"{run}: {found}"
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, marks=() if n == 0 else pytest.mark.slow) for n in (0, 1, 4, 7)])
+def test_any_number_of_devices(number: int) -> None:
+    run = uneven(draw_shapes(number))
+    found = difference(run)
+    assert found is None, f"{run}: {found}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [draw_uneven(n) for n in (2, 3, 5)], ids=str)
+def test_any_number_of_devices_with_language_models(run: RandomRun) -> None:
+    found = difference(run)
+    assert found is None, found
 
 
 @pytest.mark.slow

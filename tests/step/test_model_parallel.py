@@ -236,6 +236,25 @@ def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> 
 
 
 @pytest.mark.parametrize(
+    ("devices", "trainer", "said"),
+    [
+        (4, {}, []),
+        (7, {"determinism": "fast", "train_batch_size": 7, "per_device_parallelism": 1}, ["determinism: fast"]),
+        (7, {}, ["7 devices .* share 8 microbatches unevenly: some compute 2, others 1, .* 43% of", "whole on each"]),
+        (6, {"train_batch_size": 24, "per_device_parallelism": 1}, ["cut in 2 parts, with 3 copies of each"]),
+        (4, {"train_batch_size": 6, "per_device_parallelism": 1}, ["some compute 2, others 1", "cut in 2 parts"]),
+        (4, {"replica_ici_axis_size": 2}, []),
+    ],
+)
+def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[str, Any], said: list[str]) -> None:
+    settings = {"train_batch_size": 8, **trainer}
+    config = RunConfig.model_validate({"model": GPT2, "trainer": settings}).trainer
+    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices()[:devices])))
+    assert len(found) == len(said)
+    assert all(re.search(pattern, text) for pattern, text in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
     ("mp", "said"),
     [
         ("p=f32,c=bfloat16", None),
@@ -246,5 +265,5 @@ def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> 
 )
 def test_precisions_that_lose_numbers_are_named(mp: str, said: str | None) -> None:
     config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, "mp": mp}}).trainer
-    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices())))
+    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices()[:1])))
     assert (found == []) if said is None else said in found[0]

@@ -5,7 +5,7 @@ Shape letters: B rows of this host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +44,7 @@ class EvalSet:
         """Batches of the whole set; the last one may hold rows of padding."""
         return -(-self.num_chunks // batch_size)
 
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterator[Batch]:
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """Yields this host's rows of each global batch; past the end of the set, rows are padding.
 
         Padding has weight 0 and segment -1.
@@ -60,16 +60,17 @@ class EvalSet:
         check_rows(batch_size, rows)
         count = self.num_batches(batch_size)
         for index in range(count if max_batches is None else min(count, max_batches)):
-            chunks_B = index * batch_size + np.arange(rows.start, rows.stop, dtype=np.int64)
+            chunks_B = index * batch_size + np.asarray(rows, np.int64)
             # Every host yields as many batches, even one whose rows lie past the end: all must run the same steps.
             yield read_chunks(self.stream, self.first_chunk + chunks_B, self.seq_len, self.eos_id)
 
 
-def check_rows(batch_size: int, rows: range) -> None:
+def check_rows(batch_size: int, rows: Sequence[int]) -> None:
     """Refuses rows that no batch of that size has.
 
     Raises:
-        UserError: if `rows` is empty, has gaps, or reaches beyond the batch.
+        UserError: if `rows` is empty, not in order, or reaches beyond the batch.
     """
-    if rows.step != 1 or not 0 <= rows.start < rows.stop <= batch_size:
+    ordered = len(rows) > 0 and bool(np.all(np.diff(rows) > 0))
+    if not ordered or rows[0] < 0 or rows[-1] >= batch_size:
         raise UserError(f"rows {rows} are no part of a batch of {batch_size}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lm_trainer.core.batch import Batch
@@ -132,7 +132,7 @@ class PendingEvalSet:
         self.cache.check()
         return self.cache.missing(None)
 
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> Iterator[Batch]:
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """Waits until the set is complete, and returns its batches as `EvalSet.batches` does."""
         while self.missing() is not None:
             time.sleep(POLL_SECONDS)

@@ -1,0 +1,148 @@
+"""A sum as one fixed binary tree of additions, whoever computes its parts.
+
+Eight terms on one device, on two, on four and on three add up in the same order:
+
+    1 device     ((a + b) + (c + d)) + ((e + f) + (g + h))
+    2 devices    [(a + b) + (c + d)] + [(e + f) + (g + h)]          [ ]: what one device adds up alone
+    4 devices    ([a + b] + [c + d]) + ([e + f] + [g + h])
+    3 devices    ([a + b] + ([c] + [d])) + ([e + f] + [g + h])      a b c | d e f | g h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import jax
+
+Item = TypeVar("Item")
+
+
+class TreeSum(Generic[Item]):
+    """Adds `count` items that arrive one by one, in the order of a fixed tree, holding only log2(count) partial sums.
+
+    With count = odd * 2^k the leaves of the binary tree are runs of `odd` items, added from the left. The tree over
+    any aligned 1/2^j of the items is a subtree of the tree over all, which is what lets devices share the work.
+
+    Items may begin anywhere: what cannot be added without those before or after it is kept apart, and `push` takes
+    such partial sums as well.
+
+    Args:
+        count: of all items.
+        add: may consume its first argument.
+        first: the position of the first item that will be pushed.
+    """
+
+    def __init__(self, count: int, add: Callable[[Item, Item], Item], first: int = 0):
+        self._count, self._run = count, count // (count & -count)
+        self._next = first
+        self._add = add
+        # Sums of neighbours that cannot be added yet, with the items of each. From item 0 on it is a binary counter of
+        # subtrees and at most one unfinished run. A list, emptied by `pop`, so that nothing here still refers to an
+        # array that `add` has consumed.
+        self._parts: list[tuple[range, Item]] = []
+
+    def push(self, item: Item, length: int = 1) -> None:
+        """Takes the next item, or the sum of the next `length` items: one of the `parts` of another sum."""
+        self._parts.append((range(self._next, self._next + length), item))
+        self._next += length
+        while len(self._parts) > 1 and self._adjoin(self._parts[-2][0], self._parts[-1][0]):
+            both = range(self._parts[-2][0].start, self._next)
+            right = self._parts.pop()[1]
+            self._parts.append((both, self._add(self._parts.pop()[1], right)))
+
+    def _adjoin(self, left: range, right: range) -> bool:
+        """Returns true if the tree has a node whose operands are the sums of these neighbours."""
+        if len(left) < self._run:
+            return left.start % self._run == 0 and len(right) == 1
+        # Runs that are whole: of subtrees of one height, the left one has an even position among them.
+        return len(left) == len(right) and left.start // len(left) % 2 == 0
+
+    def parts(self) -> list[tuple[range, Item]]:
+        """The sums that cannot be added without further items, each with the items it is of, in order."""
+        return self._parts
+
+    def result(self) -> Item:
+        """Returns the sum of all items, once all have been pushed."""
+        if [terms for terms, _ in self._parts] != [range(self._count)]:
+            raise ValueError(f"{self._next} of {self._count} items were pushed")
+        return self._parts[0][1]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The division of the terms of a sum among shards: neighbours to each, one more to the first ones if need be."""
+
+    count: int
+    """Terms, at least one for each shard."""
+    shards: int
+
+    def terms(self, shard: int) -> range:
+        """The terms of a shard."""
+        least, more = divmod(self.count, self.shards)
+        first = shard * least + min(shard, more)
+        return range(first, first + least + (shard < more))
+
+    @property
+    def most(self) -> int:
+        """The most terms of a shard."""
+        return len(self.terms(0))
+
+    @property
+    def even(self) -> bool:
+        """True where each shard comes to one subtree of the same size: `tree_sum` over the shards is their sum."""
+        return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
+
+    @cached_property
+    def parts(self) -> list[list[range]]:
+        """For each shard the partial sums that it comes to: the terms of each."""
+        return [[terms for terms, _ in self._sums(shard)[-1]] for shard in range(self.shards)]
+
+    @property
+    def most_parts(self) -> int:
+        """The most partial sums that a shard comes to."""
+        return max(map(len, self.parts))
+
+    @property
+    def most_held(self) -> int:
+        """The most items that exist at once in a shard that adds up its terms: partial sums and the new item."""
+        return max(len(sums) + 1 for shard in range(self.shards) for sums in self._sums(shard)[:-1])
+
+    def _sums(self, shard: int) -> list[list[tuple[range, None]]]:
+        """What a `TreeSum` holds before each term of a shard, and at last."""
+        terms = self.terms(shard)
+        tree = TreeSum[None](self.count, lambda _, __: None, terms.start)
+        held = [[*tree.parts()]]
+        for _ in terms:
+            tree.push(None)
+            held.append([*tree.parts()])
+        return held
+
+    def add(self, sums: Sequence[Sequence[Item]], add: Callable[[Item, Item], Item]) -> Item:
+        """The sum of all terms.
+
+        Args:
+            sums: for each shard those of its `parts`; more than there are parts are not read.
+            add: as for `TreeSum`.
+        """
+        tree = TreeSum(self.count, add)
+        for parts, of_shard in zip(self.parts, sums, strict=True):
+            for terms, item in zip(parts, of_shard, strict=False):
+                tree.push(item, len(terms))
+        return tree.result()
+
+
+def tree_sum(x: jax.Array) -> jax.Array:
+    """Sums over axis 0, of any length of at least 1, in the order of `TreeSum`."""
+    count = x.shape[0]
+    run = count // (count & -count)
+    # Additions are written out one by one: inside a `reduce` a compiler chooses the order.
+    x = x.reshape(count // run, run, *x.shape[1:])
+    total = x[:, 0]
+    for i in range(1, run):
+        total = total + x[:, i]
+    while total.shape[0] > 1:
+        total = total[0::2] + total[1::2]
+    return total[0]
