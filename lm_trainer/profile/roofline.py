@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lm_trainer.profile.hlo import ARRAY, array_bytes
+import numpy as np
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+from lm_trainer.profile.hlo import Computation, Instruction, Program, dimensions, fused, parse, walk
+
 # Instructions that move no data: they name, group or reinterpret it.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 # They read as much as they return, whatever the size of the array they are given.
@@ -84,93 +84,24 @@ def operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Oper
         parts: names of `jax.named_scope` to tell apart; operations in none of them are `other`.
         times: runs of the program.
     """
-    program = _parse(hlo)
-    return list(_visit(program.entry, float(times), program.computations, parts))
+    program, found = parse(hlo), []
+    for op, computation, runs in walk(program):
+        if op.opcode not in _FREE:
+            one = _operation(op, computation, program, parts)
+            found.append(one._replace(flops=times * runs * one.flops, num_bytes=times * runs * one.num_bytes))
+    return found
 
 
-class _Instruction(NamedTuple):
-    name: str
-    shape: str
-    opcode: str
-    operands: list[str]
-    rest: str
-
-    @property
-    def size(self) -> float:
-        """Bytes of the result."""
-        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.shape))
-
-    def called(self, *keys: str) -> list[str]:
-        """The computations that it names under `keys`."""
-        return re.findall(rf"(?:{'|'.join(keys)})=\{{?%?([\w.\-]+)", self.rest)
-
-
-_Computation = dict[str, _Instruction]
-
-
-class _Program(NamedTuple):
-    entry: _Computation
-    computations: Mapping[str, _Computation]
-
-
-def _parse(hlo: str) -> _Program:
-    computations: dict[str, _Computation] = {}
-    current, entry = {}, {}
-    for line in hlo.splitlines():
-        if found := _COMPUTATION.match(line):
-            current = computations.setdefault(found[1], {})
-            entry = current if line.startswith("ENTRY") else entry
-        elif found := _INSTRUCTION.match(line):
-            name, shape, opcode, rest = found.groups()
-            inside, after = _closing(rest)
-            operands = [part.split()[-1].lstrip("%") for part in _split(inside) if part.strip()]
-            current[name] = _Instruction(name, shape, opcode, operands, after)
-    return _Program(entry, computations)
-
-
-def _closing(text: str) -> tuple[str, str]:
-    """Splits a text at the parenthesis that closes one which was opened before it."""
-    depth = 1
-    for at, character in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(character, 0)
-        if depth == 0:
-            return text[:at], text[at + 1 :]
-    return text, ""
-
-
-def _split(text: str) -> list[str]:
-    """At the commas that stand in no bracket."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _visit(
-    computation: _Computation, times: float, computations: Mapping[str, _Computation], parts: Collection[str]
-) -> Iterator[Operation]:
-    for op in computation.values():
-        if op.opcode == "while":
-            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', op.rest)
-            for body in op.called("body"):
-                yield from _visit(computations[body], times * (int(turns[1]) if turns else 1), computations, parts)
-        elif op.opcode in ("call", "conditional"):
-            for called in op.called("to_apply", "branch_computations", "true_computation", "false_computation"):
-                yield from _visit(computations[called], times, computations, parts)
-        elif op.opcode not in _FREE:
-            inner = [computations[called] for called in op.called("calls")]
-            products = [(_flops(i, c), i) for c in inner for i in c.values()]
-            flops = _flops(op, computation) + sum(count for count, _ in products)
-            # XLA names a fusion after its last operation; one that holds a matrix product is known by that product.
-            product = max(products, key=lambda found: found[0], default=(0.0, op))
-            named = product[1] if product[0] and "op_name=" in product[1].rest else op
-            moved = _fused_bytes(op, inner[0]) if inner else _bytes_of(op, computation)
-            shape = re.sub(r"\{[^}]*\}", "", op.shape)
-            yield Operation(f"{_kind(op.name)} {shape}", _part(named.rest, parts), times * flops, times * moved)
+def _operation(op: Instruction, computation: Computation, program: Program, parts: Collection[str]) -> Operation:
+    products = [(_flops(one, of), one) for one, of in fused(program, op)]
+    flops = _flops(op, computation) + sum(count for count, _ in products)
+    # XLA names a fusion after its last operation; one that holds a matrix product is known by that product.
+    product = max(products, key=lambda found: found[0], default=(0.0, op))
+    named = product[1] if product[0] and "op_name=" in product[1].rest else op
+    inside = [program.computations[name] for name in op.called("calls")]
+    moved = _fused_bytes(op, inside[0]) if inside else _bytes_of(op, computation)
+    shape = re.sub(r"\{[^}]*\}", "", op.shape)
+    return Operation(f"{_kind(op.name)} {shape}", _part(named.rest, parts), flops, moved)
 
 
 def _kind(name: str) -> str:
@@ -184,24 +115,50 @@ def _part(rest: str, parts: Collection[str]) -> str:
     return f"{part}, {'backward' if 'transpose(' in path else 'forward'}" if path else _OTHER
 
 
-def _flops(op: _Instruction, computation: _Computation) -> float:
+def _flops(op: Instruction, computation: Computation) -> float:
     """FLOPs of a matrix product: 2 x elements of the result x length of the sums; 0 for any other instruction."""
-    # Two spellings of one attribute, by the version of XLA.
-    summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
-    if summed is None or op.operands[0] not in computation:
+    if op.operands and op.operands[0] in computation:
+        if op.opcode == "convolution":
+            return _convolution_flops(op, *(dimensions(computation[name].shape) for name in op.operands[:2]))
+        # Two spellings of one attribute, by the version of XLA.
+        summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', op.rest)
+        if summed is not None:
+            left = dimensions(computation[op.operands[0]].shape)
+            axes = [int(axis) for axis in summed[1].replace('"', "").split(",") if axis]
+            return 2.0 * math.prod(dimensions(op.shape)) * math.prod(left[axis] for axis in axes)
+    return 0.0
+
+
+def _convolution_flops(op: Instruction, left: list[int], right: list[int]) -> float:
+    """FLOPs of a convolution, which is what a TPU makes of a matrix product.
+
+    Batch dimensions of the product become positions of a window that meet in one place each; the others are padding,
+    and no work.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.rest)
+    if labels is None:
         return 0.0
-    left = _dims(computation[op.operands[0]].shape)
-    axes = [int(axis) for axis in summed[1].replace('"', "").split(",") if axis]
-    return 2.0 * math.prod(_dims(op.shape)) * math.prod(left[axis] for axis in axes)
+    inputs, kernel, result = (
+        dict(zip(names, x, strict=True))
+        for names, x in zip(labels.groups(), (left, right, dimensions(op.shape)), strict=True)
+    )
+    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", (re.search(r"window=\{([^}]*)\}", op.rest) or [""])[0]))
+    flops = 2.0 * result["b"] * result["f"] * kernel["i"]
+    for dim in (label for label in result if label.isdigit()):
+        of = {key: value.split("x")[int(dim)] for key, value in window.items()}
+        flops *= _meetings(inputs[dim], kernel[dim], result[dim], of)
+    return flops
 
 
-def _dims(shape: str) -> list[int]:
-    """The dimensions of the first array in a shape; [] without an array."""
-    found = ARRAY.search(shape)
-    return [int(d) for d in found[2].split(",") if d] if found else []
+def _meetings(size: int, kernel: int, result: int, window: Mapping[str, str]) -> int:
+    """The pairs of a position of the result and one of the window that lie on an element of the input."""
+    stride, spread, holes = (int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate"))
+    before = int(window.get("pad", "0_0").split("_")[0])
+    at = (np.arange(result) * stride - before)[:, None] + np.arange(kernel) * holes
+    return int(np.sum((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)))
 
 
-def _bytes_of(op: _Instruction, computation: _Computation) -> float:
+def _bytes_of(op: Instruction, computation: Computation) -> float:
     # A slice is read and written.
     if op.opcode in _SLICES:
         return 2 * op.size
@@ -210,7 +167,7 @@ def _bytes_of(op: _Instruction, computation: _Computation) -> float:
     return op.size + sum(computation[name].size for name in op.operands if name in computation)
 
 
-def _fused_bytes(op: _Instruction, inside: _Computation) -> float:
+def _fused_bytes(op: Instruction, inside: Computation) -> float:
     """Bytes that a fusion reads and writes: of arrays that it only slices, or writes slices into, the slices alone."""
     # An update in place writes its slice, and the rest of the array stays where it is.
     updates = [i for i in inside.values() if i.opcode == "dynamic-update-slice"]
@@ -227,7 +184,7 @@ def _fused_bytes(op: _Instruction, inside: _Computation) -> float:
     return written + read
 
 
-def _origin(name: str, inside: _Computation) -> str:
+def _origin(name: str, inside: Computation) -> str:
     """The array that an instruction passes on unchanged."""
     while name in inside and inside[name].opcode in _THROUGH:
         name = inside[name].operands[0]

@@ -267,9 +267,15 @@ def test_seeds_differ(stream: TokenStream) -> None:
 
 
 def test_rows_outside_the_batch_are_refused(stream: TokenStream) -> None:
-    for rows in (range(4, 12), range(0), range(0, 8, 2)):
+    for rows in (range(4, 12), range(0), [-1, 0], [0, 2, 1], [3, 3]):
         with pytest.raises(UserError, match="are no part of a batch of 8"):
             TrainIterator(order_of(stream), CONSTANT, rows, range(3))
+
+
+def test_rows_need_not_be_neighbours(stream: TokenStream) -> None:
+    whole = next(TrainIterator(order_of(stream), CONSTANT, range(BATCH), range(3)))
+    some = next(TrainIterator(order_of(stream), CONSTANT, [0, 1, 5], range(3)))
+    np.testing.assert_array_equal(some.tokens, whole.tokens[[0, 1, 5]])
 
 
 def test_a_closed_iterator_gives_nothing_more(stream: TokenStream) -> None:

@@ -37,6 +37,11 @@ def test_compiled_collectives_are_counted() -> None:
     assert bytes_sent(jax.jit(jnp.sin).lower(x).compile().as_text() or "") == {}
 
 
+def program(*lines: str) -> str:
+    """The text of a program of these lines."""
+    return "\n".join(["ENTRY %main (x: f32[8]) -> f32[8] {", *(f"  {line}" for line in lines), "}"])
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -44,14 +49,48 @@ def test_compiled_collectives_are_counted() -> None:
         ("%a = (f32[4], f32[16]) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}", 48.0),
         ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}", 192.0),
         ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, dimensions={0}", 128.0),
+        (
+            "%a = (bf16[64]{0}, bf16[64]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), "
+            "source_target_pairs={{0,1},{1,0}}",
+            128.0,
+        ),
         ("%a = f32[16] all-gather-done(%b)", None),
         ("%a = pred[16] fusion(%all-gather), kind=kLoop", None),
     ],
 )
 def test_lines_as_other_backends_write_them(line: str, expected: float | None) -> None:
-    assert sum(bytes_sent(line).values()) == (expected or 0.0)
+    assert sum(bytes_sent(program(line)).values()) == (expected or 0.0)
 
 
 def test_a_collective_of_unknown_devices_is_refused() -> None:
     with pytest.raises(ValueError, match="which devices take part cannot be read"):
-        bytes_sent("%a = f32[16] all-gather(%x), dimensions={0}")
+        bytes_sent(program("%a = f32[16] all-gather(%x), dimensions={0}"))
+
+
+def test_a_collective_in_a_loop_counts_for_each_turn() -> None:
+    """The loop as a TPU's compiler writes it, its collective carried through a fusion beside which it runs."""
+    text = """
+%start (p: f32[4]) -> f32[16] {
+  %p = f32[4] parameter(0)
+  ROOT %a = f32[16] all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%async_collective_fusion.1 (p: f32[4]) -> f32[16] {
+  %p = f32[4] parameter(0)
+  ROOT %a = f32[16] all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = f32[4] get-tuple-element(%t), index=1
+  %f = f32[16] fusion(%x), kind=kCustom, calls=%start
+  %g = f32[16] fusion(%x), kind=kCustom, calls=%async_collective_fusion.1
+}
+
+%cond (t: (s32[], f32[4])) -> pred[] {
+  %c = s32[]{:T(128)} constant(5)
+  %n = s32[] get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%n, %c), direction=LT
+}
+"""
+    loop = program("%w = (s32[], f32[4]) while(%t), condition=%cond, body=%body")
+    assert bytes_sent(f"{text}\n{loop}") == {"all-gather": 5 * 48.0}

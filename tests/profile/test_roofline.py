@@ -88,3 +88,51 @@ ENTRY %main (x: f32[8,16], y: f32[16,4]) -> f32[8,4] {
 """
     (found,) = operations(hlo, {"wide"})
     assert (found.part, found.flops) == ("wide, forward", 2 * 8 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "result", "how", "expected"),
+    [
+        # [512, 512] x [512, 512]: rows by weights.
+        ("512,512", "512,512", "512,512", "dim_labels=bf_io->bf", 2 * 512**3),
+        # The same with weights [4 heads, 128, 512]: each position of the result meets one of the window.
+        (
+            "512,512,1",
+            "4,128,512",
+            "512,4,128",
+            "window={size=4 pad=3_3 rhs_reversal=1}, dim_labels=bf0_0oi->b0f",
+            2 * 512**3,
+        ),
+        # Scores of 2 heads: 256 queries x 512 keys x 128 elements each, the heads apart by holes in the input.
+        (
+            "2,256,128",
+            "2,512,128",
+            "2,256,512",
+            "window={size=2 lhs_dilate=2}, dim_labels=0bf_0oi->0bf",
+            2 * 2 * 256 * 512 * 128,
+        ),
+    ],
+)
+def test_products_that_a_tpu_writes_as_convolutions(left: str, right: str, result: str, how: str, expected: int):
+    """As the compiler for TPU v5e writes them, inside a fusion inside a fusion."""
+    text = f"""
+%inner (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
+  %a = bf16[{left}] parameter(0)
+  %b = bf16[{right}] parameter(1)
+  ROOT %c = bf16[{result}] convolution(%a, %b), {how}, metadata={{op_name="jit(f)/wide/dot_general"}}
+}}
+
+%outer (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
+  %a = bf16[{left}] parameter(0)
+  %b = bf16[{right}] parameter(1)
+  ROOT %f = bf16[{result}] fusion(%a, %b), kind=kOutput, calls=%inner
+}}
+
+ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
+  %a = bf16[{left}]{{1,0}} parameter(0)
+  %b = bf16[{right}]{{1,0}} parameter(1)
+  ROOT %f = bf16[{result}]{{1,0}} fusion(%a, %b), kind=kOutput, calls=%outer
+}}
+"""
+    (only,) = operations(text, {"wide"})
+    assert (only.flops, only.part) == (expected, "wide, forward")

@@ -133,3 +133,42 @@ def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig
     printed = output.read_text()
     assert re.search(r"^\[0\] error: .*is in use by", printed, re.MULTILINE), printed
     assert re.search(r"^\[1\] error: process 0 of 2 \(.+\) stopped: .*is in use by", printed, re.MULTILINE), printed
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.context_axis_size=2",),
+        ("trainer.context_axis_size=2", "trainer.determinism=fast"),
+        ("trainer.model_axis_size=2", "trainer.tensor_parallel_axes=[mlp,heads]"),
+        ("trainer.pipeline_axis_size=2", "trainer.per_device_parallelism=4"),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
+    make_config: MakeConfig, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2})
+    train(config, tmp_path / "one", processes=1, devices=2, overrides=overrides)
+    train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+
+
+def test_turns_of_microbatches_are_the_same_in_two_processes(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Each process then needs rows that are no neighbours."""
+    config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": "layerwise"})
+    train(config, tmp_path / "one", processes=1, devices=1)
+    overrides = ("trainer.microbatches_per_gather=1",)
+    train(config, tmp_path / "two", processes=2, devices=1, overrides=overrides)
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+
+
+def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    config, overrides = make_config(trainer={"num_train_steps": 4}), ("trainer.context_axis_size=4",)
+    (tmp_path / "three").mkdir()
+    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "6", *overrides)
+    done = subprocess.run(
+        command, cwd=tmp_path / "three", env=lmt_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stderr
