@@ -30,7 +30,7 @@ KINDS = {
     "layerwise": "language models that are computed layer by layer",
     "uneven": "language models on 3, 5, 6 and 7 devices, every second one layer by layer",
 }
-"""Of runs drawn at random."""
+"""Kinds of runs drawn at random."""
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 50
 

@@ -111,7 +111,7 @@ class Shares:
         return max(len(sums) + 1 for shard in range(self.shards) for sums in self._sums(shard)[:-1])
 
     def _sums(self, shard: int) -> list[list[tuple[range, None]]]:
-        """What a `TreeSum` holds before each term of a shard, and at last."""
+        """The sums that a `TreeSum` holds before each term of a shard, and at last."""
         terms = self.terms(shard)
         tree = TreeSum[None](self.count, lambda _, __: None, terms.start)
         held = [[*tree.parts()]]

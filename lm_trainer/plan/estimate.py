@@ -87,7 +87,7 @@ class _Given:
     sharding: StateSharding
     plan: MicrobatchPlan
     shares: Shares
-    """Of the devices in the microbatches of a turn."""
+    """The division of the microbatches of a turn among the devices."""
     platform: str
     temporary: Temporary
 

@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     name: str
     shape: str
-    """Of the result; of several, all in parentheses."""
+    """The type of the result; of several, all in parentheses."""
     opcode: str
     operands: list[str]
     """Names of instructions of the same computation."""

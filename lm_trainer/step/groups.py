@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,8 +24,6 @@ from lm_trainer.step.model_def import Params
 from lm_trainer.step.model_parallel import shard_over_group
 from lm_trainer.step.phases import StepProgram
 from lm_trainer.step.state_sharding import StateSharding
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class ModelParallelGroup:
         """True in one of the processes whose devices it has."""
         return self.mesh.devices.flat[0].process_index == jax.process_index()
 
-    def put(self, values: T) -> T:
+    def put(self, values: Any) -> Any:
         """Arrays of the host, whole on each device of the group; all of its processes have the same ones."""
         if len(self.local_devices) == self.mesh.size:
             return jax.device_put(values, self.sharding())

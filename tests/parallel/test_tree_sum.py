@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -89,7 +90,7 @@ def test_shares_of_any_number_of_shards_add_up_to_the_tree(count: int) -> None:
         assert shares.most == -(-count // shards)
         assert shares.most_held == most
         if shares.even:
-            np.testing.assert_array_equal(np.asarray(tree_sum(np.stack([one for (one,) in sums]))), expected)
+            np.testing.assert_array_equal(np.asarray(tree_sum(jnp.stack([one for (one,) in sums]))), expected)
 
 
 def test_a_shard_comes_to_few_partial_sums() -> None:

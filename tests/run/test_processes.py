@@ -171,4 +171,4 @@ def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_p
         command, cwd=tmp_path / "three", env=lmt_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stderr
+    assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stdout
