@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.mesh import BATCH_AXES, batch_shards, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
-from lm_trainer.parallel.tree_sum import Shares, TreeSum, tree_sum
+from lm_trainer.parallel.tree_sum import Shares, TreeSum, sum_slices, tree_sum
 
 _SMALL = 1 << 14
 """Elements up to which one exchange of whole arrays is quicker than two of slices."""
@@ -142,7 +142,7 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> 
     x = jnp.moveaxis(x, (dim + 1, dim), (0, 1))
     x = x.reshape(replicas * data, *x.shape[2:])
     # What arrives is stacked by sender, that is in the order of the batch: the order of the tree.
-    x = tree_sum(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
+    x = sum_slices(lax.all_to_all(x, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
     if replicas > 1:
         # The replicas of a data shard hold neighbouring slices, which make up the shard that all of them store.
         x = lax.all_gather(x, BATCH_AXES[:-1], axis=dim, tiled=True)
@@ -152,10 +152,10 @@ def _sum_leaf(x: jax.Array, sharding: ParamSharding, mesh: Mesh, dtype: Any) -> 
 def _sum_vector(x: jax.Array, shards: int, dtype: Any) -> jax.Array:
     """Sums an array that no dimension can be split of; the result is on all devices."""
     if x.size < _SMALL:
-        return tree_sum(lax.all_gather(x, BATCH_AXES).astype(dtype))
+        return sum_slices(lax.all_gather(x, BATCH_AXES).astype(dtype))
     # Padding makes the length divisible. It changes no order, since every element is added on its own.
     slices = jnp.pad(x.reshape(-1), (0, -x.size % shards)).reshape(shards, -1)
-    total = tree_sum(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
+    total = sum_slices(lax.all_to_all(slices, BATCH_AXES, split_axis=0, concat_axis=0, tiled=True).astype(dtype))
     return lax.all_gather(total, BATCH_AXES, tiled=True)[: x.size].reshape(x.shape)
 
 
