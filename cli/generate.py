@@ -25,13 +25,17 @@ def generate(
     ] = 1.0,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
+    devices: Annotated[
+        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+    ] = 0,
     step: CheckpointOption = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.
 
     Prints each prompt with its continuation; a continuation ends where the model ends the document, after
-    --max-new-tokens, or where the model's context is full.
+    --max-new-tokens, or where the model's context is full. Several devices hold a part of the model each; its numbers
+    depend on how many there are in their last digits.
 
     For example:
 
@@ -45,12 +49,14 @@ def generate(
     import json
 
     from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts
-    from lm_trainer.run.open_model import open_model
+    from lm_trainer.run.open_model import local_devices, open_model
 
     # Both are checked before the model is read.
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = read_prompts(prompt or [], prompt_file or [])
-    samples = continue_texts(open_model(model, step=step), prompts, sampling, num_samples=num_samples)
+    chosen = local_devices(devices)
+    source = open_model(model, step=step, devices=chosen)
+    samples = continue_texts(source, prompts, sampling, num_samples=num_samples, devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
             typer.echo(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))

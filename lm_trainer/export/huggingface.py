@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.output import complete_directory
 from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.spread import place_spread
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
@@ -53,17 +52,17 @@ class TextModel:
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     params: Mapping[str, Any]
-    """Nested dicts of arrays, as `nnx.to_pure_dict` gives them."""
+    """Nested dicts of arrays, as `nnx.to_pure_dict` gives them: NumPy's, or such as several devices have parts of."""
     tokenizer: Tokenizer
     name: str
     """For people: the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)
 
-    def build(self) -> Decoder:
-        """The module with these parameters, on the default device."""
+    def build(self, devices: Sequence[Any] | None = None) -> Decoder:
+        """The module with these parameters, cut over devices of this process (None: all) unless they are on some."""
         # Traced, so that no random weights are ever made.
         definition = ModelDef.trace(lambda: self.config.build(self.vocab_size, rngs=nnx.Rngs(0)))
-        return definition.merge(named_leaves(jax.tree.map(jnp.asarray, dict(self.params))))
+        return definition.merge(place_spread(definition, dict(self.params), devices))
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,14 @@ class ExportOptions:
 def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
     """Writes the model to `out`, which is complete afterwards, or as it was before if this raises.
 
+    Tensors are copied off the devices one after another; the host holds those of one file at a time.
+
     Raises:
         UserError: when the format has no place for something the model has, or `out` may not be replaced.
         MachineError: when the file system refuses.
     """
     dtype, tokenizer = DTYPES[options.dtype], model.tokenizer
-    tensors = hf.params_to_hf(model.config, model.params)
+    tensors = hf.file_params(model.config, model.params)
     config = dict(
         hf.config_to_hf(model.config, vocab_size=model.vocab_size, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
     )

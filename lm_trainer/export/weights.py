@@ -42,11 +42,12 @@ def parse_size(text: str) -> int:
     return size
 
 
-def write_weights(directory: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype, max_shard_size: int) -> None:
+def write_weights(directory: Path, tensors: Mapping[str, Any], *, dtype: np.dtype, max_shard_size: int) -> None:
     """Writes `tensors`, cast to `dtype`, as one safetensors file, or as shards and an index above `max_shard_size`.
 
     Rounds to the nearest even when `dtype` is narrower. A tensor is never split: one that is larger than
-    `max_shard_size` bytes is a shard of its own. Holds one shard in memory at a time besides `tensors`.
+    `max_shard_size` bytes is a shard of its own. Holds one shard in memory at a time besides `tensors`: arrays, or what
+    `np.asarray` makes arrays of, with a `size`.
 
     Raises:
         MachineError: when the file system refuses (a full disk, lost permissions).
@@ -68,7 +69,7 @@ def write_weights(directory: Path, tensors: Mapping[str, np.ndarray], *, dtype: 
         write_json(directory / INDEX_FILE, index)
 
 
-def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, dtype: np.dtype) -> None:
+def write_file(path: Path, tensors: Mapping[str, Any], *, dtype: np.dtype) -> None:
     """Writes `tensors`, cast to `dtype`, as one safetensors file.
 
     Raises:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.sampling import GenerateSettings
@@ -91,9 +91,14 @@ def _read(path: Path) -> str:
 
 
 def continue_texts(
-    source: TextModel, prompts: Sequence[str], sampling: Sampling, *, num_samples: int = 1
+    source: TextModel,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    num_samples: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> Iterator[Sample]:
-    """Yields `num_samples` continuations of each prompt, in order.
+    """Yields `num_samples` continuations of each prompt, in order, with `devices` as for `TextModel.build`.
 
     Raises:
         UserError: when `num_samples` is below 1, or a prompt is longer than the model's context.
@@ -114,7 +119,7 @@ def continue_texts(
             )
         rows += [(prompt, ids)] * num_samples
     # All rows together: a batch takes little longer than one row.
-    outputs = generate(source.build(), [ids for _, ids in rows], replace(sampling, eos_id=tokenizer.eos_id))
+    outputs = generate(source.build(devices), [ids for _, ids in rows], replace(sampling, eos_id=tokenizer.eos_id))
     for (prompt, ids), new in zip(rows, outputs, strict=True):
         yield _sample(tokenizer, prompt, ids, new)
 

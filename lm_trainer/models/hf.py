@@ -18,12 +18,13 @@ from lm_trainer.models.hf_stream import SourceSlice, source_slices
 from lm_trainer.models.hf_table import (
     HfFamily,
     ParamInfo,
+    PendingTensor,
     check_tensors,
     file_tensors,
+    pending_tensors,
     read_config,
     read_tensors,
     write_config,
-    write_tensors,
 )
 from lm_trainer.nn.init import LOGICAL_AXES
 
@@ -96,6 +97,15 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     """The tensors of a file, C-contiguous, in the dtype of `params`; the inverse of `params_from_hf`.
 
     Raises:
+        UserError: as `file_params`.
+    """
+    return {name: np.asarray(tensor) for name, tensor in file_params(model_config, params).items()}
+
+
+def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, PendingTensor]:
+    """As `params_to_hf`, each tensor to be made when NumPy asks for it: no memory is taken.
+
+    Raises:
         UserError: for a setting that the format has no place for, or parameters of another configuration.
     """
     # For its errors: a setting that the format has no place for must not get lost in silence.
@@ -106,7 +116,7 @@ def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict
     found = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if wrong := sorted(name for name in leaves.keys() | found.keys() if not _same(leaves.get(name), found.get(name))):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
-    return write_tensors(model_config.hf_family(), leaves, model_config.spec(vocab_size).period, named)
+    return pending_tensors(model_config.hf_family(), leaves, model_config.spec(vocab_size).period, named)
 
 
 def check_writable(model_config: DecoderConfig) -> None:

@@ -6,6 +6,7 @@ holds names alone. A matrix in the file has two dimensions: (heads, head_size) a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.parallel.sharded_array import host_part
 
 MAX_PROBLEMS = 12
 
@@ -178,6 +180,31 @@ class FileTensor(NamedTuple):
         return np.ascontiguousarray(whole.T if self.table.transposed else whole)
 
 
+@dataclass(frozen=True)
+class PendingTensor:
+    """A tensor of a file, copied together from our parameters each time that NumPy asks for it; C-contiguous, exact."""
+
+    entry: FileTensor
+    params: Mapping[str, Any]
+    """By dotted path."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As `FileTensor.shape`."""
+        return self.entry.shape
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The tensor, cast to `dtype` if there is one."""
+        del copy  # it may always be written to
+        made = self.entry.join([host_part(self.params[part.path], part.index) for part in self.entry.parts])
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+
 def read_config(family: HfFamily, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Our fields from the content of a config.json.
 
@@ -300,14 +327,21 @@ def write_tensors(
     Raises:
         UserError: for parameters that the format has no place for.
     """
-    host = {path: np.asarray(params[path]) for path in leaves}
+    return {name: np.asarray(tensor) for name, tensor in pending_tensors(family, leaves, period, params).items()}
+
+
+def pending_tensors(
+    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, params: Mapping[str, Any]
+) -> dict[str, PendingTensor]:
+    """The tensors of a file from our parameters by dotted path, in the dtypes of `params`; none is made yet.
+
+    Raises:
+        UserError: for parameters that the format has no place for.
+    """
     entries = file_tensors(family, leaves, period)
     if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
         raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
-    return {
-        file_name(family, entry.name): entry.join([host[part.path][part.index] for part in entry.parts])
-        for entry in entries
-    }
+    return {file_name(family, entry.name): PendingTensor(entry, params) for entry in entries}
 
 
 def file_name(family: HfFamily, name: str) -> str:

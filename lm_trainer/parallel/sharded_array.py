@@ -36,6 +36,28 @@ def by_device(array: jax.Array) -> dict[Any, jax.Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
+def host_part(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    """`array[index]` in the host's memory, put together from the devices' shards; nothing is gathered on a device.
+
+    Args:
+        array: all of its shards are on devices of this process.
+        index: of the first dimensions.
+    """
+    if not isinstance(array, jax.Array):
+        return np.asarray(array)[index]
+    if array.sharding.is_fully_replicated:
+        return np.asarray(array.addressable_data(0)[index])
+    part = np.empty(array.shape[len(index) :], array.dtype)
+    for shard in array.addressable_shards:
+        bounds = [cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)]
+        first, rest = bounds[: len(index)], bounds[len(index) :]
+        # Of devices that hold the same, one is asked.
+        if shard.replica_id == 0 and all(start <= at < stop for at, (start, stop) in zip(index, first, strict=True)):
+            there = tuple(at - start for at, (start, _) in zip(index, first, strict=True))
+            part[tuple(slice(*each) for each in rest)] = np.asarray(shard.data[there])
+    return part
+
+
 def make_sharded_array(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding, parts: ReadParts, *, host_bytes: int = HOST_BYTES
 ) -> jax.Array:

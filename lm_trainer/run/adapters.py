@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,8 @@ class Base:
         """The model, with the values of this checkpoint to start from."""
 
         def load(shapes: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> Params:
-            named = named_leaves(load_whole(self.directory, self.step).params)
+            loaded = load_whole(self.directory, self.step).params
+            named = {name: np.asarray(x) for name, x in named_leaves(loaded).items()}
             _check_same_model(
                 self.directory, named, {name: x for name, x in shapes.items() if not is_adapter_param(name)}
             )
@@ -169,13 +170,13 @@ def _size(model: ModelDef, *, trained: bool) -> int:
     return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
-def load_whole(run: str | Path, step: int | None = None) -> LoadedModel:
+def load_whole(run: str | Path, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
     """As `load_model`; an adapter is merged into the model that it was trained on.
 
     Raises:
         UserError: also when that model is not there or not the same any more.
     """
-    loaded = load_model(run, step)
+    loaded = load_model(run, step, devices=devices)
     lora = loaded.config.adapter
     if lora is None:
         return loaded

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import jax
+import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.hooks import StepInfo, is_due
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
+from lm_trainer.step.model_def import Params
 from lm_trainer.step.state import to_host
 from lm_trainer.trackers import Progress
 
@@ -91,7 +96,7 @@ class HfExports:
         *_, weights = program.weights(info.state).values()
         if self.config.adapter is not None:
             weights = {name: x for name, x in weights.items() if is_adapter_param(name)}
-        params = to_host(weights, keep=is_lead())
+        params = _readable(weights)
         # Only now: gathering is a collective, in which every process takes part.
         if not is_lead():
             return
@@ -111,7 +116,8 @@ class HfExports:
             write_hf(out, whole, options)
         else:
             base, vocab_size = base_name(self.config), program.model.shapes["embed.tokens"].shape[0]
-            tuned = AdapterModel(model, vocab_size, adapter, params, base, self.tokenizer, self.run_id, facts)
+            small = {name: np.asarray(x) for name, x in params.items()}
+            tuned = AdapterModel(model, vocab_size, adapter, small, base, self.tokenizer, self.run_id, facts)
             write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
         if self.hub_name:
@@ -140,3 +146,9 @@ class HfExports:
                 f"warning: {out} was not uploaded: {error}. It is complete; to upload it: "
                 f"lmt export-hf {out} OUT --push-to-hub {self.hub_name}"
             )
+
+
+def _readable(weights: Params) -> Mapping[str, Any]:
+    """Weights that the first process can read."""
+    # One that is alone leaves them on its devices, from which it then copies tensors one by one.
+    return weights if jax.process_count() == 1 else to_host(weights, keep=is_lead())

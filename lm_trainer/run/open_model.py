@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
@@ -18,12 +20,13 @@ from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.saved_model import LoadedModel, load_model, read_config
 
 
-def open_model(source: str, *, step: int | None = None) -> TextModel:
+def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] | None = None) -> TextModel:
     """Reads a Hugging Face directory or a checkpoint of a run; an adapter is merged into the model that it is for.
 
     Args:
         source: a run id, a run or checkpoint directory or one step in it, or a directory in Hugging Face's layout.
         step: which checkpoint of a run; None: the newest that is intact.
+        devices: over which the weights of a checkpoint are cut; None: all of this process.
 
     Raises:
         UserError: when there is no such model, or it is damaged.
@@ -33,7 +36,21 @@ def open_model(source: str, *, step: int | None = None) -> TextModel:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
         return read_hf(path)
-    return _text_model(load_whole(source, step))
+    return _text_model(load_whole(source, step, devices=devices))
+
+
+def local_devices(count: int) -> Sequence[Any]:
+    """The first `count` devices of this process; 0: all.
+
+    Raises:
+        UserError: when there are fewer.
+    """
+    there = jax.local_devices()
+    if not 0 <= count <= len(there):
+        raise UserError(
+            f"--devices {count}: there are {len(there)} devices here; write 1 to {len(there)}, or 0 for all"
+        )
+    return there[: count or None]
 
 
 def open_for_export(source: str, *, step: int | None = None, merge: bool = False) -> TextModel | AdapterModel:

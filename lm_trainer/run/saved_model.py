@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.spread import spread
 
 if TYPE_CHECKING:
     from lm_trainer.models.base import DecoderConfig
@@ -42,8 +43,8 @@ class LoadedModel:
 
     config: RunConfig
     params: dict[str, Any]
-    """Nested dicts of NumPy arrays in the parameter dtype, as `nnx.to_pure_dict` gives them. Of a run that trains an
-    adapter, the adapter's alone."""
+    """Nested dicts of arrays in the parameter dtype, as `nnx.to_pure_dict` gives them: on the devices that were asked
+    for, each with a part, or in NumPy's memory. Of a run that trains an adapter, the adapter's alone."""
     step: int
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
@@ -54,7 +55,7 @@ class LoadedModel:
     """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
 
 
-def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
+def load_model(run: str | Path, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
     """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
 
     Where the run keeps an average of its weights, it is the average.
@@ -62,6 +63,7 @@ def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
     Args:
         run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
         step: which checkpoint; None: the newest.
+        devices: over which the weights are cut, of this process; None: all of them.
 
     Raises:
         UserError: when there is no such run or step, or no checkpoint is intact.
@@ -76,7 +78,7 @@ def load_model(run: str | Path, step: int | None = None) -> LoadedModel:
     problems = []
     for candidate in [wanted] if wanted is not None else reversed(steps):
         try:
-            return _load_step(directory, candidate, config)
+            return _load_step(directory, candidate, config, devices or jax.local_devices())
         except CheckpointError as error:
             problems.append(f"step {candidate}: {error}")
             logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, candidate, error)
@@ -97,21 +99,25 @@ def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
     raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
-def _load_step(directory: Path, step: int, config: RunConfig) -> LoadedModel:
+def _load_step(directory: Path, step: int, config: RunConfig, devices: Sequence[Any]) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
-    device = SingleDeviceSharding(jax.local_devices()[0])
     prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     if config.adapter is None:
-        wanted = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0))).shapes
+        model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
+        # No device need hold the whole model: it may be one that was trained on many.
+        wanted, lies = model.shapes, spread(model, devices)
     else:
         wanted = _saved_arrays(record, prefix)
+        lies = dict.fromkeys(wanted, SingleDeviceSharding(devices[0]))
     like = {
-        prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=device)
+        prefix + name: jax.ShapeDtypeStruct(x.shape, _saved_dtype(record, prefix + name, x.dtype), sharding=lies[name])
         for name, x in wanted.items()
     }
     restored = read_step(directory, step, like, prefix=prefix)
-    params = {name.removeprefix(prefix): np.asarray(x) for name, x in restored.arrays.items()}
+    params = {name.removeprefix(prefix): x for name, x in restored.arrays.items()}
+    if config.adapter is not None:
+        params = {name: np.asarray(x) for name, x in params.items()}
     tokenizer = load_tokenizer(directory / "tokenizer")
     name = config.trainer.id or directory.name
     return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
@@ -34,6 +36,7 @@ from lm_trainer.run.notes import recomputation_note
 from lm_trainer.run.pretrained import HfStart, find_start
 from lm_trainer.run.program import Program, plan_run
 from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.spread import spread
 from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
 
@@ -215,13 +218,23 @@ def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress
         progress.note(note)
 
 
+def _for_generation(config: RunConfig, program: Program, state: TrainState) -> Mapping[str, Any]:
+    weights = list(program.weights(state).values())[-1]
+    if config.trainer.determinism != "layerwise":
+        # Whole on one device, as it was for training: the text is then that of any number of devices.
+        return to_host(weights)
+    if jax.process_count() == 1:
+        return jax.device_put(weights, spread(program.model, program.sharding.mesh.local_devices))
+    return jax.device_put(to_host(weights), spread(program.model, program.sharding.mesh.local_devices))
+
+
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
     """The start of a held-out document (of the training text, where nothing is held out) and its continuation."""
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
     tokens = generate(
-        program.model.merge(to_host(list(program.weights(state).values())[-1])),
+        program.model.merge(_for_generation(config, program, state)),
         [prompt],
         GenerateSettings(
             max_new_tokens=config.trainer.sample_tokens,

@@ -51,6 +51,7 @@ def test_text_output_and_seeds(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None
 def test_what_is_refused(lmt: Lmt, hf_model: Path) -> None:
     refused(lmt("generate", "no-such-run"), "no-such-run")
     refused(lmt("generate", hf_model, "--top-p", "0"), "--top-p 0")
+    refused(lmt("generate", hf_model, "--devices", "99"), "--devices 99", "or 0 for all")
     refused(lmt("generate", hf_model, "--step", "3"), "--step")
     refused(lmt("generate", hf_model, "--prompt", "x" * 200), "200", "128")
     refused(lmt("generate", hf_model, "--num-samples", "0"), "--num-samples")

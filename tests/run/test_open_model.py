@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.huggingface import ExportOptions, write_hf
+from lm_trainer.generate.engine import generate
+from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.run.hf_transfer import import_model
 from lm_trainer.run.open_model import open_model
 from tests.export.test_huggingface import make_model
@@ -36,6 +39,32 @@ def test_both_layouts_hold_the_same_model(places: tuple[Path, Path]) -> None:
     assert hf.tokenizer.fingerprint() == run.tokenizer.fingerprint()
     assert run.facts == hf.facts
     jax.tree.map(np.testing.assert_array_equal, hf.params, run.params)
+
+
+def bytes_on(device: Any, params: Any) -> int:
+    shards = [shard for x in jax.tree.leaves(params) for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def test_a_model_of_a_run_lies_cut_on_all_devices_and_writes_the_same_files_and_text(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    devices = jax.local_devices()
+    assert len(devices) == 8
+    alone, cut = open_model(str(places[1]), devices=devices[:1]), open_model(str(places[1]))
+    whole = sum(x.nbytes for x in jax.tree.leaves(alone.params))
+    assert [bytes_on(device, alone.params) for device in devices[:2]] == [whole, 0]
+    # The vectors of layers are whole on each device.
+    assert max(bytes_on(device, cut.params) for device in devices) < whole / 4
+    for name, model in (("alone", alone), ("cut", cut)):
+        write_hf(tmp_path / name, model, ExportOptions(max_shard_size=20_000))
+    files = sorted(path.name for path in (tmp_path / "alone").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "cut").iterdir())
+    assert len([name for name in files if name.endswith("safetensors")]) > 3
+    for name in files:
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes(), name
+    settings = GenerateSettings(max_new_tokens=4, temperature=0)
+    assert generate(cut.build(), [[1, 2], [3]], settings) == generate(alone.build(), [[1, 2], [3]], settings)
 
 
 def test_the_facts_of_a_trained_step(places: tuple[Path, Path], tmp_path: Path) -> None:
