@@ -201,10 +201,8 @@ def _forward(
     shape = q_LBKGQH.shape[:-1]
     o_LBKGQH = jnp.zeros((*shape, v_LBKCH.shape[-1]), jnp.float32)
     state = o_LBKGQH, jnp.full(shape, MASK_VALUE, jnp.float32), jnp.zeros(shape, jnp.float32)
-    own = (k_LBKCH, v_LBKCH)
-    state = visit(state, own, _owner(0, 0))
-    for hop, count in ring.layout.journeys():
-        state = _travel(visit, state, own, hop, count)
+    for journey in ring.layout.journeys():
+        state = _travel(visit, state, (k_LBKCH, v_LBKCH), journey)
     o_LBKGQH, highest_LBKGQ, sum_LBKGQ = state
     # The reciprocal is written out because a compiler may turn a division into it in one program and not in another.
     o_LBKGQH = (o_LBKGQH * (1.0 / sum_LBKGQ)[..., None]).astype(v_LBKCH.dtype)
@@ -249,11 +247,11 @@ def _backward(ring: _Ring, kept: Any, do_LBKGQH: jax.Array) -> Any:
         return dq_LBKGQH, jax.tree.map(jnp.add, arrived, terms)
 
     own = (k_LBKCH, v_LBKCH)
-    dq_LBKGQH, d_kv = gradients(jnp.zeros(q_LBKGQH.shape, jnp.float32), own, _owner(0, 0))
-    for hop, count in ring.layout.journeys():
+    dq_LBKGQH, d_kv = jnp.zeros(q_LBKGQH.shape, jnp.float32), _zeros(own)
+    for hop, first, last in ring.layout.journeys():
         there = functools.partial(visit, hop=hop)
-        dq_LBKGQH, sums = _travel(there, (dq_LBKGQH, _zeros(own)), own, hop, count)
-        d_kv = jax.tree.map(jnp.add, d_kv, rotate(sums, "context", -hop * count))
+        dq_LBKGQH, sums = _travel(there, (dq_LBKGQH, _zeros(own)), own, (hop, first, last))
+        d_kv = jax.tree.map(jnp.add, d_kv, rotate(sums, "context", -hop * last))
     dk_LBKCH, dv_LBKCH = d_kv
     found = dq_LBKGQH.astype(q_LBKGQH.dtype), dk_LBKCH.astype(k_LBKCH.dtype), dv_LBKCH.astype(v_LBKCH.dtype)
     # Integers have no gradient.
@@ -263,24 +261,25 @@ def _backward(ring: _Ring, kept: Any, do_LBKGQH: jax.Array) -> Any:
 _attend.defvjp(_forward, _backward)
 
 
-def _travel(visit: Callable[[Any, Any, Any], Any], state: Any, own: Any, hop: int, count: int) -> Any:
-    """`visit(state, keys and values, their device)` where these have gone 1 to `count` times `hop` devices further."""
+def _travel(visit: Callable[[Any, Any, Any], Any], state: Any, own: Any, journey: tuple[int, int, int]) -> Any:
+    """`visit(state, keys and values, their device)` at each stop of a journey, as of `RingLayout.journeys`."""
+    hop, first, last = journey
 
-    def turn(carry: Any, times: jax.Array) -> tuple[Any, None]:
+    def turn(carry: Any, hops: jax.Array) -> tuple[Any, None]:
         state, kv = carry
         # The next ones are under way while these are used.
         arriving = rotate(kv, "context", hop)
-        return (visit(state, kv, _owner(times, hop)), arriving), None
+        return (visit(state, kv, _owner(hops, hop)), arriving), None
 
-    start = (state, rotate(own, "context", hop))
-    (state, kv), _ = lax.scan(turn, start, jnp.arange(1, count, dtype=jnp.int32))
-    return visit(state, kv, _owner(count, hop))
+    start = (state, rotate(own, "context", hop * first))
+    (state, kv), _ = lax.scan(turn, start, jnp.arange(first, last, dtype=jnp.int32))
+    return visit(state, kv, _owner(last, hop))
 
 
-def _owner(times: Any, hop: int) -> Any:
-    """The device whose keys are here after so many hops."""
+def _owner(hops: Any, hop: int) -> Any:
+    """The device whose keys are here after so many hops of `hop` devices."""
     devices = axis_size("context")
-    return 0 if devices == 1 else (axis_index("context") - times * hop) % devices
+    return 0 if devices == 1 else (axis_index("context") - hops * hop) % devices
 
 
 def _zeros(kv: Any) -> Any:

@@ -75,16 +75,16 @@ class RingLayout(NamedTuple):
         low = first if self.reach is None else jnp.clip(query_block - self.reach, first, first + self.blocks)
         return low, jnp.clip(query_block + 1, first, first + self.blocks)
 
-    def journeys(self) -> list[tuple[int, int]]:
-        """The ways of keys and values, each from where they are at home: (devices of one hop, hops).
+    def journeys(self) -> list[tuple[int, int, int]]:
+        """The ways of keys and values from home: (devices of one hop, hops to the first stop that counts, to the last).
 
         All the way round; with a window that ends before, some devices in each direction, since the chunks on both
         sides of one of a device's two are those of its neighbours.
         """
         near = None if self.reach is None else -(-self.reach // self.blocks)
         if near is None or 2 * near >= self.devices - 1:
-            return [(1, self.devices - 1)] if self.devices > 1 else []
-        return [(1, near), (-1, near)] if near else []
+            return [(1, 0, self.devices - 1)]
+        return [(1, 0, near), (-1, 1, near)] if near else [(1, 0, 0)]
 
     def computed_blocks(self, device: int) -> int:
         """Blocks of scores, of `size` queries and as many keys, that a device computes for one head of a row."""

@@ -165,9 +165,10 @@ def test_half_of_all_pairs_is_computed_by_each_device_alike(devices: int, length
 
 def test_keys_go_no_further_than_windows_reach():
     far = RingLayout.of(spec_of(4, window=9), 8, 6)
-    assert far.journeys() == [(1, 2), (-1, 2)]
-    assert RingLayout.of(spec_of(4, window=5), 8, 6).journeys() == [(1, 1), (-1, 1)]
-    assert RingLayout.of(spec_of(4), 8, 6).journeys() == [(1, 5)]
+    assert far.journeys() == [(1, 0, 2), (-1, 1, 2)]
+    assert RingLayout.of(spec_of(4, window=5), 8, 6).journeys() == [(1, 0, 1), (-1, 1, 1)]
+    assert RingLayout.of(spec_of(4, window=1), 8, 6).journeys() == [(1, 0, 0)]
+    assert RingLayout.of(spec_of(4), 8, 6).journeys() == [(1, 0, 5)]
 
 
 def test_no_array_has_all_pairs_and_no_keys_are_gathered():

@@ -29,8 +29,7 @@ SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "sca
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}
 LLAMA = {"type": "llama", **SIZES, "num_kv_heads": 1, "intermediate_dim": 32, "gradient_checkpointing": False}
 MISTRAL = {**LLAMA, "type": "mistral", "sliding_window": 9}
-BLOCK = "flash_attention_block_size"
-RING = {"attn_backend": "ring", BLOCK: 2}
+RING = {"attn_backend": "ring", "flash_attention_block_size": 2}
 MIXTRAL = {**LLAMA, "type": "mixtral", "lbl_coef": 0.05, "rzl_coef": 0.01, "n_routed_experts": 4}
 WHOLE: dict[str, Any] = {"elastic_shards": 1, "train_batch_size": ROWS}
 
@@ -75,8 +74,13 @@ def gradient(planned: Program) -> tuple[Sums, Any]:
     return Sums({n: x.item() for n, x in sums.scalars.items()}, to_host(sums.tree)), executable.memory()  # pyright: ignore[reportArgumentType]
 
 
+def on_one_device(model: dict[str, Any], precision: str = "f32") -> tuple[Sums, Any]:
+    """As `gradient`, with the scores of whole rows, whatever the model does on several devices."""
+    return _with_whole_rows(tuple((key, value) for key, value in model.items() if key not in RING), precision)
+
+
 @cache
-def on_one_device(model: tuple[tuple[str, Any], ...], precision: str) -> tuple[Sums, Any]:
+def _with_whole_rows(model: tuple[tuple[str, Any], ...], precision: str) -> tuple[Sums, Any]:
     return gradient(program(dict(model), 1, mp=precision))
 
 
@@ -86,9 +90,7 @@ def assert_close(model: dict[str, Any], sizes: dict[str, int], **trainer: Any) -
     keys = {f"{axis}_axis_size": size for axis, size in sizes.items()}
     tensor = {"tensor_parallel_axes": ["heads", "mlp"]} if "model" in sizes else {}
     found, memory = gradient(program(model, devices, **keys, **tensor, **trainer))
-    # A single device has whole rows, and no ring.
-    whole = tuple((key, value) for key, value in model.items() if key not in ("attn_backend", BLOCK))
-    expected, one = on_one_device(whole, trainer.get("mp", "f32"))
+    expected, one = on_one_device(model, trainer.get("mp", "f32"))
     # bfloat16 rounds by up to 2^-8, and sums of another order differ by several of these.
     tolerance = 1e-5 if "mp" not in trainer else 3e-2
     assert found.scalars == pytest.approx(expected.scalars, rel=tolerance)
@@ -170,8 +172,8 @@ def test_bits_do_not_depend_on_the_axes_of_the_batch(model: dict[str, Any], axis
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axis"),
-    [(LLAMA, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
-    ids=["context", "expert", "pipeline"],
+    [(LLAMA, "context"), (LLAMA | RING, "context"), (MIXTRAL, "expert"), (GPT2, "pipeline")],
+    ids=["context", "ring", "expert", "pipeline"],
 )
 def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], axis: str) -> None:
     sizes: dict[str, Any] = {f"{axis}_axis_size": 2}
@@ -180,7 +182,7 @@ def test_one_program_for_all_devices_can_be_cut_as_well(model: dict[str, Any], a
     rng = np.random.default_rng(0)
     weights = {n: rng.normal(0.0, 0.2, x.shape).astype(x.dtype) for n, x in sorted(planned.model.shapes.items())}
     found = planned.step.gradient(planned.from_weights(weights), planned.step.put(batch))
-    expected = on_one_device(tuple(model.items()), "f32")[0]
+    expected = on_one_device(model)[0]
     # Router penalties are of microbatches, of which there are two here.
     assert found.scalars["loss"].item() == pytest.approx(expected.scalars["loss"], rel=1e-5)
 
