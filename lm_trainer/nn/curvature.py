@@ -63,9 +63,7 @@ def derivative_along(gradient: Callable[..., Any], primals: tuple[Any, ...], tan
     """
     try:
         return jax.jvp(gradient, primals, tangents)
-    # A kernel of Pallas has no second derivative, and attention in a ring, in whose place there is a rule, no forward
-    # mode.
-    except (NotImplementedError, TypeError) as error:
+    except NotImplementedError as error:
         raise UserError(
             "sophia-h differentiates twice, but of the kernels of attention only xla's can be; write "
             "attn_backend: xla, or optimizer.type: sophia-g"

@@ -137,9 +137,8 @@ def test_an_optimizer_that_differentiates_twice_is_told_to_use_xla(monkeypatch):
         return hutchinson(loss, model, batch, jax.random.key(0))
 
     jax.eval_shape(functools.partial(estimate, "xla"), rows)
-    for backend in ("splash", "ring"):
-        with pytest.raises(UserError, match="sophia-h differentiates twice"):
-            jax.eval_shape(functools.partial(estimate, backend), rows)
+    with pytest.raises(UserError, match="sophia-h differentiates twice"):
+        jax.eval_shape(functools.partial(estimate, "splash"), rows)
 
 
 def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):

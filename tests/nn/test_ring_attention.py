@@ -112,6 +112,16 @@ def test_scores_of_narrow_numbers_are_float32():
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=2**-7 * float(jnp.abs(expected).max()))
 
 
+def test_its_gradient_has_the_derivative_of_whole_rows():
+    def product(attention: Any) -> Any:
+        gradient = jax.grad(lambda q, k, v: jnp.vdot(jnp.square(attention(q, k, v)), DO), argnums=(0, 1, 2))
+        return quick_jit(lambda *arrays: jax.jvp(gradient, arrays, (V.repeat(2, 2), V, KEYS))[1])(Q, KEYS, V)
+
+    spec = spec_of(4, softcap=2.0)
+    found, expected = product(in_a_ring(spec, 1)), product(on_one_device(spec))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * float(jnp.abs(b).max())), found, expected)
+
+
 def test_probabilities_are_dropped_alike_in_both_passes():
     spec, key = spec_of(dropout=0.25), jax.random.key(1)
     ring = in_a_ring(spec, 4, key)
