@@ -17,7 +17,7 @@ def plan(
         typer.Option(
             "--devices",
             metavar="COUNTxKIND",
-            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu.",
+            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu, or a slice of TPUs, such as v5p:4x4x4.",
             show_default=False,
         ),
     ],
@@ -31,18 +31,25 @@ def plan(
     vocab_size: Annotated[
         int | None, typer.Option("--vocab-size", min=1, help="Rows of the embedding, in place of the tokenizer's.")
     ] = None,
+    own_compiler: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile by the devices' own compiler (for TPUs: libtpu)."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
     """Predict the memory of each device, the time and the cost of a run, without any accelerator; nothing is run.
 
     XLA compiles the programs of a training step for emulated devices and says what memory they take. How far that is
-    from what training takes stands in the documentation under How-to, Plan a run.
+    from what training takes stands in the documentation under How-to, Plan a run. With --compile the compiler of the
+    devices says it, and what the programs compute, move and send; no such device need be there.
 
     For example:
 
         lmt plan configs/gpt2_nano.yaml --devices 1xcpu --memory 8GiB
 
         lmt plan my.yaml trainer.mp=p=f32,c=bfloat16 --devices 8xH100 --price 2.5 --json
+
+        lmt plan my.yaml --devices v5e:4x4 --compile
     """
     from lm_trainer.core.runtime import prepare_process
 
@@ -53,12 +60,15 @@ def plan(
 
     from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
     from lm_trainer.plan.table import lines
+    from lm_trainer.plan.target import target_devices
 
     group = parse_devices(devices)
     assumptions = Assumptions(mfu, price, None if memory is None else parse_bytes(memory), vocab_size)
     # Before anything asks JAX for its devices: their number cannot change afterwards.
     places = emulate_devices(run.trainer, group.count)
+    if own_compiler and group.kind != "cpu":
+        places = target_devices(group)
     # On stderr, since stdout may be JSON for another program.
     typer.echo("compiling ...", err=True)
-    found = plan_run(run, group, places, assumptions)
+    found = plan_run(run, group, places, assumptions, own_compiler=own_compiler)
     typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(lines(found)))

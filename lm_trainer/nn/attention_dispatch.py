@@ -21,6 +21,7 @@ from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
 from lm_trainer.parallel.collectives import all_gather, axis_size
+from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def goes_round(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> b
     Raises:
         UserError: as `choose_backend`.
     """
-    metadata = AttentionMetadata(jax.default_backend(), dtype, queries, queries * axis_size("context"))
+    metadata = AttentionMetadata(target_platform(), dtype, queries, queries * axis_size("context"))
     choices = {block.attention: choose_backend(block.attention, metadata) for block in blocks}
     rings = [choice for choice in choices.values() if choice.backend == "ring"]
     for choice in rings:
@@ -141,7 +142,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     # A query attends to keys of the whole row, so devices that share its positions bring theirs together.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
-    choice = choose_backend(spec, AttentionMetadata.of(inputs, jax.default_backend()))
+    choice = choose_backend(spec, AttentionMetadata.of(inputs, target_platform()))
     assert choice.backend != "ring"
     if choice.backend != spec.scores.backend:
         _announce(choice)

@@ -20,6 +20,7 @@ from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
+from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def _dense(spec: MoeSpec) -> bool:
     For CPUs XLA has no product of groups but one that computes every expert for every assignment, which is `top_k`
     times as much.
     """
-    if spec.dense is None and jax.default_backend() == "cpu":
+    if spec.dense is None and target_platform() == "cpu":
         _announce("cpu")
         return True
     return bool(spec.dense)

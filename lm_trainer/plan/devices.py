@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class DeviceGroup:
     count: int
     kind: str
     """The same text as `jax.Device.device_kind`."""
+    topology: str | None = None
+    """The arrangement of a TPU slice, such as `4x4x4`, where it is given."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,22 @@ class Budget:
 
 
 def parse_devices(text: str) -> DeviceGroup:
-    """Reads `8xH100` or `8xNVIDIA H100 80GB HBM3`.
+    """Reads `8xH100`, `8xNVIDIA H100 80GB HBM3`, or `v5p:4x4x4`, the chips of a TPU slice.
 
     Raises:
         UserError: for another form, or a device that is not known.
     """
+    if slice_ := re.fullmatch(r"\s*(.*\S)\s*:\s*(\d+(?:x\d+){1,2})\s*", text):
+        kind, count = device_kind(slice_[1]), math.prod(int(size) for size in slice_[2].split("x"))
+        if device_platform(kind) != "tpu" or not 0 < count <= _MOST:
+            raise UserError(f"--devices {text}: expected a TPU and up to {_MOST:,} chips, such as v5p:4x4x4")
+        return DeviceGroup(count, kind, slice_[2])
     match = re.fullmatch(r"\s*(\d+)\s*[xX*]\s*(\S.*)", text)
     if match is None or not 0 < int(match[1]) <= _MOST:
-        raise UserError(f"--devices {text}: expected COUNTxKIND with a count up to {_MOST:,}, such as 8xH100")
+        raise UserError(
+            f"--devices {text}: expected COUNTxKIND with a count up to {_MOST:,}, such as 8xH100, or a slice of TPUs, "
+            f"such as v5p:4x4x4"
+        )
     return DeviceGroup(int(match[1]), device_kind(match[2]))
 
 

@@ -117,18 +117,27 @@ class StepMemory:
         vocab_size: rows of the token embedding.
         devices: JAX devices, emulated ones for instance.
         platform: on which the step is to run: there may be several microbatches under way on a device of a CPU.
+        texts: gets the text of every program that is compiled, by name.
 
     Raises:
         UserError: when the devices or the sharding rules do not fit.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, devices: Sequence[Any], platform: str):
+    def __init__(
+        self,
+        config: RunConfig,
+        vocab_size: int,
+        devices: Sequence[Any],
+        platform: str,
+        texts: dict[str, str] | None = None,
+    ):
+        self._texts = texts
         self.config, self._vocab_size, self._devices, self._platform = config, vocab_size, devices, platform
         program = self.program = build_program(config, vocab_size, devices)
         state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
         self.state = state_bytes(state)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
-        self._fixed = compile_programs(self._phases(self.largest_step()), grows=False)
+        self._fixed = compile_programs(self._phases(self.largest_step()), grows=False, texts=texts)
         self._elastic = config.trainer.determinism != "fast"
 
     def _phases(self, plan: MicrobatchPlan) -> list[Phase]:
@@ -150,7 +159,14 @@ class StepMemory:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         step = build_program(config, self._vocab_size, devices).step
         largest = max(step.plans.values, key=_weight)
-        return compile_programs(step.phases(self._batch, largest, self._platform), grows=True)
+        return compile_programs(step.phases(self._batch, largest, self._platform), grows=True, texts=self._texts)
+
+    def runs(self) -> dict[str, int]:
+        """The runs of each program on a device in the largest step."""
+        runs = dict[str, int]()
+        for phase in self._phases(self.largest_step()):
+            runs[phase.program.name] = runs.get(phase.program.name, 0) + phase.runs
+        return runs
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The batch of the run that takes most memory; `rows` as for `compile`."""
@@ -168,14 +184,27 @@ class StepMemory:
         return MemoryPlan(self.state, phase_bytes(self._phases(plan), {**self._fixed, **programs}, held))
 
 
-def compile_programs(phases: Iterable[Phase], *, grows: bool) -> dict[str, ProgramBytes]:
+def compile_programs(
+    phases: Iterable[Phase], *, grows: bool, texts: dict[str, str] | None = None
+) -> dict[str, ProgramBytes]:
     """The programs of a step, by name, whose memory grows with the rows, or the others.
+
+    Args:
+        phases: of a step.
+        grows: chooses among the programs.
+        texts: gets their texts.
 
     Raises:
         UserError: as `ProgramBytes.of`.
     """
     programs = {phase.program.name: phase.program for phase in phases if phase.program.grows == grows}
-    return {name: ProgramBytes.of(program.compile()) for name, program in programs.items()}
+    found = {}
+    for name, program in programs.items():
+        executable = program.compile()
+        found[name] = ProgramBytes.of(executable)
+        if texts is not None:
+            texts[name] = executable.hlo()
+    return found
 
 
 def phase_bytes(

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.attention_dispatch import choose_backend
 from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.parallel.mesh import batch_shards
-from lm_trainer.plan.cost import MFU, Time, Work, training_time
+from lm_trainer.parallel.target_platform import compiling_for
+from lm_trainer.plan.cost import MFU, Time, Work, training_peak, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_largest
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
-from lm_trainer.profile.devices import device_platform
+from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
+from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
 
 
@@ -82,17 +86,27 @@ class RunPlan:
     """The fused attention kernel of these devices, which keeps no scores, though the plan counts them; None: XLA's."""
     ring: RingPlan | None
     """None where attention is no ring."""
+    compiled: CompiledStep | None
+    """The programs by the devices' own compiler; None where a CPU's planned in its place."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, in SI units."""
-        plain = asdict(self)
+        plain = asdict(replace(self, compiled=None))
+        plain["compiled"] = None if self.compiled is None else self.compiled.as_dict()
         plain["memory"]["phases"] = [{**asdict(phase), "bytes": phase.bytes} for phase in self.memory.phases]
         plain["memory"]["peak_bytes"] = self.memory.peak.bytes
         plain["work"] |= {"flops_per_step": self.work.flops_per_step, "flops": self.work.flops}
         return plain
 
 
-def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assumptions: Assumptions) -> RunPlan:
+def plan_run(
+    config: RunConfig,
+    group: DeviceGroup,
+    devices: Sequence[Any],
+    assumptions: Assumptions,
+    *,
+    own_compiler: bool = False,
+) -> RunPlan:
     """Plans the memory, FLOPs, time and cost of training with this configuration.
 
     Args:
@@ -101,6 +115,7 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         devices: as many JAX devices, in whose place XLA plans: emulated ones, as of `emulate_devices`, or those of
             `group` themselves.
         assumptions: about the machine.
+        own_compiler: `devices` are those of `group`, there or described: their compiler's word is the plan's.
 
     Raises:
         UserError: when the devices cannot share the work, or a sharding rule does not fit the model.
@@ -116,10 +131,15 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
     vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
     platform = device_platform(group.kind)
     backend = _backend(config, vocab_size, platform)
-    config = _as_planned_here(config, platform, backend)
-    memory = StepMemory(config, vocab_size, devices, platform)
+    texts: dict[str, str] | None = None
+    if own_compiler:
+        texts = {}
+    else:
+        config = _as_planned_here(config, platform, backend)
+    with compiling_for(platform if own_compiler else jax.default_backend()):
+        memory = StepMemory(config, vocab_size, devices, platform, texts)
+        compiled = memory.compile()
     plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)
-    compiled = memory.compile()
     flops = training_flops(flops_per_token(spec, config.model.seq_len), memory.program.model)
     schedule, steps = trainer.batch_schedule, trainer.num_train_steps
     work = Work(
@@ -142,13 +162,25 @@ def plan_run(config: RunConfig, group: DeviceGroup, devices: Sequence[Any], assu
         microbatches=microbatches,
         memory=memory.plan(compiled),
         budget=limit,
-        fit=None if limit is None else find_largest(memory, limit.bytes, {rows: compiled}),
+        # With the devices' own compiler each size would take minutes.
+        fit=None if limit is None or own_compiler else find_largest(memory, limit.bytes, {rows: compiled}),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
-        kernel=None if backend in ("xla", "ring") else backend,
+        kernel=None if backend in ("xla", "ring") or own_compiler else backend,
         ring=_ring(config, vocab_size, rows, flops) if backend == "ring" else None,
+        compiled=None if texts is None else _compiled(texts, memory.runs(), work, group, trainer),
     )
+
+
+def _compiled(
+    texts: Mapping[str, str], runs: Mapping[str, int], work: Work, group: DeviceGroup, trainer: TrainerConfig
+) -> CompiledStep:
+    programs = tuple(ProgramWork.of(name, runs[name], text) for name, text in texts.items())
+    peak, bandwidths = training_peak(group.kind, trainer), device_bandwidths(group.kind)
+    if peak is None or bandwidths is None:
+        return CompiledStep(programs, None)
+    return CompiledStep(programs, step_time(programs, work.flops_per_step / group.count, peak.flops, bandwidths))
 
 
 def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfig:

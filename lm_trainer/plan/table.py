@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
 from lm_trainer.trackers.console import duration
 
-_CAVEAT = (
-    "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ. "
-    "Evaluation, the start of a run and what the driver takes are not counted."
-)
+_CAVEAT = "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ."
+_NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not counted."
 
 
 def lines(plan: RunPlan) -> Iterator[str]:
     """Lines of a plan: the devices, the memory of one of them phase by phase, and the cost of the run."""
     yield from aligned(list(_rows(plan)))
-    yield f"note: {_CAVEAT}"
+    yield f"note: {_NOT_COUNTED if plan.compiled else _CAVEAT + ' ' + _NOT_COUNTED}"
     if plan.assumed is not None:
         yield f"note: {plan.assumed}; --vocab-size says otherwise."
-    if plan.dtype != "float32":
+    if plan.compiled is not None:
+        yield from _notes_on_programs(plan.compiled)
+    elif plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
         yield (
@@ -51,11 +52,37 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {_count(work.steps, 'step')}"
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
-        return
-    yield "step time", f"{time.step_seconds:.3g} s"
-    yield "time", f"{_time(time.seconds)}, {time.device_hours:,.4g} device hours"
-    if time.cost is not None:
+    else:
+        yield "step time", f"{time.step_seconds:.3g} s" + (" at the assumed MFU" if plan.compiled else "")
+        yield "time", f"{_time(time.seconds)}, {time.device_hours:,.4g} device hours"
+    if time is not None and time.cost is not None:
         yield "cost", f"{time.cost:,.2f}" if time.cost >= 0.01 else f"{time.cost:.2g}"
+    if plan.compiled is not None:
+        yield from _programs(plan.compiled)
+
+
+def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
+    """The programs of a step on one device, and the time that they take."""
+    for work in compiled.programs:
+        parts = [f"{work.flops:.3g} FLOPs" if work.flops else "", f"{_size(round(work.num_bytes))} read and written"]
+        parts += [f"{name} of {_size(round(size))}" for name, size in work.sent.items() if size]
+        parts += [f"{count} x {name}" for name, count in work.kernels.items()]
+        yield f"  {work.name}", f"{work.runs} x " + ", ".join(filter(None, parts))
+    if (time := compiled.time) is not None:
+        yield (
+            "by the programs",
+            f"{time.least:.3g} to {time.most:.3g} s a step, bound by {time.bound_by}: "
+            f"MFU of {time.mfu(time.most):.0%} to {time.mfu(time.least):.0%}",
+        )
+
+
+def _notes_on_programs(compiled: CompiledStep) -> Iterator[str]:
+    if compiled.time is not None:
+        yield (
+            "note: The time by the programs is that of their products, their memory traffic and what they send, by the "
+            "datasheet: from all of it at once to one after another, and either at its limit. Kernels count with the "
+            "FLOPs of the model alone, and an all-to-all in a torus takes longer than its bytes."
+        )
 
 
 def _share(plan: RunPlan) -> str:
@@ -66,6 +93,8 @@ def _share(plan: RunPlan) -> str:
 
 
 def _largest(plan: RunPlan) -> str:
+    if plan.compiled is not None:
+        return "not looked for with --compile: each size would take minutes"
     if plan.fit is None:
         return f"n/a: how much memory {plan.devices.kind!r} has is not known; give --memory"
     fit = plan.fit

@@ -41,6 +41,31 @@ _GIGABYTES: dict[str, tuple[float, str]] = {
 }
 """Memory of one JAX device. A gigabyte is 10^9 bytes here, as a datasheet may mean it; a driver shows a little more."""
 
+_BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
+    "NVIDIA GB200": (8000, 900, "NVIDIA GB200 NVL72 datasheet"),
+    "NVIDIA B200": (8000, 900, "NVIDIA DGX B200 datasheet"),
+    "NVIDIA H200": (4800, 450, _NVIDIA),
+    "NVIDIA H200 NVL": (4800, 450, _NVIDIA),
+    "NVIDIA H100 80GB HBM3": (3350, 450, _NVIDIA),
+    "NVIDIA H100 NVL": (3900, 300, _NVIDIA),
+    "NVIDIA H100 PCIe": (2000, 300, _NVIDIA),
+    "NVIDIA A100-SXM4-40GB": (1555, 300, _NVIDIA),
+    "NVIDIA A100-SXM4-80GB": (2039, 300, _NVIDIA),
+    "NVIDIA A100-PCIE-40GB": (1555, None, _NVIDIA),
+    "NVIDIA A100 80GB PCIe": (1935, None, _NVIDIA),
+    "NVIDIA A10": (600, None, _NVIDIA),
+    "NVIDIA A40": (696, None, _NVIDIA),
+    "NVIDIA L4": (300, None, _NVIDIA),
+    "NVIDIA L40S": (864, None, _NVIDIA),
+    "NVIDIA GeForce RTX 4090": (1008, None, "NVIDIA Ada GPU architecture whitepaper"),
+    "TPU v4": (1228, 300, _TPU),
+    "TPU v5 lite": (819, 200, _TPU),
+    "TPU v5": (2765, 600, _TPU),
+    "TPU v6 lite": (1640, 448, _TPU),
+}
+"""GB/s of the memory of one JAX device, and GB/s that it sends to its neighbours by NVLink or the links of a TPU slice
+(half of what a datasheet gives for both directions); None where it has no such links."""
+
 _SHORT = {
     "cpu": "cpu",
     "GB200": "NVIDIA GB200",
@@ -98,6 +123,24 @@ def device_memory(kind: str) -> DeviceMemory | None:
     """The datasheet's figure for a `jax.Device.device_kind`; None where there is none, as of a CPU."""
     found = _GIGABYTES.get(kind)
     return None if found is None else DeviceMemory(int(found[0] * 1e9), found[1])
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """The bandwidths of one JAX device, in bytes per second."""
+
+    memory: float
+    network: float | None
+    """The most that it sends to other devices of its node or slice; None without links of their own."""
+    source: str
+
+
+def device_bandwidths(kind: str) -> Bandwidths | None:
+    """The datasheet's figures for a `jax.Device.device_kind`; None where there are none, as of a CPU."""
+    if (found := _BANDWIDTHS.get(kind)) is None:
+        return None
+    memory, network, source = found
+    return Bandwidths(memory * 1e9, None if network is None else network * 1e9, source)
 
 
 def device_platform(kind: str) -> str:

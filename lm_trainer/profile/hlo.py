@@ -11,6 +11,8 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 """The dtype of an array, and its dimensions with commas between them."""
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
+# Memory space 1 in a layout with tiles, which only TPUs have.
+_ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
@@ -41,8 +43,8 @@ class Instruction(NamedTuple):
 
     @property
     def size(self) -> float:
-        """Bytes of the result."""
-        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(self.shape))
+        """Bytes of the result in the memory of the device; what a TPU keeps on its chip is not there."""
+        return sum(array_bytes(dtype, dims) for dtype, dims in ARRAY.findall(_ON_CHIP.sub("", self.shape)))
 
     def called(self, *keys: str) -> list[str]:
         """The computations that it names under `keys`."""

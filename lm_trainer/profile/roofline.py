@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lm_trainer.profile.hlo import Computation, Instruction, Program, dimensions, fused, parse, walk
+from lm_trainer.profile.hlo import ARRAY, Computation, Instruction, Program, array_bytes, dimensions, fused, parse, walk
 
 # Instructions that move no data: they name, group or reinterpret it.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -86,7 +86,8 @@ def operations(hlo: str, parts: Collection[str], *, times: int = 1) -> list[Oper
     """
     program, found = parse(hlo), []
     for op, computation, runs in walk(program):
-        if op.opcode not in _FREE:
+        # An asynchronous operation counts where it starts.
+        if op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update")):
             one = _operation(op, computation, program, parts)
             found.append(one._replace(flops=times * runs * one.flops, num_bytes=times * runs * one.num_bytes))
     return found
@@ -162,6 +163,12 @@ def _bytes_of(op: Instruction, computation: Computation) -> float:
     # A slice is read and written.
     if op.opcode in _SLICES:
         return 2 * op.size
+    if op.opcode == "slice-start":
+        # It returns all of its operand as well, of which it reads a slice, on to the chip.
+        return array_bytes(*ARRAY.findall(op.shape)[-2])
+    if op.opcode.endswith("-start"):
+        # It returns its operands as well.
+        return op.size
     if op.opcode == "dynamic-update-slice":
         return 2 * computation[op.operands[1]].size
     return op.size + sum(computation[name].size for name in op.operands if name in computation)

@@ -136,3 +136,18 @@ ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
 """
     (only,) = operations(text, {"wide"})
     assert (only.flops, only.part) == (expected, "wide, forward")
+
+
+def test_what_a_tpu_keeps_on_its_chip_is_not_moved():
+    """An array is fetched to the chip by an asynchronous copy, used there, and the result goes to memory."""
+    text = """
+ENTRY %main (a: f32[64,32]) -> f32[64,32] {
+  %a = f32[64,32]{1,0:T(8,128)} parameter(0)
+  %s = (f32[64,32]{1,0:T(8,128)S(1)}, f32[64,32]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%a)
+  %d = f32[64,32]{1,0:T(8,128)S(1)} copy-done(%s)
+  ROOT %e = f32[64,32]{1,0:T(8,128)} exponential(%d)
+}
+"""
+    array = 64 * 32 * 4
+    # The context of the copy is a number of four bytes.
+    assert sum(op.num_bytes for op in operations(text, set())) == 2 * array + 4

@@ -1,0 +1,61 @@
+"""Devices that are only described, for which their own compiler compiles without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jax.experimental import topologies
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.profile.devices import device_platform
+
+_GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+"""Kinds of devices, as topologies name them."""
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16", "16x16x16")
+"""Slices that can be rented: see "TPU configurations" in the documentation of Google Cloud."""
+
+
+def target_devices(group: DeviceGroup) -> Sequence[Any]:
+    """The devices of a TPU slice that need not be there; of a number of them, the first ones of the smallest slice.
+
+    Raises:
+        UserError: for another platform, without the TPU's compiler, or for a slice that does not exist.
+    """
+    if device_platform(group.kind) != "tpu" or group.kind not in _GENERATIONS:
+        raise UserError(
+            f"--compile compiles for {', '.join(_GENERATIONS.values())} and cpu, not for {group.kind!r}; leave it out"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            "--compile needs the compiler for TPUs, which is the package libtpu: install it with pip install "
+            "'jax[tpu]' (no TPU is needed), or leave --compile out"
+        )
+    name = _GENERATIONS[group.kind]
+    shape = group.topology or _smallest(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
+    # No machine of Google's cloud needs to be asked what it is, and what the compiler finds missing of one is no news.
+    settings = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_STDERR_LOG_LEVEL": "3"}
+    os.environ.update({key: os.environ.get(key, value) for key, value in settings.items()})
+    try:
+        return topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices[: group.count]
+    except Exception as error:  # whatever the plug-in raises
+        raise UserError(f"--devices {name}:{shape}: {str(error).splitlines()[0]}") from error
+
+
+def _smallest(slices: Sequence[str], count: int) -> str:
+    sizes = {shape: _chips(shape) for shape in slices}
+    found = next((shape for shape, size in sizes.items() if size >= count), None)
+    if found is None:
+        raise UserError(
+            f"--devices: no slice has {count:,} chips; the largest, {slices[-1]}, has {_chips(slices[-1]):,}"
+        )
+    return found
+
+
+def _chips(shape: str) -> int:
+    return math.prod(int(size) for size in shape.split("x"))
