@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -21,9 +22,12 @@ from lm_trainer.plan.devices import budget, parse_bytes, parse_devices
 from lm_trainer.plan.estimate import estimate_microbatches
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import PhaseBytes, StepMemory, state_bytes
+from lm_trainer.plan.programs import ProgramWork, step_time
 from lm_trainer.plan.table import lines
-from lm_trainer.profile.devices import device_kind, device_memory
+from lm_trainer.plan.target import target_devices
+from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
+from lm_trainer.profile.roofline import Operation
 from lm_trainer.run.program import build_program
 from lm_trainer.step.state import abstract_state
 from tests.conftest import RunLmt
@@ -242,13 +246,14 @@ def test_devices_and_bytes_as_people_write_them(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     assert (parse_devices("64xv5p").count, parse_devices("64xv5p").kind) == (64, "TPU v5")
     assert parse_devices("8xNVIDIA H100 80GB HBM3") == parse_devices("8 x H100")
+    assert parse_devices("v5p:4x4x4") == DeviceGroup(64, "TPU v5", "4x4x4")
     assert (parse_bytes("80GiB"), parse_bytes("1.5 gb")) == (80 * 2**30, 1_500_000_000)
     # JAX by itself takes a part of a GPU's memory, and all of a TPU's.
     found = {kind: getattr(budget(kind), "bytes", None) for kind in ("NVIDIA H200", "TPU v4", "cpu")}
     assert found == {"NVIDIA H200": 0.75 * 141e9, "TPU v4": 32e9, "cpu": None}
 
 
-@pytest.mark.parametrize("text", ["H100", "0xH100", "8x", "8xH1000", "-1xcpu", "99999xcpu"])
+@pytest.mark.parametrize("text", ["H100", "0xH100", "8x", "8xH1000", "-1xcpu", "99999xcpu", "H100:2x2", "v5e:64x128"])
 def test_other_devices_are_refused(text: str):
     with pytest.raises(UserError, match=r"--devices|unknown device"):
         parse_devices(text)
@@ -298,3 +303,58 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     assert found["budget"]["bytes"] == 60e9
     assert (found["fit"]["rows"], found["kernel"]) == (4, "cudnn")
     assert [path.name for path in config.parent.iterdir()] == ["tiny.yaml"]
+
+
+def test_the_devices_own_compiler_says_what_programs_do(run_lmt: RunLmt, config: Path):
+    done = run_lmt("plan", config, "--devices", "2xcpu", "--compile", "--json", "model.attn_pdrop=0")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    programs = {program["name"]: program for program in plan["compiled"]["programs"]}
+    assert (programs["microbatch"]["runs"], programs["update"]["runs"]) == (4, 1)
+    # The products of the model by formula, which takes the embedding for a look-up and no layer to be recomputed.
+    assert 8 * programs["microbatch"]["flops"] == pytest.approx(plan["work"]["flops_per_step"], rel=0.35)
+    assert programs["gather"]["bytes_sent"] == {"all-gather": pytest.approx(4 * plan["num_params"] / 2, rel=0.02)}
+    assert plan["fit"] is None
+    assert "step_seconds" not in plan["compiled"], "no datasheet says what a CPU can"
+
+
+def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
+    ops = (Operation("a", "", flops=4e12, num_bytes=1e9), Operation("b", "", flops=0.0, num_bytes=3e9))
+    work = ProgramWork("layer", 2, ops, {"all-gather": 1e9}, {})
+    found = step_time([work], flops=6e12, peak=2e12, bandwidths=Bandwidths(1e9, 0.5e9, "none"))
+    # In a run: products 2 s, memory 1 + 3 s, network 2 s.
+    assert (found.least, found.most, found.bound_by) == (2 * 4, 2 * (2 + 3 + 2), "memory")
+    assert found.mfu(found.least) == pytest.approx(6 / 2 / 8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ("8xH100", "--compile compiles for v4, v5e, v5p, v6e and cpu, not for 'NVIDIA H100"),
+        ("v5e:4x4", "needs the compiler for TPUs, which is the package libtpu"),
+    ],
+)
+def test_a_compiler_that_is_not_there_is_named(devices: str, said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=said):
+        target_devices(parse_devices(devices))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is not installed"
+)
+def test_programs_of_a_slice_of_tpus(run_lmt: RunLmt, config: Path):
+    settings = ("trainer.mp=p=f32,c=bfloat16", "trainer.determinism=layerwise")
+    done = run_lmt("plan", config, "--devices", "v5e:2x2", "--compile", "--json", *settings)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    programs = {program["name"]: program for program in plan["compiled"]["programs"]}
+    assert programs["layer 0"]["flops"] > 0
+    # Of small arrays the compiler gathers the parts by adding zeros.
+    assert programs["gather layer 0"]["bytes_sent"].keys() <= {"all-gather", "all-reduce"}
+    assert plan["compiled"]["step_seconds"]["least"] <= plan["compiled"]["step_seconds"]["most"]
+    refused = run_lmt("plan", config, "--devices", "v5e:3x5", "--compile")
+    assert refused.returncode == 2
+    assert "--devices v5e:3x5: " in refused.stderr
+    assert "Traceback" not in refused.stderr
