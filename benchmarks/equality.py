@@ -52,7 +52,7 @@ RUN: dict[str, Any] = {
 }
 """With dropout, mixed precision and recomputation."""
 RUN["model"] |= {"resid_pdrop": 0.1, "embed_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True}
-RUN["trainer"]["mp"] = "p=f32,c=bfloat16"
+RUN["trainer"] |= {"mp": "p=f32,c=bfloat16", "determinism": "elastic"}
 
 DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
     (1, 1, ()),
@@ -64,6 +64,9 @@ DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
     (2, 4, ()),
     (1, 4, ("trainer.fsdp_axis=null",)),
     (2, 2, ("trainer.fsdp_axis=mlp", "trainer.replica_dcn_axis_size=2")),
+    (1, 3, ()),
+    (1, 7, ()),
+    (3, 2, ()),
 ]
 """Processes, devices in each, and how the state lies on them."""
 
@@ -139,7 +142,7 @@ def report(known: dict[str, Any]) -> str:
         "",
         f"## {STEPS} steps of one model on processes x devices",
         "",
-        "GPT-2 with dropout, bfloat16 computation and recomputation. Losses: a hash of the loss and gradient norm of "
+        f"GPT-2 with dropout, bfloat16 computation and recomputation, `determinism: {RUN['trainer']['determinism']}`. Losses: a hash of the loss and gradient norm of "
         "every step and the validation losses. Weights: a hash of all weights at the end. Program: that of one lane.",
         "",
         "| processes | devices in each | state | steps | losses | weights | program |",
@@ -166,6 +169,7 @@ def main() -> None:
     for kind, drawn in KINDS.items():
         parser.add_argument(f"--{kind}", type=int, default=0, help=f"number of runs of {drawn}")
     parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
+    parser.add_argument("--determinism", choices=("elastic", "layerwise"), default="elastic", help="of the table")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -182,8 +186,10 @@ def main() -> None:
         print(key, value, flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
+        RUN["trainer"]["determinism"] = arguments.determinism
         config = write_run(Path(scratch))
-        for processes, devices, state in () if arguments.no_table else DIVISIONS:
+        turns = [(2, 2, ("trainer.microbatches_per_gather=1",))] if arguments.determinism == "layerwise" else []
+        for processes, devices, state in () if arguments.no_table else [*DIVISIONS, *turns]:
             key = f"table/{processes}x{devices} {' '.join(state)}"
             if key not in known:
                 hashes = train(config, processes, devices, state)

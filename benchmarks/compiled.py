@@ -1,0 +1,151 @@
+"""Programs of training steps by the TPU's own compiler: memory, FLOPs, traffic, and the bounds of MFU that follow.
+
+    python -m benchmarks.compiled --out benchmarks/results/compiled/tpu.md
+
+Each row is one `lmt plan --compile`, which needs the package libtpu and no TPU. Results are kept as they come, and a
+second start goes on after them. Half an hour of processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PRECISION: dict[str, Any] = {"mp": "p=f32,c=bfloat16", "num_train_steps": 1000}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {"type": "gpt2", "seq_len": 1024, "hidden_dim": 768, "num_layers": 12, "num_heads": 12},
+    "llama-1b": {
+        "type": "llama",
+        "seq_len": 2048,
+        "hidden_dim": 2048,
+        "intermediate_dim": 8192,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+    },
+    "llama-8b": {
+        "type": "llama",
+        "seq_len": 4096,
+        "hidden_dim": 4096,
+        "intermediate_dim": 14336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+    },
+}
+VOCAB = {"gpt2-124m": 50304, "llama-1b": 50304, "llama-8b": 128256}
+
+
+class Case(NamedTuple):
+    """One step to compile."""
+
+    model: str
+    devices: str
+    rows: int
+    """Rows of a microbatch, of which each device computes `microbatches`."""
+    microbatches: int
+    determinism: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.devices} {self.microbatches} x {self.rows} rows {self.determinism}"
+
+
+CASES = [
+    *(Case("gpt2-124m", "v5e:2x2", 8, 4, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-1b", "v5e:4x4", 1, 8, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-1b", "v5e:4x4", 4, 2, mode) for mode in ("fast", "layerwise")),
+    *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
+]
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """The plan of a case, or the reason why there is none."""
+    chips = 1
+    for size in case.devices.split(":")[1].split("x"):
+        chips *= int(size)
+    model = {**MODELS[case.model], "attn_backend": "auto", "gradient_checkpointing": True, "scan_layers": True}
+    batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}
+    trainer = {**PRECISION, **batch, "elastic_shards": chips, "determinism": case.determinism}
+    config = {"model": {**model, "cross_entropy_block_size": 2048}, "trainer": trainer, "optimizer": {"type": "adam"}}
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "case.yaml"
+        path.write_text(json.dumps(config))
+        options = ["--devices", case.devices, "--vocab-size", str(VOCAB[case.model]), "--compile", "--json"]
+        command = [sys.executable, "-m", "cli", "plan", str(path), *options]
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "rror" in line or "memory" in line]
+        return {"case": str(case), "failed": (errors or done.stderr.splitlines() or ["no output"])[-1][:300]}
+    plan = json.loads(done.stdout)
+    programs = plan["compiled"]["programs"]
+    sums = {key: sum(program["runs"] * program[key] for program in programs) for key in ("flops", "bytes_moved")}
+    sent = sum(program["runs"] * sum(program["bytes_sent"].values()) for program in programs)
+    return {
+        "case": str(case),
+        "peak": plan["memory"]["peak_bytes"],
+        "phase": max(plan["memory"]["phases"], key=lambda phase: phase["bytes"])["name"],
+        **sums,
+        "bytes_sent": sent,
+        "seconds": plan["compiled"]["step_seconds"],
+        "mfu": plan["compiled"]["mfu"],
+        "bound_by": plan["compiled"]["bound_by"],
+        "libtpu": version("libtpu"),
+    }
+
+
+def report(found: list[dict[str, Any]]) -> Iterator[str]:
+    yield "# Training steps by the TPU's own compiler"
+    yield ""
+    versions = ", ".join(sorted({row["libtpu"] for row in found if "libtpu" in row}))
+    yield f"libtpu {versions}, jax {version('jax')}; regenerate: `python -m benchmarks.compiled --out FILE`."
+    yield ""
+    yield "All figures are of one device and one step: GB at the peak and the phase it is in, TFLOP of products (those"
+    yield "of attention kernels are not counted), GB read and written, GB sent. The MFU lies between these bounds if"
+    yield "products, memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the"
+    yield "higher one if all does."
+    yield ""
+    yield "| step | peak GB | in | TFLOP | GB moved | GB sent | s | MFU | bound by |"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---|"
+    for row in found:
+        if "failed" in row:
+            yield f"| {row['case']} | | does not compile: {row['failed']} | | | | | | |"
+            continue
+        seconds, mfu = row["seconds"], row["mfu"]
+        yield (
+            f"| {row['case']} | {row['peak'] / 1e9:.2f} | {row['phase']} | {row['flops'] / 1e12:.1f} | "
+            f"{row['bytes_moved'] / 1e9:.0f} | {row['bytes_sent'] / 1e9:.1f} | {seconds['least']:.2f} to "
+            f"{seconds['most']:.2f} | {mfu['least']:.0%} to {mfu['most']:.0%} | {row['bound_by']} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
+    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    given = parser.parse_args()
+    kept = given.out.with_suffix(".json")
+    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    for case in CASES:
+        if given.only in str(case) and str(case) not in known:
+            known[str(case)] = compiled(case)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(known, indent=1) + "\n")
+            found = [known[str(each)] for each in CASES if str(each) in known]
+            given.out.write_text("\n".join(report(found)) + "\n")
+            print(known[str(case)], flush=True)
+
+
+if __name__ == "__main__":
+    main()
