@@ -142,8 +142,9 @@ def report(known: dict[str, Any]) -> str:
         "",
         f"## {STEPS} steps of one model on processes x devices",
         "",
-        f"GPT-2 with dropout, bfloat16 computation and recomputation, `determinism: {RUN['trainer']['determinism']}`. Losses: a hash of the loss and gradient norm of "
-        "every step and the validation losses. Weights: a hash of all weights at the end. Program: that of one lane.",
+        f"GPT-2 with dropout, bfloat16 computation and recomputation, `determinism: {RUN['trainer']['determinism']}`.",
+        "Losses: a hash of the loss and gradient norm of every step and the validation losses. Weights: a hash of all",
+        "weights at the end. Program: that of one lane.",
         "",
         "| processes | devices in each | state | steps | losses | weights | program |",
         "|---|---|---|---|---|---|---|",
