@@ -33,6 +33,8 @@ class Stream(NamedTuple):
     """The residual stream, in the compute dtype."""
     stats: RouterStats | None
     """Sums over the layers so far; None without routers."""
+    logged: dict[str, jax.Array] = {}
+    """Values that were logged so far: see `lm_trainer.step.logged_parts`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def token_loss_parts(
         ring, laid = layout(batch)
         context = make_context(spec.blocks, laid(batch.positions), laid(batch.segments), ring=ring)
         block: Any = model.blocks[str(place)]
-        return Stream(*run_layer(block, *stream, context, layer, key=model.part_keys(key).blocks))
+        key = model.part_keys(key).blocks
+        return Stream(*run_layer(block, stream.x_BSD, stream.stats, context, layer, key=key))
 
     def leave(
         model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None

@@ -151,7 +151,10 @@ class _Layerwise:
     def compile(self, batch: Batch) -> None:
         parts = Parts(self._functions, self._functions.model.shapes, self._devices, batch)
         others = (parts.stream(batch), batch, SCALAR, SCALAR)
-        leave = parts.compile(self._functions.leave, parts.leave, others, "scalars")
+        # With what is logged, which the shapes of a microbatch say.
+        functions = parts.functions
+        assert isinstance(functions, PartFunctions)
+        leave = parts.compile(functions.leave, parts.leave, others, "scalars")
         self._programs = LayerwiseForward(parts, batch), leave
 
     def ready(self, params: Params) -> Params:

@@ -44,11 +44,15 @@ class Parts:
     def __init__(
         self, functions: Functions, shapes: Mapping[str, jax.ShapeDtypeStruct], devices: DeviceGroups, batch: Batch
     ):
-        self.functions, self.devices = functions, devices
+        self.devices, self._trainable = devices, functions.trainable
         self.num_layers, self.period = functions.parts.num_layers, functions.parts.period
         reads = functions.reads(shapes, batch)
         self.enter, self.leave = self._part(shapes, reads.enter), self._part(shapes, reads.leave)
         self.places = [self._part(shapes, read, layered=True) for read in reads.places]
+        each = [part.shapes() for part in self.places]
+        self.functions: Functions = functions.with_logged(
+            self.enter.shapes(), each, self.leave.shapes(), reads.stream, batch
+        )
         self.counts = {
             f"layer {place}": len(range(place, self.num_layers, self.period)) for place in range(self.period)
         }
@@ -56,7 +60,7 @@ class Parts:
     def _part(
         self, shapes: Mapping[str, jax.ShapeDtypeStruct], dtypes: Mapping[str, Any], *, layered: bool = False
     ) -> Part:
-        return Part(self.devices, shapes, dtypes, self.functions.trainable, layered=layered)
+        return Part(self.devices, shapes, dtypes, self._trainable, layered=layered)
 
     def stream(self, batch: Batch) -> Any:
         """The shapes of what goes from part to part for a microbatch like `batch`."""

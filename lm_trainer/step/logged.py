@@ -20,7 +20,7 @@ from lm_trainer.nn.log import Entry, listening, log_p
 Losses = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 """As a `LossFn` returns them."""
 
-_Found = dict[Entry, jax.Array]
+Found = dict[Entry, jax.Array]
 """The values of each call of `log`, float32 [times that it ran], in the order of execution."""
 
 _WORDS = {
@@ -55,13 +55,38 @@ def with_logged(losses: Callable[..., Losses]) -> Callable[..., Losses]:
                 return losses(*args)
         results, found = _evaluate(closed.jaxpr, closed.consts, leaves)
         total, weight, metrics = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        _check_names(found, metrics)
-        return total, weight, {**metrics, **_metrics(found, weight)}
+        check_logged_names(found, metrics)
+        return total, weight, {**metrics, **logged_metrics(found, weight)}
 
     return joined
 
 
-def _metrics(found: _Found, weight: jax.Array) -> dict[str, jax.Array]:
+def logged_shapes(function: Callable[..., Any], *shapes: Any) -> Mapping[Entry, jax.ShapeDtypeStruct]:
+    """The shapes of what is logged inside `function` for arguments of these shapes."""
+    with listening():
+        if not _logs(jax.make_jaxpr(lambda *given: function(*given))(*shapes).jaxpr):
+            return {}
+    return jax.eval_shape(lambda *given: with_found(function)(*given)[1], *shapes)
+
+
+def with_found(function: Callable[..., Any]) -> Callable[..., tuple[Any, Found]]:
+    """Returns `function`, of arrays, with what is logged inside it beside its results; raises as that of `with_logged`.
+
+    Where nothing is logged, exactly `function` is called.
+    """
+
+    def joined(*args: Any) -> tuple[Any, Found]:
+        with listening():
+            closed, shapes = jax.make_jaxpr(lambda *given: function(*given), return_shape=True)(*args)
+            if not _logs(closed.jaxpr):
+                return function(*args), {}
+        results, found = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results), found
+
+    return joined
+
+
+def logged_metrics(found: Found, weight: jax.Array) -> dict[str, jax.Array]:
     """Sums that give what is to be reported when they are added over microbatches and divided by the sum of weights."""
     metrics = {}
     for entry, values in found.items():
@@ -74,7 +99,7 @@ def _metrics(found: _Found, weight: jax.Array) -> dict[str, jax.Array]:
     return metrics
 
 
-def _check_names(found: _Found, metrics: Mapping[str, Any]) -> None:
+def check_logged_names(found: Found, metrics: Mapping[str, Any]) -> None:
     places: dict[str, str] = dict.fromkeys(metrics, "the metrics that the loss returns")
     for entry in found:
         if entry.name in places:
@@ -101,7 +126,7 @@ def _entries(jaxpr: Any) -> Iterator[Entry]:
             yield from _entries(inner)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], _Found]:
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], Found]:
     """Evaluates a jaxpr as `jax.core.eval_jaxpr` does, and returns what it logs beside its results."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     found: dict[Entry, list[jax.Array]] = {}
@@ -131,7 +156,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> tuple[l
     }
 
 
-def _handler(equation: Any) -> Callable[[Any, list[Any]], tuple[list[Any], _Found]]:
+def _handler(equation: Any) -> Callable[[Any, list[Any]], tuple[list[Any], Found]]:
     name = equation.primitive.name
     if name not in _HANDLERS:
         entries = {f"{e.name!r} ({e.place})" for inner in jaxprs_in_params(equation.params) for e in _entries(inner)}
@@ -142,13 +167,13 @@ def _handler(equation: Any) -> Callable[[Any, list[Any]], tuple[list[Any], _Foun
     return _HANDLERS[name]
 
 
-def _call(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+def _call(equation: Any, given: list[Any]) -> tuple[list[Any], Found]:
     params = equation.params
     inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
     return _evaluate(inner.jaxpr, inner.consts, given)
 
 
-def _checkpoint(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+def _checkpoint(equation: Any, given: list[Any]) -> tuple[list[Any], Found]:
     params = equation.params
     run = jax.checkpoint(
         lambda *args: _evaluate(params["jaxpr"], (), args),
@@ -158,7 +183,7 @@ def _checkpoint(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
     return run(*given)
 
 
-def _scan(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+def _scan(equation: Any, given: list[Any]) -> tuple[list[Any], Found]:
     params, inner = equation.params, equation.params["jaxpr"]
     # Versions of JAX write the numbers of operands differently: those of the loop have one axis more outside of it.
     num_carry = _same_rank(equation.outvars, inner.jaxpr.outvars)
@@ -180,14 +205,14 @@ def _same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
-def _cond(equation: Any, given: list[Any]) -> tuple[list[Any], _Found]:
+def _cond(equation: Any, given: list[Any]) -> tuple[list[Any], Found]:
     index, *operands = given
     entries: dict[Any, Entry] = {}
 
     def run(branch: Any) -> Callable[..., Any]:
         def evaluated(*args: Any) -> tuple[list[Any], dict[Any, jax.Array]]:
             results, found = _evaluate(branch.jaxpr, branch.consts, args)
-            _check_names(found, {})
+            check_logged_names(found, {})
             # Branches differ in the lines of their calls; the values of a name are one whichever runs.
             for entry in found:
                 entries.setdefault(_alike(entry), entry)

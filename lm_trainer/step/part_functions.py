@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,15 @@ import numpy as np
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.log import refusing
 from lm_trainer.nn.loss_parts import LossParts, Stream
 from lm_trainer.parallel.collectives import axis_index, sharded_axes
 from lm_trainer.step.gradient import Sums
+from lm_trainer.step.logged import logged_shapes, with_found
+from lm_trainer.step.logged_parts import LoggedParts
 from lm_trainer.step.model_def import ModelDef, Params
 
-_NOT_LOGGED = "trainer.determinism is layerwise; use elastic or fast"
-
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""Those of parameters by name."""
 
 SCALAR = jax.ShapeDtypeStruct((), np.int32)
 
@@ -38,11 +39,19 @@ class PartFunctions:
     key_data: jax.Array | None
     """Data of the key; None switches dropout off."""
     trainable: Collection[str] = ()
+    logged: LoggedParts | None = None
+    """The values to take out; None: those of no call of `log`."""
 
     def enter(self, params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:
         """The stream before the first layer."""
-        with refusing(_NOT_LOGGED):
+
+        def function(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> Stream:
             return self.parts.enter(self.model.merge_some(params), batch, self.key(step, index))
+
+        if self.logged is None:
+            return function(params, batch, step, index)
+        stream, found = with_found(function)(params, batch, step, index)
+        return stream._replace(logged=self.logged.start(found))
 
     def layer(self, place: int) -> Callable[..., Stream]:
         """`layer(params, stream, batch, number, step, index)`: the stream after a layer at this place of the period."""
@@ -51,18 +60,32 @@ class PartFunctions:
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            with refusing(_NOT_LOGGED):
-                return self.parts.layer(model, place, stream, batch, number, self.key(step, index))
+            return self.parts.layer(model, place, stream, batch, number, self.key(step, index))
 
-        return layer
+        if (logged := self.logged) is None:
+            return layer
+
+        def logging_layer(
+            params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
+        ) -> Stream:
+            after, found = with_found(layer)(params, stream, batch, number, step, index)
+            return after._replace(logged=logged.add(stream.logged, number, found))
+
+        return logging_layer
 
     def leave(
         self, params: Params, stream: Stream, batch: Batch, step: jax.Array, index: jax.Array
     ) -> dict[str, jax.Array]:
         """The sums that the loss reports, float32 scalars."""
-        model = self.model.merge_some(params)
-        with refusing(_NOT_LOGGED):
-            total, weight, metrics = self.parts.leave(model, stream, batch, self.key(step, index))
+
+        def function(params: Params, stream: Stream, batch: Batch, step: jax.Array, index: jax.Array) -> Any:
+            return self.parts.leave(self.model.merge_some(params), stream, batch, self.key(step, index))
+
+        if self.logged is None:
+            total, weight, metrics = function(params, stream, batch, step, index)
+        else:
+            (total, weight, metrics), found = with_found(function)(params, stream, batch, step, index)
+            metrics = self.logged.metrics(stream.logged, found, weight, metrics)
         return {"loss": total, "weight": weight, **metrics}
 
     def leave_gradient(
@@ -113,6 +136,25 @@ class PartFunctions:
     def reads(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch) -> Reads:
         """The parameters that each part reads; arguments as for `find_reads`."""
         return find_reads(self, shapes, batch)
+
+    def with_logged(
+        self, enter: Shapes, places: Sequence[Shapes], leave: Shapes, stream: Stream, batch: Batch
+    ) -> PartFunctions:
+        """Returns these functions with the values of calls of `log` inside them among the sums.
+
+        Args:
+            enter: the shapes of the parameters that `enter` reads.
+            places: those that a layer reads, at each place of the period.
+            leave: those that `leave` reads.
+            stream: the shapes of what goes from part to part.
+            batch: the shapes of a microbatch.
+        """
+        first = logged_shapes(self.enter, enter, batch, SCALAR, SCALAR)
+        others = (stream, batch, SCALAR, SCALAR, SCALAR)
+        layers = [logged_shapes(self.layer(place), params, *others) for place, params in enumerate(places)]
+        if not any((first, *layers, logged_shapes(self.leave, leave, stream, batch, SCALAR, SCALAR))):
+            return self
+        return replace(self, logged=LoggedParts.make(first, layers, self.parts.num_layers))
 
     def _chosen(self, params: Params) -> Params:
         return {name: x for name, x in params.items() if name in self.trainable}

@@ -1,6 +1,6 @@
 """The parts of a loss cut over the devices of a group, which share the rows and positions of a microbatch.
 
-A device has router statistics of its own. Those of a stream, scalars elsewhere, have an axis over the devices here.
+A device has router statistics and logged values of its own. Those of a stream have an axis over the devices here.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _place(sharding: NamedSharding, shapes: Any) -> Any:
 
 def _stream_specs(mesh: Mesh) -> Any:
     axes = model_parallel_axes(mesh.shape)
-    return Stream(ROWS_AND_POSITIONS, PartitionSpec(axes)) if axes else PartitionSpec()  # pyright: ignore[reportArgumentType]
+    own = PartitionSpec(axes)
+    return Stream(ROWS_AND_POSITIONS, own, own) if axes else PartitionSpec()  # pyright: ignore[reportArgumentType]
 
 
 def _argument_specs(argument: Any, mesh: Mesh) -> Any:
@@ -106,7 +107,7 @@ def _argument_specs(argument: Any, mesh: Mesh) -> Any:
 def _result(kind: str, result: Any, part: Part, mesh: Mesh) -> Any:
     match kind:
         case "stream":
-            return result._replace(stats=jax.tree.map(lambda x: x[None], result.stats))
+            return result._replace(**jax.tree.map(lambda x: x[None], _own(result)))
         case "sums":
             # Without the axis in front, that over groups, while they are added.
             tree = sum_over_group({name: x[0] for name, x in result.tree.items()}, part.layouts, mesh)
@@ -120,4 +121,8 @@ def _added(scalars: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _without_device(stream: Stream) -> Stream:
-    return stream._replace(stats=jax.tree.map(lambda x: x[0], stream.stats))
+    return stream._replace(**jax.tree.map(lambda x: x[0], _own(stream)))
+
+
+def _own(stream: Stream) -> dict[str, Any]:
+    return {"stats": stream.stats, "logged": stream.logged}

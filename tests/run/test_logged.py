@@ -439,7 +439,20 @@ class TestDecoder:
         with pytest.raises(UserError, match=r"'mlp_rms' .* cannot be logged here: pipeline_axis_size is not 1"):
             program.step.compile(BATCH)
 
-    def test_layerwise_steps_refuse(self) -> None:
-        program = plan(decoder, next_token_loss(jnp.float32), determinism="layerwise")
-        with pytest.raises(UserError, match=r"'mlp_rms' .* cannot be logged here: trainer.determinism is layerwise"):
-            program.step.compile(BATCH)
+    @pytest.mark.parametrize("axes", [{}, {"context_axis_size": 2}], ids=["alone", "context"])
+    def test_layers_that_are_computed_one_by_one(self, axes: dict[str, int]) -> None:
+        programs = [
+            plan(decoder, next_token_loss(jnp.float32), devices=devices, determinism="layerwise", **axes)
+            for devices in (2, 4)
+        ]
+        weights = {name: np.asarray(x) for name, x in programs[0].init().params.items()}
+        found = [first_step(program, weights=weights) for program in programs]
+        expected = {name: x for name, x in recorded().items() if name != "weights"}
+        if not axes:
+            assert without_the_steps_own(found[0]) == pytest.approx(expected, rel=1e-5)
+        assert found[0] == found[1]
+        elastic = plan(decoder, next_token_loss(jnp.float32), devices=2, **axes)
+        assert found[0] == pytest.approx(first_step(elastic, weights=weights), rel=1e-5)
+        held_out = [program.evaluate(program.from_weights(weights).params, [BATCH]) for program in (*programs, elastic)]
+        assert held_out[0] == held_out[1]
+        assert held_out[0] == pytest.approx(held_out[2], rel=1e-5)
