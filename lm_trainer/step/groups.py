@@ -129,10 +129,13 @@ class DeviceGroups:
         firsts = range(0, plan.count, shares.count)
         return [[first + n for first in firsts for n in shares.terms(group.index)] for group in self.groups]
 
-    def local_rows(self, plan: MicrobatchPlan) -> list[int]:
-        """The rows of the global batch that this process needs, in order."""
-        rows = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
-        return [row for row in rows if row < plan.batch_size]
+    def local_rows(self, plan: MicrobatchPlan) -> Sequence[int]:
+        """The rows of the global batch that this process needs, in order; a range where they are neighbours."""
+        every = (n * plan.rows + row for n in self._local(plan) for row in range(plan.rows))
+        rows = [row for row in every if row < plan.batch_size]
+        # Data of one's own may take a slice of them.
+        whole = range(rows[0], rows[-1] + 1) if rows else range(0)
+        return whole if len(whole) == len(rows) else rows
 
     def _local(self, plan: MicrobatchPlan) -> list[int]:
         """The numbers of the microbatches of all local groups, in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -47,14 +47,13 @@ class Numbered:
     """Batches by their number, as a data set gives them."""
 
     def train(
-        self, schedule: BatchSchedule, *, rows: Callable[[int], range], first_step: int, num_steps: int
+        self, schedule: BatchSchedule, *, rows: Callable[[int], Sequence[int]], first_step: int, num_steps: int
     ) -> Iterator[Batch]:
         for step in range(first_step, first_step + num_steps):
             size = schedule.at(step)
-            wanted = rows(size)
-            yield Batch(*(x[wanted.start : wanted.stop] for x in batch(step, size)))
+            yield Batch(*(x[list(rows(size))] for x in batch(step, size)))
 
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> list[Batch]:
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> list[Batch]:
         return [batch(1000, batch_size)]
 
 
