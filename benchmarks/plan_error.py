@@ -114,11 +114,16 @@ class _AheadOfTime:
     def __call__(self, *args: Any) -> Any:
         import jax
 
-        leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
+        from lm_trainer.parallel.tree_sum import Shares
+
+        # Arguments that a function is compiled for, such as `Shares`, are no arguments of its program.
+        fixed = tuple(x for x in args if isinstance(x, Shares))
+        arrays = [x for x in args if not isinstance(x, Shares)]
+        leaves, structure = jax.tree.flatten(arrays)
+        key = fixed, structure, tuple((x.shape, x.dtype, getattr(x, "sharding", None)) for x in leaves)
         if key not in self._compiled:
             self._compiled[key] = self._jitted.lower(*args).compile()
-        return self._compiled[key](*args)
+        return self._compiled[key](*arrays)
 
 
 @contextmanager

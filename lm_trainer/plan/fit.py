@@ -36,6 +36,8 @@ class Fit:
     """The next larger microbatch that the batch can be cut into; None if there is none."""
     next_bytes: int | None
     """The peak with it, which is more than there is."""
+    together: int | None = None
+    """The `microbatches_per_gather` with which all of this holds; None: as the configuration says."""
 
 
 def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
@@ -58,6 +60,43 @@ def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
     except (ValueError, UserError):
         return False
     return True
+
+
+def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> Fit:
+    """Looks for a step that takes at most `limit` bytes on a device, as near to the configured one as there is.
+
+    Layer by layer the microbatches that share what is gathered decide no bits. So fewer of them are tried before other
+    microbatches are, which then are computed one by one.
+
+    Args:
+        memory: of the run.
+        limit: in bytes.
+        rows: of the microbatches that are configured.
+        programs: what `memory.compile` gave for them.
+    """
+    if memory.plan(programs).peak.bytes <= limit:
+        return find_largest(memory, limit, {rows: programs})
+    for together in _fewer_together(memory):
+        turns = memory.in_turns(together)
+        # By itself a gradient is exchanged in the dtype in which it was computed.
+        peak = turns.plan(programs if together > 1 else turns.compile()).peak.bytes
+        if peak <= limit:
+            return Fit(rows, peak, rows, memory.largest_step().count, None, None, together)
+    found = find_largest(memory, limit, {rows: programs})
+    if found.rows is not None or memory.config.trainer.determinism != "layerwise":
+        return found
+    one = find_largest(memory.in_turns(1), limit)
+    return found if one.rows is None and one.bytes >= found.bytes else dataclasses.replace(one, together=1)
+
+
+def _fewer_together(memory: StepMemory) -> list[int]:
+    """The values of `microbatches_per_gather` below that of the run that differ from one another, the largest first."""
+    trainer, plan = memory.config.trainer, memory.largest_step()
+    if trainer.determinism != "layerwise":
+        return []
+    mesh = memory.program.sharding.mesh
+    now = plan.shares(mesh, trainer.microbatches_per_gather).most
+    return sorted({plan.shares(mesh, most).most for most in range(1, now)} - {now}, reverse=True)
 
 
 def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] | None = None) -> Fit:

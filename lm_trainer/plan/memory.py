@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -168,6 +168,12 @@ class StepMemory:
             runs[phase.program.name] = runs.get(phase.program.name, 0) + phase.runs
         return runs
 
+    def in_turns(self, together: int) -> StepMemory:
+        """The memory of the same step with this `trainer.microbatches_per_gather`."""
+        trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": together})
+        config = self.config.model_copy(update={"trainer": trainer})
+        return StepMemory(config, self._vocab_size, self._devices, self._platform)
+
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The batch of the run that takes most memory; `rows` as for `compile`."""
         trainer = self.config.trainer
@@ -181,7 +187,11 @@ class StepMemory:
         # The rows of all microbatches of a device are sent to it before the first is computed.
         batch = max(map(len, self.program.step.devices.numbers(plan))) * plan.rows * sum(x.nbytes for x in self._batch)
         held = {"state": sum(self.state.values()), "batch": batch}
-        return MemoryPlan(self.state, phase_bytes(self._phases(plan), {**self._fixed, **programs}, held))
+        found, phases = {**self._fixed, **programs}, self._phases(plan)
+        if self._platform != "cpu" and self._devices[0].platform == "cpu":
+            fused = {phase.program.name for phase in phases if phase.program.elementwise}
+            found |= {name: replace(found[name], temporary=0) for name in fused}
+        return MemoryPlan(self.state, phase_bytes(phases, found, held))
 
 
 def compile_programs(

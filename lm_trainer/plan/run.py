@@ -16,7 +16,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan.cost import MFU, Time, Work, training_peak, training_time
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
-from lm_trainer.plan.fit import Fit, find_largest
+from lm_trainer.plan.fit import Fit, find_fit
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
 from lm_trainer.profile.devices import device_bandwidths, device_platform
@@ -25,6 +25,9 @@ from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
+
+_QUERIES = 128
+"""Queries whose scores are held at a time where a kernel would hold none."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class RunPlan:
     assumed: str | None
     """The reason why the vocabulary is a guess; None where it is known."""
     kernel: str | None
-    """The fused attention kernel of these devices, which keeps no scores, though the plan counts them; None: XLA's."""
+    """The fused attention kernel of these devices, which keeps no scores; None: XLA's."""
     ring: RingPlan | None
     """None where attention is no ring."""
     compiled: CompiledStep | None
@@ -163,7 +166,7 @@ def plan_run(
         memory=memory.plan(compiled),
         budget=limit,
         # With the devices' own compiler each size would take minutes.
-        fit=None if limit is None or own_compiler else find_largest(memory, limit.bytes, {rows: compiled}),
+        fit=None if limit is None or own_compiler else find_fit(memory, limit.bytes, rows, compiled),
         work=work,
         time=training_time(work, group, trainer, mfu=assumptions.mfu, price=assumptions.price),
         assumed=assumed,
@@ -187,6 +190,9 @@ def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfi
     """The configuration that XLA plans on the devices of this machine as `platform` would hold it."""
     # The devices in whose place XLA plans may not have a kernel, nor choose as others do.
     model, changes = config.model, dict[str, Any](attn_backend="ring" if backend == "ring" else "xla")
+    if backend not in ("ring", "xla"):
+        # A kernel keeps no scores; XLA in its place then has those of a few queries.
+        changes["flash_attention_block_size"] = model.flash_attention_block_size or _QUERIES
     if platform != "cpu" and model.remat != "none" and not model.scan:
         # For a CPU XLA merges the recomputation of unrolled layers with the original, and so saves no memory.
         changes["scan_layers"] = True

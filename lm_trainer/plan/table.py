@@ -25,8 +25,8 @@ def lines(plan: RunPlan) -> Iterator[str]:
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
         yield (
-            f"note: on {plan.devices.kind} attention is computed by {plan.kernel}, which keeps no scores. The plan "
-            f"holds them, so that it is too high; model.flash_attention_block_size=128 plans with few of them."
+            f"note: on {plan.devices.kind} attention is computed by {plan.kernel}, which keeps no scores; the plan "
+            f"holds those of a few queries in its place."
         )
 
 
@@ -104,11 +104,17 @@ def _largest(plan: RunPlan) -> str:
     if _fits(plan) and (fit.rows is None or fit.rows <= plan.rows):
         return f"{_count(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
-        rows = _count(fit.least_rows, "row")
+        rows = _count(fit.least_rows, "row") + (
+            "" if fit.together is None else f" and {_count(fit.together, 'microbatch')} at a time"
+        )
         return f"none: the least that a step takes is {_size(fit.bytes)}, with {rows}; {_way_out(plan)}"
+    turns = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
+    if turns and fit.rows == plan.rows:
+        return f"{_count(plan.rows, 'row')}, as it is, {_size(fit.bytes)} with{turns} (the same numbers)"
     above = "" if fit.next_rows is None else f"; {_count(fit.next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
     changes = " (changes the numbers of the run)" if plan.determinism != "fast" else ""
-    return f"{_count(fit.rows, 'row')}, {_size(fit.bytes)}{above}: trainer.per_device_parallelism={fit.rows}{changes}"
+    settings = f"trainer.per_device_parallelism={fit.rows}{turns}"
+    return f"{_count(fit.rows, 'row')}, {_size(fit.bytes)}{above}: {settings}{changes}"
 
 
 def _fits(plan: RunPlan) -> bool:
@@ -124,7 +130,7 @@ def _way_out(plan: RunPlan) -> str:
             f"layer with trainer.determinism=layerwise, or cut the model by {tensor}"
         )
     if plan.determinism == "layerwise":
-        return f"use more devices, cut the model by {tensor}, or keep fewer activations (microbatches_per_gather)"
+        return f"use more devices, or cut the model by {tensor}"
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 
 

@@ -38,6 +38,9 @@ class StepProgram:
     compile: Callable[[], Executable]
     grows: bool = False
     """True if its memory grows with the rows that are computed at once."""
+    elementwise: bool = False
+    """True if every result is computed from the elements at its own place. Compilers of accelerators fuse that and hold
+    nothing in between; XLA for a CPU holds copies of what it is given."""
 
     @property
     def arguments(self) -> Size:

@@ -83,7 +83,7 @@ class ShardedUpdate:
     def phases(self, *args: Any) -> Iterator[Phase]:
         """The one phase of `__call__` with arguments of these shapes."""
         zero = jax.ShapeDtypeStruct((), np.uint32, sharding=NamedSharding(self._mesh, PartitionSpec()))
-        update = StepProgram("update", partial(Executable.make, self._update, zero, *args))
+        update = StepProgram("update", partial(Executable.make, self._update, zero, *args), elementwise=True)
         # The new state lies where the old one was, which the program consumes.
         yield Phase("update", update, adds={"new state": update.new})
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lm_trainer.plan.estimate import estimate_microbatches
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import PhaseBytes, StepMemory, state_bytes
 from lm_trainer.plan.programs import ProgramWork, step_time
+from lm_trainer.plan.run import RunPlan
 from lm_trainer.plan.table import lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
@@ -159,6 +161,58 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
         else:
             assert found.bytes == peaks[found.rows] <= limit
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
+
+
+def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
+    # Activations of many long rows weigh more than the sums of gradients that wait for the next turn.
+    model = {**LLAMA, "seq_len": 512, "num_layers": 2}
+    trainer = {"train_batch_size": 16, "elastic_shards": 16, "determinism": "layerwise"}
+    config, places = config_of({"model": model, "trainer": trainer}), jax.devices()[:2]
+
+    def plan(memory: int, **changes: Any) -> RunPlan:
+        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+        return plan_run(changed, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=memory))
+
+    peaks = {n: plan(2**40, microbatches_per_gather=n).memory.peak.bytes for n in (None, 4, 2)}
+    assert peaks[None] > peaks[4] > peaks[2]
+    found = plan(peaks[4])
+    assert found.fit is not None
+    assert (found.fit.rows, found.fit.together, found.fit.bytes) == (1, 4, peaks[4])
+    text = "\n".join(lines(found))
+    assert re.search(r"1 row, as it is, .* with trainer.microbatches_per_gather=4 \(the same numbers\)", text)
+    assert "DOES NOT FIT" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "devices", "settings"),
+    [
+        ("llama3_70b", "64xH100", ()),
+        ("llama_1b", "1xL4", ("--memory", "22GB", "trainer.determinism=layerwise", "optimizer.state_dtype=bfloat16",
+                              "trainer.train_batch_size=16", "trainer.per_device_parallelism=2")),
+    ],
+)  # fmt: skip
+def test_large_models_fit_on_the_devices_that_they_are_for(
+    run_lmt: RunLmt, name: str, devices: str, settings: tuple[str, ...]
+):
+    workload = Path(__file__).parents[2] / f"benchmarks/workloads/{name}.yaml"
+    done = run_lmt("plan", workload, "--devices", devices, *settings, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["memory"]["peak_bytes"] <= found["budget"]["bytes"]
+    # Nothing is allocated: half of the smallest model's state would be more.
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 1.5e9
+
+
+def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
+    phases = {}
+    for kind in ("cpu", "gpu"):
+        memory = StepMemory(
+            config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:1], kind
+        )
+        phases[kind] = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
+    assert phases["gpu"]["update"]["temporary"] == 0 < phases["cpu"]["update"]["temporary"]
+    assert phases["gpu"]["microbatch"]["temporary"] > 0
 
 
 @pytest.mark.slow
