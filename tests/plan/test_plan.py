@@ -24,7 +24,6 @@ from lm_trainer.plan.estimate import estimate_microbatches
 from lm_trainer.plan.fit import find_largest, possible_rows
 from lm_trainer.plan.memory import PhaseBytes, StepMemory, state_bytes
 from lm_trainer.plan.programs import ProgramWork, step_time
-from lm_trainer.plan.run import RunPlan
 from lm_trainer.plan.table import lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
@@ -163,19 +162,18 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
 
+@pytest.mark.slow
 def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     # Activations of many long rows weigh more than the sums of gradients that wait for the next turn.
     model = {**LLAMA, "seq_len": 512, "num_layers": 2}
     trainer = {"train_batch_size": 16, "elastic_shards": 16, "determinism": "layerwise"}
     config, places = config_of({"model": model, "trainer": trainer}), jax.devices()[:2]
 
-    def plan(memory: int, **changes: Any) -> RunPlan:
-        changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
-        return plan_run(changed, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=memory))
-
-    peaks = {n: plan(2**40, microbatches_per_gather=n).memory.peak.bytes for n in (None, 4, 2)}
-    assert peaks[None] > peaks[4] > peaks[2]
-    found = plan(peaks[4])
+    memory = StepMemory(config, VOCAB, places, "gpu")
+    compiled = memory.compile()
+    peaks = {n: memory.in_turns(n).plan(compiled).peak.bytes for n in (8, 4, 2)}
+    assert peaks[8] == memory.plan(compiled).peak.bytes > peaks[4] > peaks[2]
+    found = plan_run(config, parse_devices("2xH100"), places, Assumptions(vocab_size=VOCAB, memory=peaks[4]))
     assert found.fit is not None
     assert (found.fit.rows, found.fit.together, found.fit.bytes) == (1, 4, peaks[4])
     text = "\n".join(lines(found))
