@@ -17,12 +17,10 @@ from jax.sharding import PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
-from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.log import log
-from lm_trainer.nn.loss import token_loss
 from lm_trainer.optim import AdamConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run.model import next_token_loss, trace_module
+from lm_trainer.run.model import trace_module
 from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.trainer import Trainer
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -338,63 +336,6 @@ def test_a_value_that_is_not_finite_stops_the_run() -> None:
         trainer.train(trainer.initial_state(model_init=PlainBigrams), trainer.data_loader(Numbered()))
 
 
-class LoggingMlp(nnx.Module):
-    """An MLP that logs the root mean square of its results."""
-
-    def __init__(self, inner: Any):
-        self.inner = inner
-
-    def __call__(self, h_BSD: jax.Array, **options: Any) -> jax.Array:
-        y_BSD = self.inner(h_BSD, **options)
-        rms = jnp.sqrt(jnp.mean(jnp.square(y_BSD)))
-        if RECORD is not None:
-            RECORD.append(float(rms))
-        log("mlp_rms", rms, each=True)
-        return y_BSD
-
-
-RECORD: list[float] | None = None
-"""Values that the layers of a decoder saw, while it is a list: they are then run without tracing."""
-
-
-def decoder(**changes: Any) -> Any:
-    config = Gpt2Config.model_validate(
-        {"seq_len": LENGTH, "hidden_dim": 8, "num_heads": 2, "num_layers": LAYERS, **changes}
-    )
-    model = config.build(VOCAB, rngs=nnx.Rngs(0))
-    for block in model.blocks.values():
-        block.mlp = LoggingMlp(block.mlp)
-    return model
-
-
-def decoder_loss(model: Any, batch: Batch, key: jax.Array | None) -> Any:
-    total, weight, metrics = token_loss(model, batch, key=key)
-    log("weights", jnp.sum(jnp.asarray(batch.weights) ** 2), reduce="sum")
-    return total, weight, metrics
-
-
-@functools.cache
-def recorded() -> dict[str, float]:
-    """The values to be logged, of layers that ran without tracing, microbatch by microbatch."""
-    global RECORD
-    model = jax.jit(lambda: decoder(scan_layers=False, gradient_checkpointing=False))()
-    rms = np.zeros(LAYERS)
-    for rows in np.split(np.arange(ROWS), SHARDS):
-        part = Batch(*(x[rows] for x in BATCH))
-        RECORD = []
-        with jax.disable_jit():
-            model(part.tokens, part.positions, part.segments)
-        values, RECORD = RECORD, None
-        rms += np.asarray(values) * part.weights.sum()
-    rms /= BATCH.weights.sum()
-    assert len({*rms}) == LAYERS
-    return {
-        "mlp_rms": float(rms.mean()),
-        "weights": float((BATCH.weights**2).sum() / BATCH.weights.sum()),
-        **{f"mlp_rms/{i}": float(x) for i, x in enumerate(rms)},
-    }
-
-
 def test_a_metric_that_the_loss_returns_by_a_name_of_the_steps_own_is_refused() -> None:
     def own(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         total, weight, metrics = loss(model, batch, key)
@@ -402,57 +343,3 @@ def test_a_metric_that_the_loss_returns_by_a_name_of_the_steps_own_is_refused() 
 
     with pytest.raises(UserError, match="the loss returns a metric 'squares', a name of the step's own"):
         plan(Stack, own).step.compile(BATCH)
-
-
-@pytest.mark.slow
-class TestDecoder:
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"scan_layers": True},
-            {"scan_layers": False},
-            {"scan_layers": True, "gradient_checkpointing": False},
-            {"scan_layers": False, "gradient_checkpointing": "dots"},
-            {"gradient_checkpointing": "nested"},
-            {"gradient_checkpointing": "offload", "scan_layers": True},
-            {"gradient_checkpointing": {"save_block_internals": ["attention"]}},
-        ],
-        ids=str,
-    )
-    def test_every_way_to_run_the_layers(self, changes: dict[str, Any]) -> None:
-        found = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
-        assert without_the_steps_own(found) == pytest.approx(recorded(), rel=1e-5)
-
-    @pytest.mark.parametrize("devices", [2, 4])
-    def test_the_bits_are_those_of_one_device(self, devices: int) -> None:
-        one, several = (plan(decoder, decoder_loss, devices=n) for n in (1, devices))
-        weights = {name: np.asarray(x) for name, x in one.init().params.items()}
-        assert first_step(several, weights=weights) == first_step(one, weights=weights)
-
-    def test_devices_that_share_a_microbatch_add_their_shares(self) -> None:
-        found = first_step(plan(decoder, decoder_loss, devices=2, context_axis_size=2))
-        assert found["weights"] == pytest.approx(recorded()["weights"], rel=1e-6)
-
-    def test_layers_of_a_pipeline_refuse(self) -> None:
-        build = functools.partial(decoder, num_layers=2)
-        program = plan(build, decoder_loss, devices=2, pipeline_axis_size=2)
-        with pytest.raises(UserError, match=r"'mlp_rms' .* cannot be logged here: pipeline_axis_size is not 1"):
-            program.step.compile(BATCH)
-
-    @pytest.mark.parametrize("axes", [{}, {"context_axis_size": 2}], ids=["alone", "context"])
-    def test_layers_that_are_computed_one_by_one(self, axes: dict[str, int]) -> None:
-        programs = [
-            plan(decoder, next_token_loss(jnp.float32), devices=devices, determinism="layerwise", **axes)
-            for devices in (2, 4)
-        ]
-        weights = {name: np.asarray(x) for name, x in programs[0].init().params.items()}
-        found = [first_step(program, weights=weights) for program in programs]
-        expected = {name: x for name, x in recorded().items() if name != "weights"}
-        if not axes:
-            assert without_the_steps_own(found[0]) == pytest.approx(expected, rel=1e-5)
-        assert found[0] == found[1]
-        elastic = plan(decoder, next_token_loss(jnp.float32), devices=2, **axes)
-        assert found[0] == pytest.approx(first_step(elastic, weights=weights), rel=1e-5)
-        held_out = [program.evaluate(program.from_weights(weights).params, [BATCH]) for program in (*programs, elastic)]
-        assert held_out[0] == held_out[1]
-        assert held_out[0] == pytest.approx(held_out[2], rel=1e-5)
