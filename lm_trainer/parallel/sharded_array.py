@@ -58,6 +58,27 @@ def host_part(array: np.ndarray | jax.Array, index: tuple[int, ...]) -> np.ndarr
     return part
 
 
+def gather_to_host(array: jax.Array, *, device_bytes: int = HOST_BYTES) -> np.ndarray:
+    """An array that devices of several processes have parts of; all processes call it, and all get it.
+
+    Args:
+        array: cut by a `NamedSharding`.
+        device_bytes: gathered on each device at a time, where the first dimension is not cut.
+    """
+    sharding: Any = array.sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    rows = array.shape[0] if array.ndim else 1
+    size = max(1, rows * device_bytes // max(array.nbytes, 1))
+    if size >= rows or (len(sharding.spec) and sharding.spec[0]):
+        return np.asarray(jax.jit(lambda x: x, out_shardings=everywhere)(array).addressable_data(0))
+    take = jax.jit(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, size), out_shardings=everywhere)
+    whole = np.empty(array.shape, array.dtype)
+    for start in (*range(0, rows - size, size), rows - size):
+        piece = take(array, replicate(np.int32(start), sharding.mesh))
+        whole[start : start + size] = np.asarray(piece.addressable_data(0))
+    return whole
+
+
 def make_sharded_array(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding, parts: ReadParts, *, host_bytes: int = HOST_BYTES
 ) -> jax.Array:

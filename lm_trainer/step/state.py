@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.sharded_array import gather_to_host
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.state_sharding import StateSharding
 
@@ -109,11 +110,6 @@ def to_host(params: Params, *, keep: bool = True) -> dict[str, np.ndarray]:
 
     Those that do not `keep` them take part and get nothing.
     """
-    whole = ((name, x if x.is_fully_addressable else _whole(x)) for name, x in params.items())
-    # One at a time: only one parameter is gathered on the devices while it is copied.
-    return {name: np.asarray(x) for name, x in whole if keep}
-
-
-def _whole(x: jax.Array) -> jax.Array:
-    mesh: Any = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, PartitionSpec()))(x).addressable_data(0)
+    # One at a time: only a piece of one parameter is gathered on the devices while it is copied.
+    whole = ((name, np.asarray(x) if x.is_fully_addressable else gather_to_host(x)) for name, x in params.items())
+    return {name: x for name, x in whole if keep}

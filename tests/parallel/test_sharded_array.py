@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm_trainer.parallel.sharded_array import Slices, host_part, make_sharded_array
+from lm_trainer.parallel.sharded_array import Slices, gather_to_host, host_part, make_sharded_array
 
 SHAPE = (3, 8, 4)
 WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -53,3 +53,12 @@ def test_a_part_is_put_together_from_the_shards(spec: tuple[str | None, ...], in
     array = jax.device_put(WHOLE, NamedSharding(mesh(), PartitionSpec(*spec)))
     np.testing.assert_array_equal(host_part(array, index), WHOLE[index], strict=True)
     np.testing.assert_array_equal(host_part(WHOLE, index), WHOLE[index], strict=True)
+
+
+@pytest.mark.parametrize("spec", [(), (None, "data"), (None, None, "data"), ("data",)])
+@pytest.mark.parametrize("device_bytes", [1, 70, 10**6])
+def test_an_array_is_gathered_in_pieces(spec: tuple[str | None, ...], device_bytes: int) -> None:
+    values = np.arange(8 * 3 * 4, dtype=np.float32).reshape(8, 4, 3).transpose(0, 2, 1)[:, :2]
+    values = np.concatenate([values, values], axis=1)
+    array = jax.device_put(values, NamedSharding(mesh(), PartitionSpec(*spec)))
+    np.testing.assert_array_equal(gather_to_host(array, device_bytes=device_bytes), values, strict=True)
