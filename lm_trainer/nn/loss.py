@@ -213,7 +213,7 @@ def _forward(
     cast_VD = w_VD.astype(h_ND.dtype)
 
     def body(carry: tuple[TokenSums, jax.Array], block: Any) -> tuple[Any, Any]:
-        totals, dw_VD = carry
+        totals, dw = carry
         h_CD, targets_C, weights_C = block
         softmax = _softmax(h_CD, cast_VD, targets_C, settings.softcap)
         tokens = softmax.of_tokens(terms)
@@ -224,13 +224,23 @@ def _forward(
         d_CV = weights_C[:, None] * (softmax.e_CV * scale_C1 - hot_CV)
         # Rounded to the compute dtype, so that both products of the backward pass run in it.
         d_CV = (d_CV if softmax.slopes_CV is None else d_CV * softmax.slopes_CV).astype(h_CD.dtype)
-        dw_VD = dw_VD + jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
-        return (_add(totals, tokens, weights_C), dw_VD), (d_CV @ cast_VD, loss_C)
+        dw = dw + _head_gradient(d_CV, h_CD, settings.parts)
+        return (_add(totals, tokens, weights_C), dw), (d_CV @ cast_VD, loss_C)
 
-    zero = (_zero_sums(terms), jnp.zeros(w_VD.shape, jnp.float32))
-    (totals, dw_VD), (dh, loss) = _fold(body, zero, blocks, w_VD)
+    shape = w_VD.shape if settings.parts == 1 else (settings.parts, *w_VD.shape)
+    zero = (_zero_sums(terms), jnp.zeros(shape, jnp.float32))
+    (totals, dw), (dh, loss) = _fold(body, zero, blocks, w_VD)
+    dw_VD = dw if settings.parts == 1 else jnp.sum(dw, axis=0)
     dh_ND, loss_N = (_out_of_blocks(x, h_ND.shape[0], settings.parts) for x in (dh, loss))
     return totals, (dh_ND, dw_VD.astype(w_VD.dtype), loss_N)
+
+
+def _head_gradient(d_CV: jax.Array, h_CD: jax.Array, parts: int) -> jax.Array:
+    """float32 [V, D]; of several parts [parts, V, D], which no device adds to another's before the last block."""
+    if parts == 1:
+        return jnp.matmul(d_CV.T, h_CD, preferred_element_type=jnp.float32)
+    d_PCV, h_PCD = (x.reshape(parts, -1, x.shape[-1]) for x in (d_CV, h_CD))
+    return jnp.einsum("pcv,pcd->pvd", d_PCV, h_PCD, preferred_element_type=jnp.float32)
 
 
 @jax.named_scope("loss")

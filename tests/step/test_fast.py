@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import Program, build_program
@@ -84,6 +85,9 @@ def test_blocks_of_the_loss_are_of_a_devices_own_tokens() -> None:
     exchanged = re.findall(rf"f32\[\d+,{VOCAB}\]\S* (?:all-\w+|collective-permute)", text)
     assert not exchanged, "logits do not leave their device"
     assert f"f32[24,{VOCAB}]" in text, "a device computes one block of its own at a time"
+    more = program(4, determinism="fast", block=4).step.compile(batch()).hlo()
+    sent, sent_by_more = (sum(bytes_sent(each).values()) for each in (text, more))
+    assert sent_by_more < sent + VOCAB * 16 * 4, "the gradient of the head is added up once, not for each block"
 
 
 @pytest.mark.slow
