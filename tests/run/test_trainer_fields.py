@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +51,7 @@ class Asked(Numbered):
     def __init__(self) -> None:
         self.asked: list[int | None] = []
 
-    def batches(self, batch_size: int, *, rows: range, max_batches: int | None = None) -> list[Batch]:
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> list[Batch]:
         self.asked.append(max_batches)
         return super().batches(batch_size, rows=rows, max_batches=max_batches)
 
