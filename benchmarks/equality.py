@@ -133,36 +133,47 @@ def report(known: dict[str, Any]) -> str:
     git = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    table = [known[key] for key in known if key.startswith("table/")]
     lines = [
         "# Equality of bits",
         "",
         f"Written by `benchmarks/equality.py`: commit {git.stdout.strip()}, jax {jax.__version__}, Python "
         f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPU cores; devices are emulated.",
+    ]
+    if table := [known[key] for key in known if key.startswith("table/")]:
+        lines += _table(table)
+    for kind in KINDS:
+        found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
+        parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
+        if found:
+            lines += ["", f"## Runs drawn at random: {KINDS[kind]}", ""]
+            lines += [
+                f"{len(found)} runs on one device and on another mesh, {len(found) - len(parted)} equal.",
+                *parted,
+            ]
+            lines += ["", *(f"- {value['run']}" for value in found.values())]
+    return "\n".join(lines) + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    equal = len({(row["losses"], row["weights"]) for row in rows}) <= 1
+    return [
         "",
         f"## {STEPS} steps of one model on processes x devices",
         "",
         f"GPT-2 with dropout, bfloat16 computation and recomputation, `determinism: {RUN['trainer']['determinism']}`.",
         "Losses: a hash of the loss and gradient norm of every step and the validation losses. Weights: a hash of all",
-        "weights at the end. Program: that of one lane.",
+        "weights at the end. Program: that of a microbatch.",
         "",
         "| processes | devices in each | state | steps | losses | weights | program |",
         "|---|---|---|---|---|---|---|",
+        *(
+            f"| {row['processes']} | {row['devices']} | {row['state'] or 'default'} | {row['steps']} | "
+            f"`{row['losses']}` | `{row['weights']}` | `{row['program']}` |"
+            for row in rows
+        ),
+        "",
+        "All rows are equal." if equal else "**Rows differ.**",
     ]
-    lines += [
-        f"| {row['processes']} | {row['devices']} | {row['state'] or 'default'} | {row['steps']} | `{row['losses']}` | "
-        f"`{row['weights']}` | `{row['program']}` |"
-        for row in table
-    ]
-    equal = len({(row["losses"], row["weights"]) for row in table}) <= 1
-    lines += ["", "All rows are equal." if equal else "**Rows differ.**"]
-    for kind in KINDS:
-        found = {key: value for key, value in known.items() if key.startswith(f"{kind}/")}
-        parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
-        lines += ["", f"## Runs drawn at random: {kind}", ""]
-        lines += [f"{len(found)} runs on one device and on another mesh, {len(found) - len(parted)} equal.", *parted]
-        lines += ["", *(f"- {value['run']}" for value in found.values())]
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
