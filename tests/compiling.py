@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-_UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
+@functools.cache
+def _unoptimised() -> dict[str, Any]:
+    """Options of the compiler; XLA of jax 0.12 does without the second one."""
+    least = {"xla_backend_optimization_level": 0}
+    both = {**least, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0, compiler_options=both).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return least
+    return both
 
 
 def quick_jit(function: Callable[..., Any], **options: Any) -> Any:
@@ -16,4 +27,4 @@ def quick_jit(function: Callable[..., Any], **options: Any) -> Any:
     For tests that compare a computation with its formula, within a tolerance. Tests of a run's own programs and of
     equal bits compile as a run does.
     """
-    return jax.jit(function, compiler_options=_UNOPTIMISED, **options)
+    return jax.jit(function, compiler_options=_unoptimised(), **options)
