@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lm_trainer.plan.devices import parse_devices
+
 ROOT = Path(__file__).resolve().parent.parent
 PRECISION: dict[str, Any] = {"mp": "p=f32,c=bfloat16", "num_train_steps": 1000}
 
@@ -71,9 +73,7 @@ CASES = [
 
 def compiled(case: Case) -> dict[str, Any]:
     """The plan of a case, or the reason why there is none."""
-    chips = 1
-    for size in case.devices.split(":")[1].split("x"):
-        chips *= int(size)
+    chips = parse_devices(case.devices).count
     model = {**MODELS[case.model], "attn_backend": "auto", "gradient_checkpointing": True, "scan_layers": True}
     batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}
     trainer = {**PRECISION, **batch, "elastic_shards": chips, "determinism": case.determinism}

@@ -56,6 +56,14 @@ def sharded_axes() -> tuple[str, ...]:
     return tuple(axis for axis in MODEL_PARALLEL_AXES if axis_size(axis) > 1)
 
 
+def device_key(key: jax.Array) -> jax.Array:
+    """The random key of this device where several share the computation being traced."""
+    for axis in sharded_axes():
+        # Devices have other rows or positions, and must not all drop the same elements.
+        key = jax.random.fold_in(key, axis_index(axis))
+    return key
+
+
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Concatenates the shards of all devices along `axis` in dimension `dim`; its gradient is `reduce_scatter`."""
     if axis_size(axis) == 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Generic, TypeVar
 
 import jax
@@ -96,10 +96,10 @@ class Shares:
         """True where each shard comes to one subtree of the same size: `tree_sum` over the shards is their sum."""
         return self.shards & (self.shards - 1) == 0 and self.count % self.shards == 0
 
-    @cached_property
+    @property
     def parts(self) -> list[list[range]]:
         """For each shard the partial sums that it comes to: the terms of each."""
-        return [[terms for terms, _ in self._sums(shard)[-1]] for shard in range(self.shards)]
+        return _parts(self)
 
     @property
     def most_parts(self) -> int:
@@ -133,6 +133,12 @@ class Shares:
             for terms, item in zip(parts, of_shard, strict=False):
                 tree.push(item, len(terms))
         return tree.result()
+
+
+# Every step asks for it, with an object of its own.
+@cache
+def _parts(shares: Shares) -> list[list[range]]:
+    return [[terms for terms, _ in shares._sums(shard)[-1]] for shard in range(shares.shards)]
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

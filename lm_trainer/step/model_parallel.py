@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.spec import DecoderSpec
-from lm_trainer.parallel.collectives import all_reduce, axis_index, group_sum
+from lm_trainer.parallel.collectives import all_reduce, device_key, group_sum
 from lm_trainer.parallel.mesh import BATCH_AXES, MODEL_PARALLEL_AXES, spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 
@@ -55,11 +55,7 @@ def shard_over_group(
     manual, specs = manual_axes(mesh), manual_specs(param_shardings, mesh)
 
     def part(params: Any, batch: Batch, key_data: jax.Array) -> Any:
-        key = jax.random.wrap_key_data(key_data)
-        for axis in axes:
-            # Devices have other rows or positions, and must not all drop the same elements.
-            key = jax.random.fold_in(key, axis_index(axis))
-        scalars, tree = function(params, batch, key)
+        scalars, tree = function(params, batch, device_key(jax.random.wrap_key_data(key_data)))
         added = sum_over_group(tree, param_shardings, mesh)
         return {name: group_sum(x) for name, x in scalars.items()}, added
 

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.loss_parts import LossParts, Stream
-from lm_trainer.parallel.collectives import axis_index, sharded_axes
+from lm_trainer.parallel.collectives import device_key
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.logged import logged_shapes, with_found
 from lm_trainer.step.logged_parts import LoggedParts
@@ -163,11 +163,7 @@ class PartFunctions:
         """The key of a microbatch, and of this device where several share it."""
         if self.key_data is None:
             return None
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index)
-        for axis in sharded_axes():
-            # Devices have other rows or positions, and must not all drop the same elements.
-            key = jax.random.fold_in(key, axis_index(axis))
-        return key
+        return device_key(jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(self.key_data), step), index))
 
 
 def _lead(sums: Sums) -> Sums:
