@@ -1,27 +1,26 @@
-"""`lmt launch`: starts several processes as one run, on this machine, under SLURM or on a Ray cluster."""
+"""`lmt launch`: starts several processes as one run, on this machine, in the cloud, or with a scheduler."""
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config, path_option
+from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
+from cli.launch_k8s import k8s
+from cli.launch_options import OutputFile, emit, unset
+from cli.launch_tpu import tpu
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Start the processes of a run: on this machine, or with a scheduler that is there already.",
+    help="Start the processes of a run: on this machine, in the cloud, or with a scheduler that is there already.",
 )
 
-_unset = partial(typer.Option, show_default=False)
-"""An option without a default that could be shown."""
-
-Processes = Annotated[int, _unset("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
+Processes = Annotated[int, unset("--processes", "-n", metavar="N", min=1, help="Number of processes.")]
 Devices = Annotated[
     int | None,
-    _unset(
+    unset(
         "--devices-per-process", metavar="D", min=1, help="Emulate D CPU devices in each process, to try things out."
     ),
 ]
@@ -29,11 +28,11 @@ Devices = Annotated[
 
 # The options of `slurm`, in the order in which its help lists them.
 Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")]
-GpusPerNode = Annotated[int | None, _unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
-CpusPerProcess = Annotated[int | None, _unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process.")]
-TimeLimit = Annotated[str | None, _unset("--time", metavar="LIMIT", help="Time limit, as 24:00:00.")]
-Partition = Annotated[str | None, _unset("--partition", metavar="NAME", help="Partition.")]
-Account = Annotated[str | None, _unset("--account", metavar="NAME", help="Account.")]
+GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
+CpusPerProcess = Annotated[int | None, unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process.")]
+TimeLimit = Annotated[str | None, unset("--time", metavar="LIMIT", help="Time limit, as 24:00:00.")]
+Partition = Annotated[str | None, unset("--partition", metavar="NAME", help="Partition.")]
+Account = Annotated[str | None, unset("--account", metavar="NAME", help="Account.")]
 Notice = Annotated[
     int, typer.Option("--notice", metavar="SECONDS", min=1, help="Save and stop so long before the time limit.")
 ]
@@ -43,10 +42,6 @@ Requeue = Annotated[
 SbatchOptions = Annotated[
     list[str] | None,
     typer.Option("--sbatch", metavar="OPTION", help="Any other option of sbatch, as --sbatch=--mem=0; repeatable."),
-]
-ScriptFile = Annotated[
-    Path | None,
-    path_option("--output", show_default=False, metavar="FILE", help="Write the script here, not to the screen."),
 ]
 Submit = Annotated[bool, typer.Option("--submit", help="Hand the script to sbatch.")]
 
@@ -98,7 +93,7 @@ def slurm(
     notice: Notice = 120,
     requeue: Requeue = True,
     sbatch: SbatchOptions = None,
-    output: ScriptFile = None,
+    output: OutputFile = None,
     submit: Submit = False,
 ) -> None:
     """Write the batch script of a run, or submit it.
@@ -115,6 +110,7 @@ def slurm(
     # Mistakes are found here, and not after hours in a queue.
     load_run_config(ctx, config, overrides)
     from lm_trainer.launch.slurm import SlurmJob, batch_script
+    from lm_trainer.launch.slurm import submit as hand_in
 
     job = SlurmJob(
         name=config.stem,
@@ -129,20 +125,8 @@ def slurm(
         requeue=requeue,
         extra=tuple(sbatch or ()),
     )
-    _emit(batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd()), output, submit=submit)
-
-
-def _emit(script: str, output: Path | None, *, submit: bool) -> None:
-    """Writes a batch script to a file, submits it, or both; prints it if neither is wanted."""
-    from lm_trainer.launch.slurm import submit as hand_in
-
-    if output is not None:
-        output.write_text(script)
-        typer.echo(f"wrote {output}", err=True)
-    if submit:
-        typer.echo(hand_in(script))
-    elif output is None:
-        typer.echo(script, nl=False)
+    script = batch_script(job, [sys.executable, *_training(config, overrides)], Path.cwd())
+    emit(script, output, hand_in if submit else None)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -153,7 +137,7 @@ def ray(
     overrides: OverridesArgument = None,
     address: Annotated[
         str | None,
-        _unset(
+        unset(
             "--address",
             metavar="ADDRESS",
             help="The cluster; else trainer.ray.address, RAY_ADDRESS, or the one of this machine.",
@@ -193,3 +177,7 @@ def ray(
         wait=wait,
     )
     raise typer.Exit(launch_on_ray(_training(config, overrides), job, typer.echo))
+
+
+app.command(context_settings=OVERRIDES)(tpu)
+app.command(context_settings=OVERRIDES)(k8s)

@@ -47,8 +47,8 @@ def launch_local(
     return supervise(processes, write)
 
 
-def coordinates(address: str, count: int, index: int) -> list[str]:
-    """The settings by which one process finds the others; none if there are no others."""
+def coordinates(address: str, count: int | str, index: int | str) -> list[str]:
+    """The settings by which one process finds the others, as numbers or texts; none if there are no others."""
     if count == 1:
         return []
     section = "trainer.distributed"

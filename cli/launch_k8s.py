@@ -1,0 +1,144 @@
+"""`lmt launch k8s`: a run on Kubernetes."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
+from cli.launch_options import EnvOption, OutputFile, SpotOption, emit, name_of, pairs, unset
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.launch.k8s import Gpus
+
+
+def k8s(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    image: Annotated[str, unset("--image", metavar="IMAGE", help="Container image that has lmt.")],
+    accelerator: Annotated[
+        str,
+        unset(
+            "--accelerator",
+            metavar="TYPE",
+            help="A TPU, as v5p-128 or v6e; a GPU by the label of its nodes, as nvidia-h100-80gb; or gpu for any.",
+        ),
+    ],
+    overrides: OverridesArgument = None,
+    topology: Annotated[
+        str | None, unset("--topology", metavar="AxB", help="TPU: chips along each dimension, as 4x4x8.")
+    ] = None,
+    chips_per_node: Annotated[
+        int | None, unset("--chips-per-node", metavar="C", min=1, help="TPU: else 4, or all of a slice of up to 8.")
+    ] = None,
+    slices: Annotated[int, typer.Option("--slices", metavar="S", min=1, help="TPU: slices that train together.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="GPU: number of nodes.")] = 1,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", metavar="G", min=1, help="GPU: those of each node.")
+    ] = 8,
+    name: Annotated[
+        str | None, unset("--name", metavar="NAME", help="Name of the JobSet; else lmt- and that of the configuration.")
+    ] = None,
+    namespace: Annotated[str | None, unset("--namespace", metavar="NAME", help="Namespace.")] = None,
+    queue: Annotated[str | None, unset("--queue", metavar="NAME", help="Kueue's LocalQueue.")] = None,
+    env: EnvOption = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="Secret whose entries are environment variables; repeatable."),
+    ] = None,
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--volume",
+            metavar="SOURCE:/MOUNT",
+            help="A PersistentVolumeClaim, gs://BUCKET or a directory of the node; repeatable.",
+        ),
+    ] = None,
+    node_selector: Annotated[
+        list[str] | None,
+        typer.Option("--node-selector", metavar="LABEL=VALUE", help="Other label that nodes must have; repeatable."),
+    ] = None,
+    service_account: Annotated[
+        str | None, unset("--service-account", metavar="NAME", help="Service account, as a bucket needs one.")
+    ] = None,
+    spot: SpotOption = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts after crashes and lost machines.")
+    ] = 10,
+    grace: Annotated[
+        int, typer.Option("--grace", metavar="SECONDS", min=1, help="Time that a stopped process has to save.")
+    ] = 300,
+    output: OutputFile = None,
+    submit: Annotated[bool, typer.Option("--apply", help="Hand the manifest to kubectl.")] = False,
+) -> None:
+    """Write the manifest of a run as a JobSet, or hand it to kubectl.
+
+    For TPU slices of Google Kubernetes Engine, one pod for each of their machines, and for nodes with NVIDIA GPUs, one
+    pod for each node. The configuration goes along. A run that was stopped with everything saved (exit code 75) is
+    started again as often as it takes, one that crashed or lost a machine `--max-restarts` times; a wrong
+    configuration and a loss that is not finite end it. `trainer.log_dir` and `trainer.checkpointer.base_path` must be
+    on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
+
+    Examples:
+        lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 --volume gs://bucket:/runs trainer.log_dir=/runs/logs
+
+        lmt launch k8s my.yaml --image IMAGE --accelerator nvidia-h100-80gb --nodes 4 --queue team --apply
+    """
+    run = load_resolved_config(ctx, config, overrides)
+    from lm_trainer.config.render import to_yaml
+    from lm_trainer.launch.k8s import KubernetesJob, apply, manifest
+    from lm_trainer.launch.tpu_slices import is_tpu, tpu_slice
+    from lm_trainer.launch.volumes import parse_volumes
+
+    if is_tpu(accelerator):
+        if nodes != 1:
+            raise UserError("--nodes is for GPUs; the nodes of a TPU slice follow from its topology")
+        hardware = tpu_slice(accelerator, topology, chips_per_node)
+    else:
+        hardware = _gpus(accelerator, nodes, gpus_per_node, tpu_options=(topology, chips_per_node, slices > 1))
+    job = KubernetesJob(
+        name=name or name_of(config),
+        image=image,
+        hardware=hardware,
+        slices=slices,
+        namespace=namespace,
+        queue=queue,
+        env=pairs("--env", env),
+        secrets=tuple(secret or ()),
+        volumes=parse_volumes(volume or ()),
+        node_selector=pairs("--node-selector", node_selector),
+        service_account=service_account,
+        spot=spot,
+        max_restarts=max_restarts,
+        grace=grace,
+    )
+    _check(slices, run.trainer.replica_dcn_axis_size)
+    file_name = re.sub(r"[^\w.-]", "-", config.stem) + ".yaml"
+    emit(manifest(job, to_yaml(run), file_name), output, apply if submit else None)
+
+
+def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":
+    from lm_trainer.launch.k8s import Gpus
+
+    if any(tpu_options):
+        raise UserError(f"--topology, --chips-per-node and --slices are for TPUs, and {accelerator} is none")
+    if accelerator == "gpu":
+        return Gpus(nodes, per_node)
+    if not accelerator.startswith("nvidia-"):
+        raise UserError(
+            f"--accelerator {accelerator!r} is neither a TPU (v4, v5e, v5p, v6e, tpu7x, with a size as in v5p-128) nor "
+            f"a GPU (nvidia-h100-80gb and the like, as nodes are labelled, or gpu)"
+        )
+    return Gpus(nodes, per_node, accelerator)
+
+
+def _check(slices: int, replicas: int) -> None:
+    """Says on stderr what of the configuration does not fit several slices."""
+    if slices > 1 and replicas != slices:
+        typer.secho(
+            f"note: trainer.replica_dcn_axis_size is {replicas} for {slices} slices; set it to {slices}, or parameters "
+            f"are gathered over the slow network between them",
+            err=True,
+            fg=typer.colors.YELLOW,
+        )

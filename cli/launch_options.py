@@ -1,0 +1,56 @@
+"""Options and helpers that several commands of `lmt launch` share."""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.common import path_option
+from lm_trainer.core.errors import UserError
+
+unset = partial(typer.Option, show_default=False)
+"""An option without a default that could be shown."""
+
+OutputFile = Annotated[
+    Path | None,
+    path_option("--output", show_default=False, metavar="FILE", help="Write it to this file, not to the screen."),
+]
+EnvOption = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="Environment variable of every process; repeatable."),
+]
+SpotOption = Annotated[
+    bool, typer.Option("--spot", help="Take spare capacity, which is cheaper and may be taken away at any time.")
+]
+
+
+def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -> None:
+    """Writes a script or manifest to a file, hands it in and prints the answer, or both; else prints it."""
+    if output is not None:
+        output.write_text(text)
+        typer.echo(f"wrote {output}", err=True)
+    if hand_in is not None:
+        typer.echo(hand_in(text))
+    elif output is None:
+        typer.echo(text, nl=False)
+
+
+def pairs(option: str, texts: list[str] | None) -> dict[str, str]:
+    """Reads the values of an option that takes NAME=VALUE.
+
+    Raises:
+        UserError: for a text without `=`.
+    """
+    wrong = [text for text in texts or () if not re.match(r"[^=\s]+=", text)]
+    if wrong:
+        raise UserError(f"{option} {wrong[0]!r}: expected NAME=VALUE")
+    return dict(text.split("=", 1) for text in texts or ())
+
+
+def name_of(config: Path) -> str:
+    """The name for clouds that a configuration file suggests: lower-case letters, digits and `-`."""
+    name = re.sub(r"[^a-z0-9]+", "-", config.stem.lower()).strip("-")
+    return f"lmt-{name}"[:40].rstrip("-")

@@ -1,0 +1,275 @@
+"""A run as a JobSet on Kubernetes: its manifest for TPU slices or nodes with GPUs, and its submission.
+
+Fields of `jobset.x-k8s.io/v1alpha2`: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/. A rule on messages of
+failures needs JobSet 0.10.1 or newer.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import EXIT_CONFIG, EXIT_NON_FINITE, EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.launch.local import coordinates
+from lm_trainer.launch.tpu_slices import TpuSlice
+from lm_trainer.launch.volumes import Volume
+
+JOB = "train"
+"""Name of the only replicated job, and of its container."""
+
+_PORT = 8476
+_TPU_PORTS = (8471, 8431)
+"""Ports of a TPU worker: of the processes among themselves, and of metrics."""
+_CONFIG_DIRECTORY = "/etc/lmt"
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_LONGEST_NAME = 40
+"""Longest name of a JobSet: those of its pods add to it, and have at most 63 characters."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Nodes with NVIDIA GPUs; one process drives all of a node."""
+
+    nodes: int
+    per_node: int
+    kind: str | None = None
+    """Value of the node label `cloud.google.com/gke-accelerator`; None: any node that has them."""
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """The request to Kubernetes.
+
+    Raises:
+        UserError: for a name that Kubernetes refuses.
+    """
+
+    name: str
+    image: str
+    """Container image with lm_trainer and, for the accelerator, jax."""
+    hardware: TpuSlice | Gpus
+    slices: int = 1
+    """TPU slices that train one model together."""
+    namespace: str | None = None
+    queue: str | None = None
+    """Kueue's LocalQueue."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Secrets of the cluster whose entries become environment variables, such as WANDB_API_KEY."""
+    volumes: tuple[Volume, ...] = ()
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    service_account: str | None = None
+    spot: bool = False
+    max_restarts: int = 10
+    """Restarts after crashes and lost machines; those after a stop with everything saved are not counted."""
+    grace: int = 300
+    """Seconds that a stopped process has to save."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(rf"[a-z]([a-z0-9-]{{0,{_LONGEST_NAME - 2}}}[a-z0-9])?", self.name):
+            raise UserError(
+                f"--name {self.name!r}: Kubernetes wants at most {_LONGEST_NAME} lower-case letters, digits and '-', "
+                f"with a letter first"
+            )
+
+    @property
+    def processes(self) -> int:
+        return self.hardware.nodes * self.slices
+
+
+def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
+    """The manifest for kubectl: a ConfigMap that holds the configuration, and the JobSet.
+
+    Args:
+        job: the request.
+        config: content of the configuration file.
+        config_name: its file name, which names the run.
+
+    Raises:
+        UserError: when the configuration holds credentials, which a manifest shows to many.
+    """
+    import yaml
+
+    if without_credentials(config) != config:
+        raise UserError("the configuration holds a password in a URL, which the manifest would show; take it out")
+    metadata = {"name": f"{job.name}-config", **_namespace(job)}
+    documents = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {config_name: config}},
+        _job_set(job, config_name),
+    ]
+    return yaml.dump_all(documents, Dumper=_dumper(), sort_keys=False, width=120)
+
+
+def apply(text: str) -> str:
+    """Hands a manifest to kubectl and returns its answer.
+
+    Raises:
+        UserError: if there is no kubectl, or the cluster refuses the manifest.
+        MachineError: if the cluster does not answer.
+    """
+    command = ["kubectl", "apply", "-f", "-"]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+    except FileNotFoundError:
+        raise UserError("there is no kubectl on this machine; leave --apply out to get the manifest") from None
+    except subprocess.TimeoutExpired:
+        raise MachineError("kubectl did not answer within two minutes") from None
+    if done.returncode:
+        raise UserError(f"kubectl refused the manifest: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()
+
+
+def _namespace(job: KubernetesJob) -> dict[str, str]:
+    return {} if job.namespace is None else {"namespace": job.namespace}
+
+
+def _job_set(job: KubernetesJob, config_name: str) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": job.name, **_namespace(job)}
+    if job.queue is not None:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": job.queue}
+    if isinstance(job.hardware, TpuSlice) and job.hardware.nodes > 1:
+        # One job for each slice, and the slice for it alone: a node pool of several machines is one slice.
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    template = {
+        # Any pod that fails ends the job: its processes start together or not at all.
+        "backoffLimit": 0,
+        "completionMode": "Indexed",
+        "completions": job.hardware.nodes,
+        "parallelism": job.hardware.nodes,
+        "podFailurePolicy": _POD_FAILURES,
+        "template": _pod(job, config_name),
+    }
+    replicated = {"name": JOB, "replicas": job.slices, "template": {"spec": template}}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            # The names by which the processes find one another, from before their pods are ready.
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": job.name},
+            "failurePolicy": {"maxRestarts": job.max_restarts, "rules": _FAILURES},
+            "replicatedJobs": [replicated],
+        },
+    }
+
+
+# Exit codes that say what to do become failures of the job by rule, whose messages quote them. All others, such as
+# those of a crash and a lost machine, are failures by the number of failed pods, which may be repeated a few times.
+_POD_FAILURES = {
+    "rules": [
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": JOB, "operator": "In", "values": [EXIT_PREEMPTED]},
+        },
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {
+            "action": "FailJob",
+            "onExitCodes": {"containerName": JOB, "operator": "In", "values": [EXIT_CONFIG, EXIT_NON_FINITE]},
+        },
+    ]
+}
+_FAILURES = [
+    {
+        "name": "stoppedWithAllSaved",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "onJobFailureMessagePatterns": [f"exit code {EXIT_PREEMPTED} ", "DisruptionTarget"],
+    },
+    {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+]
+
+
+def _pod(job: KubernetesJob, config_name: str) -> dict[str, Any]:
+    mounts = [volume.mount for volume in job.volumes]
+    volumes = [volume.source for volume in job.volumes]
+    mounts.append({"name": "config", "mountPath": _CONFIG_DIRECTORY, "readOnly": True})
+    volumes.append({"name": "config", "configMap": {"name": f"{job.name}-config"}})
+    if isinstance(job.hardware, Gpus):
+        # NCCL shares memory between the GPUs of a node; a container has 64 MB by default.
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace,
+        "nodeSelector": {**_hardware_labels(job), **job.node_selector},
+        "tolerations": _tolerations(job),
+        "containers": [_container(job, config_name, mounts)],
+        "volumes": volumes,
+    }
+    if job.service_account is not None:
+        spec["serviceAccountName"] = job.service_account
+    annotations: dict[str, str] = {}
+    for volume in job.volumes:
+        annotations |= volume.annotations
+    return {"metadata": {"annotations": annotations}, "spec": spec} if annotations else {"spec": spec}
+
+
+def _container(job: KubernetesJob, config_name: str, mounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    chips = _resources(job.hardware)
+    env: list[dict[str, Any]] = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    settings: list[str] = []
+    if isinstance(job.hardware, Gpus) and job.processes > 1:
+        env += [
+            {"name": "COORDINATOR_ADDRESS", "value": f"{job.name}-{JOB}-0-0.{job.name}:{_PORT}"},
+            {"name": "NUM_PROCESSES", "value": str(job.processes)},
+            {"name": "PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        ]
+        # Kubernetes puts the values in.
+        settings = coordinates("$(COORDINATOR_ADDRESS)", "$(NUM_PROCESSES)", "$(PROCESS_ID)")
+    # On TPUs, GKE sets TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices, MEGASCALE_*, which JAX reads.
+    env += [{"name": name, "value": value} for name, value in job.env.items()]
+    ports = _TPU_PORTS if isinstance(job.hardware, TpuSlice) else (_PORT,)
+    secrets = [{"secretRef": {"name": name}} for name in job.secrets]
+    return {
+        "name": JOB,
+        "image": job.image,
+        "command": ["lmt", "train", f"{_CONFIG_DIRECTORY}/{config_name}", *settings],
+        "env": env,
+        **({"envFrom": secrets} if secrets else {}),
+        "ports": [{"containerPort": port} for port in ports],
+        "resources": {"requests": chips, "limits": chips},
+        "volumeMounts": mounts,
+    }
+
+
+def _resources(hardware: TpuSlice | Gpus) -> dict[str, int]:
+    if isinstance(hardware, TpuSlice):
+        return {"google.com/tpu": hardware.chips_per_node}
+    return {"nvidia.com/gpu": hardware.per_node}
+
+
+def _hardware_labels(job: KubernetesJob) -> dict[str, str]:
+    spot = {"cloud.google.com/gke-spot": "true"} if job.spot else {}
+    if isinstance(job.hardware, TpuSlice):
+        return {
+            "cloud.google.com/gke-tpu-accelerator": job.hardware.generation.label,
+            "cloud.google.com/gke-tpu-topology": job.hardware.topology_label,
+            **spot,
+        }
+    return {**({} if job.hardware.kind is None else {"cloud.google.com/gke-accelerator": job.hardware.kind}), **spot}
+
+
+def _tolerations(job: KubernetesJob) -> list[dict[str, str]]:
+    (resource,) = _resources(job.hardware)
+    spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    return [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}, *([spot] if job.spot else [])]
+
+
+def _dumper() -> Any:
+    """A writer of YAML that repeats equal parts instead of pointing at them, and writes long texts line by line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            del data
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    return Dumper

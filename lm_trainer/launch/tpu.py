@@ -1,0 +1,312 @@
+"""A run on Cloud TPU VMs: a queued resource, the installation, the training, and another one after a preemption."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from lm_trainer.core.errors import EXIT_CRASH, EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.launch.gcloud import Gcloud
+from lm_trainer.launch.tpu_scripts import EXIT_MARK, FAILURE_MARK, LOST, follow, remote_directory, script, write_scripts
+
+EXIT_INTERRUPTED = 130
+
+_RUNTIMES = {
+    "v2": "tpu-ubuntu2204-base",
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5litepod": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+"""Software that Google recommends for JAX on each generation (Cloud TPU documentation, TPU software versions)."""
+
+_OVER = ("FAILED", "SUSPENDING", "SUSPENDED", "DELETING")
+"""States of a queued resource that holds no TPU and will not get one."""
+_FAILURES_IN_QUEUE = 3
+"""Requests that fail one after the other without ever getting a TPU before the launcher gives up."""
+
+
+@dataclass(frozen=True)
+class TpuJob:
+    """The request to Google Cloud; None leaves a setting to gcloud's own configuration or to the defaults here.
+
+    Raises:
+        UserError: for a name that Google Cloud refuses, or a generation whose software is not known.
+    """
+
+    name: str
+    accelerator: str
+    """Type and size as Cloud TPU counts them: `v5p-128`, `v6e-16`; `v5e-16` is `v5litepod-16`."""
+    zone: str
+    project: str | None = None
+    version: str | None = None
+    """The runtime version; None: that for JAX on this generation."""
+    spot: bool = False
+    create_options: tuple[str, ...] = ()
+    """More options of `queued-resources create`, as `--network=NAME`."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the training on every worker."""
+    install: str | None = None
+    """Requirement of pip that provides lm_trainer; None: this source tree."""
+    setup: str | None = None
+    """Command of bash that every worker runs before training, for example to mount a bucket."""
+    delete: bool = False
+    """Delete the TPU when the run is over: done, failed, or stopped on request."""
+    on_interrupt: Literal["stop", "leave"] = "stop"
+    """At Ctrl-C: `stop` asks the training to save and stop, `leave` lets it go on."""
+    restarts: int = 100
+    """Largest number of times that a preempted run is started again."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]{0,58}[a-z0-9])?", self.name):
+            raise UserError(f"--name {self.name!r}: Google Cloud wants lower-case letters, digits and '-'")
+        if not re.fullmatch(r"\w+-\d+", self.accelerator):
+            raise UserError(f"--accelerator {self.accelerator!r}: expected a type and a size, such as v5p-128")
+        if self.version is None and self.accelerator_type.split("-")[0] not in _RUNTIMES:
+            raise UserError(
+                f"--accelerator {self.accelerator}: no runtime version is known for it; give one by --version "
+                f"(`gcloud compute tpus versions list` shows them). TPU7x is to be had by `lmt launch k8s` alone"
+            )
+        wrong = [option for option in self.create_options if not option.startswith("--")]
+        if wrong:
+            raise UserError(f"{wrong[0]!r} is no option of gcloud; write it as --gcloud=--network=NAME")
+
+    @property
+    def accelerator_type(self) -> str:
+        """The type as gcloud spells it."""
+        return re.sub(r"^v5e-", "v5litepod-", self.accelerator)
+
+    @property
+    def runtime_version(self) -> str:
+        return self.version or _RUNTIMES[self.accelerator_type.split("-")[0]]
+
+    @property
+    def gcloud(self) -> Gcloud:
+        return Gcloud(self.name, self.zone, self.project)
+
+    @property
+    def create_arguments(self) -> list[str]:
+        """Those of `queued-resources create` behind the name."""
+        return [
+            f"--node-id={self.name}",
+            f"--accelerator-type={self.accelerator_type}",
+            f"--runtime-version={self.runtime_version}",
+            *(["--spot"] if self.spot else []),
+            *self.create_options,
+        ]
+
+
+def describe_commands(job: TpuJob) -> Iterator[str]:
+    """Yields the commands of an attempt in their order, as a shell takes them, with a comment before each."""
+    gcloud, directory = job.gcloud, remote_directory(job.name)
+    steps = [
+        ("ask for the TPU", gcloud.create(job.create_arguments)),
+        ("repeated until the state is ACTIVE", gcloud.describe()),
+        ("the configuration, the scripts below and lm_trainer, to every worker", gcloud.copy(Path(directory))),
+        ("install, on every worker", gcloud.ssh(script(job.name, "install"))),
+        ("start training, on every worker", gcloud.ssh(script(job.name, "start"))),
+        ("the output of worker 0; from the next line on, if the connection breaks", _follow(gcloud, 1)),
+        ("at Ctrl-C: save and stop", gcloud.ssh(script(job.name, "stop"))),
+        ("after a preemption, before asking again" + ("; and when the run is over" * job.delete), gcloud.delete()),
+    ]
+    for comment, command in steps:
+        yield f"# {comment}"
+        yield shlex.join(command)
+
+
+def _follow(gcloud: Gcloud, line: int) -> list[str]:
+    return gcloud.ssh(follow(gcloud.name, line), worker="0")
+
+
+class _Lost(Exception):
+    """The TPU was taken away."""
+
+
+class TpuRun:
+    """One run on a TPU, followed from here until it is over.
+
+    The training does not hang on this process: it goes on when the connection breaks or this machine goes off, and the
+    same command again follows it.
+
+    Args:
+        job: the request.
+        config: content of the configuration file that is trained.
+        config_name: its file name, which names the run.
+        write: takes each line of output.
+        interval: seconds between two looks at the state of the request.
+        settle: seconds after a failure in which a preemption may become known.
+    """
+
+    def __init__(
+        self,
+        job: TpuJob,
+        config: str,
+        config_name: str,
+        write: Callable[[str], object],
+        *,
+        interval: float = 30.0,
+        settle: float = 60.0,
+    ):
+        self._job, self._config, self._config_name, self._write = job, config, config_name, write
+        self._gcloud, self._interval, self._settle = job.gcloud, interval, settle
+        self._started = False
+        self._next_line = 1
+
+    def run(self) -> int:
+        """Trains to the end, over preemptions.
+
+        Returns:
+            The exit code of the training; 130 when the launcher was interrupted and did not see its end.
+
+        Raises:
+            UserError: when there is no gcloud, or Google Cloud refuses the request.
+            MachineError: when an installation fails, requests fail again and again, or the preemptions are too many.
+        """
+        try:
+            code = self._attempts()
+        except KeyboardInterrupt:
+            code = self._interrupted()
+        if code != EXIT_INTERRUPTED:
+            self._write(f"the run ended with exit code {code}")
+        self._end(delete=self._job.delete and (code != EXIT_INTERRUPTED or not self._started))
+        return code
+
+    def _attempts(self) -> int:
+        for attempt in range(self._job.restarts + 1):
+            if attempt:
+                self._write(f"starting again ({attempt} of at most {self._job.restarts} times)")
+            try:
+                self._acquire()
+                self._prepare()
+                code = self._train()
+            except _Lost:
+                self._write("the TPU was taken away (preempted)")
+                continue
+            if code in (EXIT_PREEMPTED, LOST):
+                continue
+            if code == EXIT_CRASH and self._lost():
+                self._write("the TPU was taken away (preempted)")
+                continue
+            if code:
+                self._show_ends()
+            return code
+        raise MachineError(f"the run was stopped more than {self._job.restarts} times (--restarts)")
+
+    def _acquire(self) -> None:
+        """Returns when the TPU is there: that of an earlier command, or a new one."""
+        failures, shown = 0, ""
+        while True:
+            state = self._gcloud.state()
+            if state.name == "ACTIVE":
+                return
+            if state.name == "FAILED":
+                failures += 1
+                self._write(f"the request failed: {state.reason}")
+                if failures == _FAILURES_IN_QUEUE:
+                    raise MachineError(f"{self._job.name}: {failures} requests failed, the last one: {state.reason}")
+            if state.name in _OVER:
+                self._gcloud.call(self._gcloud.delete())
+            if state.name in (*_OVER, ""):
+                self._write(f"asking for {self._job.accelerator_type} in {self._job.zone} as {self._job.name}")
+                self._gcloud.call(self._gcloud.create(self._job.create_arguments))
+            elif state.name != shown:
+                shown = state.name
+                self._write(f"{self._job.name} is {shown}")
+            time.sleep(self._interval)
+
+    def _prepare(self) -> None:
+        if self._is_running():
+            self._write("the training is running already")
+            return
+        with tempfile.TemporaryDirectory() as base:
+            staged = Path(base) / remote_directory(self._job.name)
+            staged.mkdir()
+            (staged / self._config_name).write_text(self._config)
+            write_scripts(staged, self._config_name, self._job.env, self._job.install, self._job.setup)
+            self._write("copying and installing on every worker")
+            self._on_workers(self._gcloud.copy(staged))
+        self._on_workers(self._script("install"))
+
+    def _script(self, name: str) -> list[str]:
+        return self._gcloud.ssh(script(self._job.name, name))
+
+    def _is_running(self) -> bool:
+        try:
+            return not any(FAILURE_MARK in line for line in self._gcloud.stream(self._script("running")))
+        except MachineError:
+            return False
+
+    def _on_workers(self, command: list[str]) -> None:
+        lines: list[str] = []
+        try:
+            lines.extend(self._gcloud.stream(command))
+            failed = any(FAILURE_MARK in line for line in lines)
+        except MachineError:
+            failed = True
+        if failed and self._lost():
+            raise _Lost
+        if failed:
+            raise MachineError("\n".join([f"`{shlex.join(command)}` failed:", *lines[-20:]]))
+
+    def _train(self) -> int:
+        self._on_workers(self._script("start"))
+        self._started, self._next_line = True, 1
+        return self._follow()
+
+    def _follow(self) -> int:
+        """Passes the output of worker 0 on until the training ends; returns its exit code."""
+        while True:
+            try:
+                for line in self._gcloud.stream(_follow(self._gcloud, self._next_line)):
+                    if line.startswith(EXIT_MARK):
+                        return int(line.removeprefix(EXIT_MARK))
+                    self._next_line += 1
+                    self._write(line)
+            except MachineError:
+                if self._lost():
+                    raise _Lost from None
+            self._write("the connection to worker 0 broke; connecting again")
+            time.sleep(self._interval)
+
+    def _lost(self) -> bool:
+        """True if the TPU is gone, which may become known a while after its workers are."""
+        end = time.monotonic() + self._settle
+        while self._gcloud.state().name == "ACTIVE":
+            if time.monotonic() >= end:
+                return False
+            time.sleep(min(self._interval, 5.0))
+        return True
+
+    def _interrupted(self) -> int:
+        if not self._started or self._job.on_interrupt == "leave":
+            return EXIT_INTERRUPTED
+        self._write("interrupted: the training saves and stops; once more leaves it to that")
+        try:
+            self._on_workers(self._script("stop"))
+            return self._follow()
+        except (KeyboardInterrupt, _Lost):
+            return EXIT_INTERRUPTED
+
+    def _show_ends(self) -> None:
+        """Shows the last lines of every worker: the one that failed first may not be worker 0."""
+        command = self._gcloud.ssh(f"tail -n 20 {remote_directory(self._job.name)}/log")
+        try:
+            for line in self._gcloud.stream(command):
+                self._write(f"  | {line}")
+        except MachineError as error:
+            self._write(f"the logs of the workers could not be read: {error}")
+
+    def _end(self, *, delete: bool) -> None:
+        command = self._gcloud.delete()
+        if delete:
+            self._write(f"deleting {self._job.name}")
+            self._gcloud.call(command)
+        else:
+            self._write(f"{self._job.name} is kept, and costs; delete it by: {shlex.join(command)}")

@@ -1,0 +1,110 @@
+"""Files that a TPU worker gets: lm_trainer itself, and the scripts that install, start, follow and stop a run."""
+
+from __future__ import annotations
+
+import shlex
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+
+EXIT_MARK = "lmt-exit-code="
+"""Begins the line behind the output of a training that has ended, with its exit code."""
+FAILURE_MARK = "lmt-failed="
+"""Begins the line of a worker on which a script failed, with its exit code: gcloud's own says nothing of workers."""
+LOST = 137
+"""Exit code of a training that ended without leaving one: it was killed, or its machine restarted."""
+
+_SOURCE = "source.tar.gz"
+_PACKAGED = ("lm_trainer", "cli", "configs", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
+
+
+def remote_directory(name: str) -> str:
+    """The directory of a run below the home directory of each worker."""
+    return name
+
+
+def script(name: str, step: str) -> str:
+    """The command that runs one of the scripts on a worker."""
+    return f"bash {remote_directory(name)}/{step}.sh || echo {FAILURE_MARK}$?"
+
+
+def follow(name: str, line: int) -> str:
+    """The command that shows the output of a worker from a line on, counted from 1, until the training ends."""
+    return f"bash {remote_directory(name)}/follow.sh {line}"
+
+
+def write_scripts(
+    directory: Path, config_name: str, env: Mapping[str, str], install: str | None, setup: str | None
+) -> None:
+    """Writes the scripts, and lm_trainer's source where it is what gets installed.
+
+    Args:
+        directory: takes the files.
+        config_name: the configuration, in the same directory.
+        env: environment of the training.
+        install: requirement of pip; None: this source tree.
+        setup: command of bash that runs after the installation.
+
+    Raises:
+        UserError: when this lm_trainer is not a source tree, and no requirement is given.
+    """
+    constraints = ""
+    if install is None:
+        root = Path(__file__).resolve().parents[2]
+        _pack(root, directory / _SOURCE)
+        if (root / "constraints.txt").is_file():
+            (directory / "constraints.txt").write_text((root / "constraints.txt").read_text())
+            constraints = "--constraint constraints.txt "
+    requirement = f'"lm_trainer[tpu] @ file://$PWD/{_SOURCE}"' if install is None else shlex.quote(install)
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    train = f"trap : TERM; venv/bin/lmt train {shlex.quote(config_name)}; echo $? > exit"
+    scripts = {
+        # The images have an older Python than lm_trainer needs: uv brings one.
+        "install": f"""\
+set -euo pipefail
+python3 -m pip install --quiet --user uv
+export PATH="$HOME/.local/bin:$PATH"
+[ -x venv/bin/python ] || uv venv --quiet --python 3.12 venv
+uv pip install --quiet --python venv/bin/python {constraints}{requirement}
+{setup or ":"}
+""",
+        "running": """\
+[ -f pid ] && [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null
+""",
+        # Detached, so that it does not end with the connection that started it. `trap`: SIGTERM goes to the whole
+        # group, and the shell has to survive it to write the exit code down.
+        "start": f"""\
+if bash running.sh; then exit 0; fi
+rm -f exit
+[ ! -f log ] || mv -f log log.before
+{exports}setsid nohup bash -c {shlex.quote(train)} > log 2>&1 < /dev/null &
+echo $! > pid
+""",
+        "follow": f"""\
+tail -s 0.2 -n "+$1" --pid="$(cat pid)" -F log 2> /dev/null
+echo "{EXIT_MARK}$(cat exit 2> /dev/null || echo {LOST})"
+""",
+        "stop": """\
+kill -TERM -- "-$(cat pid)"
+""",
+    }
+    for name, text in scripts.items():
+        (directory / f"{name}.sh").write_text('cd "$(dirname "$0")"\n' + text)
+
+
+def _pack(root: Path, archive: Path) -> None:
+    if not (root / "pyproject.toml").is_file():
+        raise UserError(
+            "this lm_trainer was not installed from a source tree, so there is nothing to copy to the TPU; say what "
+            "pip is to install there by --install, for example --install 'lm_trainer[tpu] @ git+https://...'"
+        )
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in _PACKAGED:
+            if (root / name).exists():
+                tar.add(root / name, f"lm_trainer/{name}", filter=_without_caches)
+
+
+def _without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if entry.name.endswith((".pyc", "__pycache__")) else entry

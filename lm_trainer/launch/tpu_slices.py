@@ -1,0 +1,117 @@
+"""TPU slices as Kubernetes on Google Cloud knows them: labels of nodes, topologies, chips of a node.
+
+Source: Google Kubernetes Engine documentation, "About TPUs in GKE" and "Plan TPUs in GKE".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from lm_trainer.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class TpuGeneration:
+    """A kind of TPU."""
+
+    label: str
+    """Value of the node label `cloud.google.com/gke-tpu-accelerator`."""
+    dimensions: int
+    """Of a topology."""
+    counted_per_chip: int
+    """The number that a chip counts for in a size: `v5p-128` has 64 chips, `v6e-16` has 16."""
+
+
+GENERATIONS = {
+    "v4": TpuGeneration("tpu-v4-podslice", 3, 2),
+    "v5e": TpuGeneration("tpu-v5-lite-podslice", 2, 1),
+    "v5p": TpuGeneration("tpu-v5p-slice", 3, 2),
+    "v6e": TpuGeneration("tpu-v6e-slice", 2, 1),
+    "tpu7x": TpuGeneration("tpu7x", 3, 2),
+}
+_OTHER_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
+_USUAL_CHIPS = 4
+"""Chips of a node, but for whole slices of one node."""
+
+
+@dataclass(frozen=True)
+class TpuSlice:
+    """A slice: chips that one fast network connects."""
+
+    generation: TpuGeneration
+    topology: tuple[int, ...]
+    """Chips along each dimension."""
+    chips_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return math.prod(self.topology) // self.chips_per_node
+
+    @property
+    def topology_label(self) -> str:
+        return "x".join(map(str, self.topology))
+
+
+def is_tpu(accelerator: str) -> bool:
+    """True for the name of a TPU, with or without a size: `v5p-128`, `v6e`."""
+    return _kind(accelerator) in GENERATIONS
+
+
+def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
+    """Finds the slice that a user means.
+
+    Args:
+        accelerator: the kind with a size (`v5p-128`), or without one (`v5p`) where a topology is given.
+        topology: as `4x4x8`; None: the usual one of this size, the nearest to a cube.
+        chips_per_node: None: 4, and as many as there are in a slice of at most 8 that fits one machine.
+
+    Raises:
+        UserError: when there is no such slice, or size and topology differ.
+    """
+    kind = GENERATIONS[_kind(accelerator)]
+    size = re.search(r"-(\d+)$", accelerator)
+    chips = None if size is None else int(size[1]) // kind.counted_per_chip
+    if topology is None:
+        if chips is None:
+            raise UserError(f"--accelerator {accelerator}: give a size ({accelerator}-16) or --topology")
+        sides = usual_topology(chips, kind.dimensions)
+        if sides is None:
+            raise UserError(f"--accelerator {accelerator}: no usual topology has {chips} chips; give --topology")
+    else:
+        if not re.fullmatch(r"\d+(x\d+)+", topology) or topology.count("x") + 1 != kind.dimensions:
+            example = "x".join("4" * kind.dimensions)
+            raise UserError(f"--topology {topology!r}: expected {kind.dimensions} numbers for this TPU, as {example}")
+        sides = tuple(map(int, topology.split("x")))
+        if chips is not None and math.prod(sides) != chips:
+            raise UserError(f"--topology {topology} has {math.prod(sides)} chips, but {accelerator} has {chips}")
+    found = TpuSlice(kind, sides, chips_per_node or _chips_of_node(math.prod(sides), kind))
+    if math.prod(sides) % found.chips_per_node:
+        raise UserError(f"--chips-per-node {found.chips_per_node} does not divide the {math.prod(sides)} chips")
+    return found
+
+
+def usual_topology(chips: int, dimensions: int) -> tuple[int, ...] | None:
+    """The topology of so many chips that is nearest to a square or cube, its sides powers of 2 in ascending order.
+
+    Returns:
+        None where there is none, as for sizes that are no power of 2.
+    """
+    if chips < 1 or chips & (chips - 1) or (dimensions == 3 and chips < _USUAL_CHIPS):
+        return None
+    if dimensions == 3 and chips == _USUAL_CHIPS:
+        # The chips of a single node lie flat.
+        return (2, 2, 1)
+    power = chips.bit_length() - 1
+    share, rest = divmod(power, dimensions)
+    return tuple(2 ** (share + (index >= dimensions - rest)) for index in range(dimensions))
+
+
+def _kind(accelerator: str) -> str:
+    name = re.sub(r"-\d+$", "", accelerator)
+    return _OTHER_NAMES.get(name, name)
+
+
+def _chips_of_node(chips: int, kind: TpuGeneration) -> int:
+    return chips if kind.dimensions == 2 and chips <= 8 else min(chips, _USUAL_CHIPS)
