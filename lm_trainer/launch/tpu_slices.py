@@ -19,7 +19,7 @@ class TpuGeneration:
     label: str
     """Value of the node label `cloud.google.com/gke-tpu-accelerator`."""
     dimensions: int
-    """Of a topology."""
+    """Number of sides of a topology."""
     counted_per_chip: int
     """The number that a chip counts for in a size: `v5p-128` has 64 chips, `v6e-16` has 16."""
 

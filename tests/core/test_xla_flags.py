@@ -1,0 +1,63 @@
+"""Flags that the program sets for XLA: where, over which the user's win, and that XLA knows them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.core.xla_flags import GPU_FLAGS, set_gpu_flags
+
+FLAG = "--xla_gpu_enable_latency_hiding_scheduler=true"
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Path:
+    (tmp_path / "nvidiactl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("environ", [{}, {"JAX_PLATFORMS": "cuda,cpu"}, {"XLA_FLAGS": ""}])
+def test_a_gpu_gets_them_and_the_person_is_told(gpu: Path, environ: dict[str, str]) -> None:
+    (said,) = set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
+    assert environ["XLA_FLAGS"] == FLAG
+    assert FLAG in said
+
+
+def test_the_users_own_stay(gpu: Path) -> None:
+    environ = {"XLA_FLAGS": "--xla_dump_to=/x"}
+    set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2")
+    assert environ["XLA_FLAGS"] == f"--xla_dump_to=/x {FLAG}"
+    environ = {"XLA_FLAGS": FLAG.replace("true", "false")}
+    assert set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2") == []
+    assert environ["XLA_FLAGS"] == FLAG.replace("true", "false")
+
+
+@pytest.mark.parametrize("platforms", ["cpu", "tpu", "rocm"])
+def test_other_devices_get_none(gpu: Path, tmp_path: Path, platforms: str) -> None:
+    environ = {"JAX_PLATFORMS": platforms}
+    assert set_gpu_flags(environ, devices=gpu, jaxlib="0.10.2") == []
+    assert set_gpu_flags(environ, devices=tmp_path / "none", jaxlib="0.10.2") == []
+    assert environ == {"JAX_PLATFORMS": platforms}
+
+
+def test_an_xla_that_was_not_asked_gets_none(gpu: Path) -> None:
+    assert set_gpu_flags(environ := {}, devices=gpu, jaxlib="0.11.0") == []
+    assert environ == {}
+
+
+def test_xla_knows_the_flags() -> None:
+    # An unknown one ends the process, on a CPU as well.
+    flags = " ".join(f"--{name}={value}" for name, value in GPU_FLAGS.items())
+    program = "import jax; print(jax.jit(lambda x: x + 1)(1))"
+
+    def end(flags: str) -> tuple[int, str]:
+        environ = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+        return done.returncode, done.stdout.strip()
+
+    assert end(flags) == (0, "2")
+    assert end("--xla_gpu_no_such_flag=true")[0] != 0
