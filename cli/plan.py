@@ -35,6 +35,10 @@ def plan(
         bool,
         typer.Option("--compile", help="Compile by the devices' own compiler (for TPUs: libtpu)."),
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Look for the fastest layout that fits; with --compile, compile the best 3."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in SI units.")] = False,
 ) -> None:
     """Predict the memory of each device, the time and the cost of a run, without any accelerator; nothing is run.
@@ -43,6 +47,9 @@ def plan(
     from what training takes stands in the documentation under How-to, Plan a run. With --compile the compiler of the
     devices says it, and what the programs compute, move and send; no such device need be there.
 
+    With --search mesh axes, microbatches, what is recomputed, determinism and attention are chosen: the fastest layouts
+    that fit, and their settings as `lmt train` takes them. It says which of them change the numbers of the run.
+
     For example:
 
         lmt plan configs/gpt2_nano.yaml --devices 1xcpu --memory 8GiB
@@ -50,6 +57,8 @@ def plan(
         lmt plan my.yaml trainer.mp=p=f32,c=bfloat16 --devices 8xH100 --price 2.5 --json
 
         lmt plan my.yaml --devices v5e:4x4 --compile
+
+        lmt plan my.yaml --devices 8xH100 --search
     """
     from lm_trainer.core.runtime import prepare_process
 
@@ -58,7 +67,8 @@ def plan(
 
     import json
 
-    from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
+    from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run, search_layouts
+    from lm_trainer.plan.search_table import search_lines
     from lm_trainer.plan.table import lines
     from lm_trainer.plan.target import target_devices
 
@@ -68,6 +78,12 @@ def plan(
     places = emulate_devices(run.trainer, group.count)
     if own_compiler and group.kind != "cpu":
         places = target_devices(group)
+    if search:
+        best = 3, lambda layout: plan_run(layout, group, places, assumptions, own_compiler=True)
+        typer.echo("searching ...", err=True)
+        ranking = search_layouts(run, group, assumptions, compile_best=best if own_compiler else None)
+        typer.echo(json.dumps(ranking.as_dict(), indent=1) if as_json else "\n".join(search_lines(ranking)))
+        return
     # On stderr, since stdout may be JSON for another program.
     typer.echo("compiling ...", err=True)
     found = plan_run(run, group, places, assumptions, own_compiler=own_compiler)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.nn.ring_layout import RingLayout
+from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function, trace_model
@@ -35,18 +37,27 @@ from lm_trainer.step.part_functions import PartFunctions, find_reads
 from lm_trainer.step.state import abstract_state
 from lm_trainer.step.state_sharding import StateSharding
 
-MICROBATCH, LAYER, LEAVE = "microbatch", "layer 0 gradient", "leave gradient"
-"""Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them."""
+MICROBATCH, LAYER, LEAVE, STEP = "microbatch", "layer 0 gradient", "leave gradient", "step"
+"""Programs that compute gradients: of the whole model, or layer by layer of a layer and of what comes after them; and
+the one program of `determinism: fast`."""
+
+_FLOAT32 = 4
 
 Temporary = Mapping[str, int]
 """Name of a program of one microbatch -> bytes that it takes while it runs."""
 
 
 def estimate_microbatches(
-    config: RunConfig, vocab_size: int, group: DeviceGroup, plan: MicrobatchPlan, temporary: Temporary
+    config: RunConfig,
+    vocab_size: int,
+    group: DeviceGroup,
+    plan: MicrobatchPlan,
+    temporary: Temporary,
+    *,
+    model: ModelDef | None = None,
 ) -> PhaseBytes:
     """The phase in which a device computes its microbatches, as of `determinism: elastic`; as of `layerwise` that of a
-    layer or of the loss, whichever takes more.
+    layer or of the loss, whichever takes more; as of `fast` the whole step.
 
     Args:
         config: of the run, with a whole model section.
@@ -54,11 +65,12 @@ def estimate_microbatches(
         group: the devices of the run, which need not be there.
         plan: of the batch.
         temporary: as `estimate_temporary` or `compile_temporary` gives it.
+        model: what `trace_model` gives for the configuration, where it is known.
 
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
-    trainer, model = config.trainer.resolve(), trace_model(config, vocab_size)
+    trainer, model = config.trainer.resolve(), model or trace_model(config, vocab_size)
     mesh = trainer.abstract_mesh(group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
     averaged = config.trainer.model_averaging is not None
@@ -70,7 +82,8 @@ def estimate_microbatches(
         "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in row),
     }
     given = _Given(config, vocab_size, model, sharding, plan, shares, device_platform(group.kind), temporary)
-    phases = _layerwise(given) if config.trainer.determinism == "layerwise" else [_whole(given)]
+    by_determinism = {"layerwise": _layerwise, "elastic": _whole, "fast": _one_program}
+    phases = by_determinism[config.trainer.determinism](given)
     return max(
         (PhaseBytes(name, {**held, **parts}) for name, parts in phases),
         key=lambda phase: phase.bytes,
@@ -92,17 +105,41 @@ class _Given:
     temporary: Temporary
 
 
-def _whole(given: _Given) -> tuple[str, dict[str, int]]:
+def _whole(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
     model, sharding = given.model, given.sharding
     compute = compute_shardings(sharding)
     shardings = sharding.storage if compute is None else compute
     whole = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[n]) for n, x in model.shapes.items()}
     running, results = programs_and_results(given.shares, sharding.mesh, given.platform)
-    return MICROBATCH, {
-        "gathered parameters": 0 if compute is None else bytes_per_device(whole),
-        "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
-        "temporary": running * given.temporary[MICROBATCH],
-    }
+    yield (
+        MICROBATCH,
+        {
+            "gathered parameters": 0 if compute is None else bytes_per_device(whole),
+            "gradients": results * bytes_per_device({name: whole[name] for name in model.trainable}),
+            "temporary": running * given.temporary[MICROBATCH],
+        },
+    )
+
+
+def _one_program(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
+    model, sharding, config = given.model, given.sharding, given.config
+    itemsize, num_layers = config.trainer.mp.compute_dtype.itemsize, len(config.model.spec(given.vocab_size).blocks)
+    places = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
+    gathered = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=places[n]) for n, x in model.shapes.items()}
+    layered = [name for name, axes in model.axes.items() if axes and axes[0] == "layers"]
+    layers = bytes_per_device([gathered[name] for name in layered]) // num_layers
+    others = bytes_per_device([x for name, x in gathered.items() if name not in layered])
+    stored = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
+    # Two layers, as XLA gathers one while it computes the other, in the dtype of the computation.
+    yield (
+        STEP,
+        {
+            "gathered layers": (LAYERS_AT_ONCE * layers + others) * itemsize // _FLOAT32,
+            # Those of a microbatch, and beside them their sum where there are several.
+            "gradients": (1 + (given.shares.most > 1)) * bytes_per_device([stored[n] for n in model.trainable]),
+            "temporary": given.temporary[STEP],
+        },
+    )
 
 
 def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
@@ -150,37 +187,70 @@ def _gathered(given: _Given, part: Mapping[str, Any], *, layered: bool) -> dict[
     return found
 
 
-def estimate_temporary(config: RunConfig, vocab_size: int, itemsize: int, tokens: int) -> Temporary:
+def estimate_temporary(
+    config: RunConfig,
+    vocab_size: int,
+    itemsize: int,
+    tokens: int,
+    *,
+    fused: bool = False,
+    axes: Mapping[str, int] | None = None,
+) -> Temporary:
     """Estimates what the gradient of a microbatch takes while it runs: the input of every block, the inside of one, and
     the logits with their gradient; layer by layer, the last two apart.
 
-    Beside XLA's own figure it is 5 to 7 % too high for the sizes of configs/ladder_nano.yaml. Where attention holds all
-    its scores in float32 (CPU, sequences of 8192) it is 7 to 8 times too low.
+    Beside XLA's own figure for TPU v5e, of a Llama with 1.2 billion parameters and 2048 positions in bfloat16, it is
+    5 % too low to 4 % too high where layers are recomputed or `model_axis_size` is 2, 7 % too low where everything is
+    kept, and 14 % too low with `context_axis_size: 2`.
 
     Args:
         config: of the run, with a model of one kind of block.
         vocab_size: rows of the token embedding.
         itemsize: bytes of a number in the precision of the computation.
         tokens: in the microbatch.
+        fused: attention is computed by a kernel, which keeps no scores.
+        axes: mesh axis -> devices along it, of those that share a microbatch; None: one device computes it.
     """
-    model = config.model
+    model, axes = config.model, axes or {}
     spec = model.spec(vocab_size)
-    attention = spec.blocks[0].attention
+    attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
+    whole = tokens
+    # Rows or positions are divided by these axes, heads and the width of the MLP by tensor parallelism.
+    tokens //= math.prod(axes.get(axis, 1) for axis in MODEL_PARALLEL_AXES)
+    tensor = axes.get("model", 1)
+    width, kv_width = attention.num_heads * attention.head_dim, attention.kv_heads * attention.head_dim
     # For each token of a block: eight arrays as wide as the model (residuals, norms, what goes into and comes out of
     # attention and MLP), three as wide as the MLP (gate, up, their product), and query, key, value and output.
-    inside = 8 * spec.hidden_dim + 3 * spec.blocks[0].mlp.hidden_dim + 4 * attention.num_heads * attention.head_dim
-    # Scores before and after the softmax, of the one layer that is computed; a ring has those of one block of keys.
+    wide = mlp.hidden_dim * (mlp.top_k if isinstance(mlp, MoeSpec) else 1)
+    inside = 8 * spec.hidden_dim + (3 * wide + 4 * width) // tensor
+    # Results of products with weights alone.
+    products = 2 * spec.hidden_dim + (2 * wide + width + 2 * kv_width) // tensor
+    # Scores before and after the softmax, in float32 and where products have another dtype in that too, of the one
+    # layer that is computed; a ring has those of one block of keys.
     ring = attention.scores.backend == "ring"
-    scores = 2 * attention.num_heads * (RingLayout.of(attention, model.seq_len, 1).size if ring else model.seq_len)
+    keys = RingLayout.of(attention, model.seq_len, 1).size if ring else attention.scores.block_size or model.seq_len
+    pairs = 0 if fused else attention.num_heads // tensor * min(keys, model.seq_len)
+    narrow = itemsize < _FLOAT32
+    scores = pairs * (2 * _FLOAT32 + narrow * itemsize)
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
-    logits = 2 * 4 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
-    block = tokens * itemsize * (inside + scores)
+    logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
+    block = tokens * (itemsize * inside + scores)
     if config.trainer.determinism == "layerwise":
         return {LAYER: block, LEAVE: logits}
     # Full recomputation keeps the input of each block alone; otherwise the inside of all blocks waits for the backward
-    # pass.
-    kept = len(spec.blocks) * spec.hidden_dim if model.remat == "full" else len(spec.blocks) * inside
-    return {MICROBATCH: tokens * itemsize * kept + block + logits}
+    # pass. Compiled for a TPU v5e, norms and activations in bfloat16 leave their float32 terms as well.
+    everything = inside * (2 * _FLOAT32 if narrow else itemsize) + scores
+    each = {"full": itemsize * spec.hidden_dim, "dots_no_batch": itemsize * (spec.hidden_dim + products)}
+    policy = model.remat if isinstance(model.remat, str) else ""
+    # A stage of a pipeline keeps what all rows leave in its layers, and turns without a row leave as much.
+    stages, rows = axes.get("pipeline", 1), max(1, whole // model.seq_len)
+    kept = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * each.get(policy, everything)
+    if config.trainer.determinism == "fast":
+        return {STEP: kept + max(block, logits)}
+    # Of whole parameters XLA makes a narrow copy before the loop over layers.
+    layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
+    copy = narrow * itemsize * layers // (tensor * stages * axes.get("expert", 1))
+    return {MICROBATCH: kept + max(block + copy, logits)}
 
 
 def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import ProgramBytes, StepMemory
@@ -40,7 +40,7 @@ class Fit:
     """The `microbatches_per_gather` with which all of this holds; None: as the configuration says."""
 
 
-def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
+def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int]:
     """The values of `per_device_parallelism` with which these devices can share every batch of the run."""
     plans = trainer.resolve().microbatches.values
     sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
@@ -51,7 +51,7 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh) -> list[int]:
     return sorted(rows for rows in divisors | powers | own if _can_share(trainer, rows, mesh))
 
 
-def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh) -> bool:
+def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
     try:
         plan = trainer.model_copy(update={"per_device_parallelism": rows}).resolve()
         plan.check_shares(mesh)

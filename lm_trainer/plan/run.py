@@ -133,7 +133,7 @@ def plan_run(
     given = assumptions.vocab_size
     vocab_size, assumed = find_vocabulary(config) if given is None else Vocabulary(given)
     platform = device_platform(group.kind)
-    backend = _backend(config, vocab_size, platform)
+    backend = attention_backend(config, vocab_size, platform)
     texts: dict[str, str] | None = None
     if own_compiler:
         texts = {}
@@ -199,8 +199,12 @@ def _as_planned_here(config: RunConfig, platform: str, backend: str) -> RunConfi
     return config.model_copy(update={"model": model.model_copy(update=changes)})
 
 
-def _backend(config: RunConfig, vocab_size: int, platform: str) -> str:
-    """The backend of the first layer on a platform; layers differ in windows alone, which no backend minds."""
+def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:
+    """The backend of the first layer on a platform; layers differ in windows alone, which no backend minds.
+
+    Raises:
+        UserError: when the configuration demands one that cannot do what the model asks for.
+    """
     length = config.model.seq_len
     site = AttentionMetadata(
         platform, config.trainer.mp.compute_dtype, length // config.trainer.context_axis_size, length

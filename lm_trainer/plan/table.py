@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
@@ -35,21 +35,21 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
     axes = ", ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
     yield "devices", f"{plan.devices.count} x {plan.devices.kind}" + (f": {axes}" if axes else "")
     yield "model", f"{plan.num_params:,} parameters with a vocabulary of {plan.vocab_size:,}, in {plan.dtype}"
-    yield "microbatch", f"{_count(plan.rows, 'row')}, {_count(plan.microbatches, 'microbatch')} in a step"
-    yield "state, per device", ", ".join(f"{name} {_size(size)}" for name, size in memory.state.items())
+    yield "microbatch", f"{count_of(plan.rows, 'row')}, {count_of(plan.microbatches, 'microbatch')} in a step"
+    yield "state, per device", ", ".join(f"{name} {size_of(size)}" for name, size in memory.state.items())
     for phase in memory.phases:
-        parts = " + ".join(f"{name} {_size(size)}" for name, size in phase.parts.items() if size)
-        yield f"  {phase.name}", f"{_size(phase.bytes)} = {parts}"
-    yield "peak, per device", f"{_size(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
+        parts = " + ".join(f"{name} {size_of(size)}" for name, size in phase.parts.items() if size)
+        yield f"  {phase.name}", f"{size_of(phase.bytes)} = {parts}"
+    yield "peak, per device", f"{size_of(memory.peak.bytes)} in {memory.peak.name}{_share(plan)}"
     yield "largest microbatch", _largest(plan)
     yield "FLOPs", f"{work.flops_per_token:.3g} per token, {work.flops_per_step:.3g} per step, {work.flops:.3g} in all"
     if (ring := plan.ring) is not None:
         yield (
             "attention",
             f"ring of {ring.devices}: {ring.share:.1%} of all pairs computed, which leaves "
-            f"{ring.computed_flops_per_token:.3g} FLOPs per token; {_size(ring.buffers)} of keys and values",
+            f"{ring.computed_flops_per_token:.3g} FLOPs per token; {size_of(ring.buffers)} of keys and values",
         )
-    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {_count(work.steps, 'step')}"
+    yield "tokens", f"{work.tokens_per_step:,} per step, {work.tokens:,} in {count_of(work.steps, 'step')}"
     if time is None:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
     else:
@@ -64,8 +64,8 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
 def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
     """The programs of a step on one device, and the time that they take."""
     for work in compiled.programs:
-        parts = [f"{work.flops:.3g} FLOPs" if work.flops else "", f"{_size(round(work.num_bytes))} read and written"]
-        parts += [f"{name} of {_size(round(size))}" for name, size in work.sent.items() if size]
+        parts = [f"{work.flops:.3g} FLOPs" if work.flops else "", f"{size_of(round(work.num_bytes))} read and written"]
+        parts += [f"{name} of {size_of(round(size))}" for name, size in work.sent.items() if size]
         parts += [f"{count} x {name}" for name, count in work.kernels.items()]
         yield f"  {work.name}", f"{work.runs} x " + ", ".join(filter(None, parts))
     if (time := compiled.time) is not None:
@@ -89,7 +89,7 @@ def _share(plan: RunPlan) -> str:
     if plan.budget is None:
         return ""
     verdict = "fits in" if _fits(plan) else "DOES NOT FIT in"
-    return f": {verdict} {_size(plan.budget.bytes)} ({plan.budget.origin})"
+    return f": {verdict} {size_of(plan.budget.bytes)} ({plan.budget.origin})"
 
 
 def _largest(plan: RunPlan) -> str:
@@ -99,22 +99,24 @@ def _largest(plan: RunPlan) -> str:
         return f"n/a: how much memory {plan.devices.kind!r} has is not known; give --memory"
     fit = plan.fit
     next_rows = fit.next_rows if fit.next_rows is not None and fit.next_rows > plan.rows else None
-    above = "" if next_rows is None else f"; {_count(next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
+    above = "" if next_rows is None else f"; {count_of(next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
     # The rows of a batch schedule may differ from step to step, which no value of the key says.
     if _fits(plan) and (fit.rows is None or fit.rows <= plan.rows):
-        return f"{_count(plan.rows, 'row')}, as it is{above}"
+        return f"{count_of(plan.rows, 'row')}, as it is{above}"
     if fit.rows is None:
-        rows = _count(fit.least_rows, "row") + (
-            "" if fit.together is None else f" and {_count(fit.together, 'microbatch')} at a time"
+        rows = count_of(fit.least_rows, "row") + (
+            "" if fit.together is None else f" and {count_of(fit.together, 'microbatch')} at a time"
         )
-        return f"none: the least that a step takes is {_size(fit.bytes)}, with {rows}; {_way_out(plan)}"
+        return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_way_out(plan)}"
     turns = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
     if turns and fit.rows == plan.rows:
-        return f"{_count(plan.rows, 'row')}, as it is, {_size(fit.bytes)} with{turns} (the same numbers)"
-    above = "" if fit.next_rows is None else f"; {_count(fit.next_rows, 'row')} would take {_size(fit.next_bytes or 0)}"
+        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{turns} (the same numbers)"
+    above = (
+        "" if fit.next_rows is None else f"; {count_of(fit.next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
+    )
     changes = " (changes the numbers of the run)" if plan.determinism != "fast" else ""
     settings = f"trainer.per_device_parallelism={fit.rows}{turns}"
-    return f"{_count(fit.rows, 'row')}, {_size(fit.bytes)}{above}: {settings}{changes}"
+    return f"{count_of(fit.rows, 'row')}, {size_of(fit.bytes)}{above}: {settings}{changes}"
 
 
 def _fits(plan: RunPlan) -> bool:
@@ -134,7 +136,14 @@ def _way_out(plan: RunPlan) -> str:
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 
 
-def _count(number: int, noun: str) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of as many cells each, with the cells of a column below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def count_of(number: int, noun: str) -> str:
     """`1 row`, `2 rows`, `2 microbatches`."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
@@ -143,7 +152,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
     """A number of bytes in binary units: `1.50 GiB`."""
     for unit in ("GiB", "MiB", "KiB"):
         scale = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}[unit]

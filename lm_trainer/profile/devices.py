@@ -66,6 +66,13 @@ _BANDWIDTHS: dict[str, tuple[float, float | None, str]] = {
 """GB/s of the memory of one JAX device, and GB/s that it sends to its neighbours by NVLink or the links of a TPU slice
 (half of what a datasheet gives for both directions); None where it has no such links."""
 
+NODE = 8
+"""GPUs of a node, as in NVIDIA's DGX and HGX machines."""
+
+_ADAPTERS = {"GB200": 50, "B200": 50, "H200": 50, "H100": 50, "A100-SXM4": 25}
+"""GB/s of the network adapter of each GPU in a DGX machine, by a part of its name: 400 Gb/s, in the DGX A100 200 Gb/s
+(user guides of these machines)."""
+
 _SHORT = {
     "cpu": "cpu",
     "GB200": "NVIDIA GB200",
@@ -133,6 +140,9 @@ class Bandwidths:
     network: float | None
     """The most that it sends to other devices of its node or slice; None without links of their own."""
     source: str
+    between_nodes: float | None = None
+    """The most that it sends to devices of other nodes by a network adapter of its own, in a node of `NODE` of them;
+    None where the machine is not known, and for a TPU, whose slice is one network."""
 
 
 def device_bandwidths(kind: str) -> Bandwidths | None:
@@ -140,7 +150,9 @@ def device_bandwidths(kind: str) -> Bandwidths | None:
     if (found := _BANDWIDTHS.get(kind)) is None:
         return None
     memory, network, source = found
-    return Bandwidths(memory * 1e9, None if network is None else network * 1e9, source)
+    adapter = next((speed for name, speed in _ADAPTERS.items() if name in kind), None)
+    between = None if adapter is None else adapter * 1e9
+    return Bandwidths(memory * 1e9, None if network is None else network * 1e9, source, between)
 
 
 def device_platform(kind: str) -> str:

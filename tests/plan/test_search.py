@@ -1,0 +1,244 @@
+"""`lmt plan --search`: the layouts it considers, and the one it calls the fastest."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.plan_error import VOCAB, config_of
+from lm_trainer.config.loader import load
+from lm_trainer.core.errors import UserError
+from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
+from lm_trainer.plan.devices import budget
+from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
+from lm_trainer.plan.layouts import Layout, layouts
+from lm_trainer.plan.memory import StepMemory
+from lm_trainer.plan.search_table import search_lines
+from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
+from lm_trainer.profile.devices import Bandwidths
+from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.program import build_program
+from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from tests.conftest import RunLmt
+
+CONFIG = """
+model: {type: llama, seq_len: 256, hidden_dim: 128, intermediate_dim: 256, num_layers: 4, num_heads: 4, num_kv_heads: 2,
+        attn_backend: auto}
+data: {tokenizer: bytes}
+trainer: {train_batch_size: 16, num_train_steps: 10, mp: "p=f32,c=bfloat16"}
+"""
+MIXTRAL = {"type": "mixtral", "seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 2,
+           "num_kv_heads": 2, "n_routed_experts": 4}  # fmt: skip
+
+
+@pytest.fixture
+def path(in_tmp_path: Path) -> Path:
+    found = in_tmp_path / "small.yaml"
+    found.write_text(CONFIG)
+    return found
+
+
+def searched(config: RunConfig, devices: str = "4xH100", memory: int | None = None) -> Search:
+    return search_layouts(config, parse_devices(devices), Assumptions(vocab_size=VOCAB, memory=memory))
+
+
+def test_every_layout_is_one_that_a_run_takes_by_its_overrides(path: Path):
+    config = load(path, [], RunConfig).config
+    found = list(layouts(config, VOCAB, 4))
+    assert len({layout.overrides for layout in found}) == len(found) > 100
+    for layout in found[:: len(found) // 25]:
+        read = load(path, layout.overrides, RunConfig).config
+        assert read.model_dump() == layout.config.model_dump()
+        build_program(read, VOCAB, jax.devices()[:4])
+
+
+def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
+    config = load(path, [], RunConfig).config
+    found = list(layouts(config, VOCAB, 4))
+    for layout in found:
+        assert bool(layout.changes) == (config_hash(layout.config) != config_hash(config))
+        # Without the settings that it names, it is the same run.
+        kept = [text for text in layout.overrides if text.split("=")[0] not in layout.changes]
+        if "trainer.determinism" not in layout.changes:
+            assert config_hash(load(path, kept, RunConfig).config) == config_hash(config)
+    assert any(not layout.changes for layout in found)
+
+
+def axes_of(found: list[Layout]) -> dict[str, set[int]]:
+    names = ("pipeline", "context", "expert", "model")
+    return {name: {getattr(layout.config.trainer, f"{name}_axis_size") for layout in found} for name in names}
+
+
+def test_axes_are_those_that_the_model_admits():
+    llama = config_of({"model": {"type": "llama", "seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64,
+                                 "num_layers": 2, "num_heads": 2, "num_kv_heads": 2},
+                       "trainer": {"train_batch_size": 16}})  # fmt: skip
+    every = {1, 2, 4}
+    assert axes_of([*layouts(llama, VOCAB, 4)]) == {
+        "pipeline": {1, 2},
+        "context": every,
+        "expert": {1},
+        "model": {1, 2},
+    }
+    mixtral = config_of({"model": MIXTRAL, "trainer": {"train_batch_size": 16}})
+    found = axes_of([*layouts(mixtral, VOCAB, 4)])
+    assert found == {"pipeline": {1}, "context": every, "expert": every, "model": {1, 2}}
+
+
+def test_what_is_given_stays(path: Path):
+    config = load(path, ["trainer.elastic_shards=8"], RunConfig).config
+    found = list(layouts(config, VOCAB, 2))
+    assert min(layout.plan.count for layout in found) == 8
+    assert {layout.plan.batch_size for layout in found} == {16}
+    fast = load(path, ["trainer.determinism=fast"], RunConfig).config
+    assert {layout.config.trainer.determinism for layout in layouts(fast, VOCAB, 2)} == {"fast"}
+    assert {layout.config.trainer.determinism for layout in layouts(config, VOCAB, 2)} == {"elastic", "layerwise"}
+
+
+def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(path: Path):
+    config = load(path, [], RunConfig).config
+    everything = searched(config, "2xH100")
+    assert [each.seconds for each in everything.ranked] == sorted(each.seconds for each in everything.ranked)
+    assert all(each.fits for each in everything.ranked)
+    assert everything.nearest is None
+    # With less memory than the fastest takes, another one is found, or none.
+    limit = everything.ranked[0].memory.bytes
+    tighter = searched(config, "2xH100", memory=limit)
+    assert all(each.memory.bytes < limit for each in tighter.ranked)
+    assert tighter.ranked[0].seconds >= everything.ranked[0].seconds
+    none = searched(config, "2xH100", memory=1)
+    assert none.ranked == ()
+    assert none.nearest is not None
+    assert none.nearest.memory.bytes <= min(each.memory.bytes for each in (*everything.ranked, *tighter.ranked))
+
+
+def test_the_fastest_with_the_same_numbers_is_named_beside_one_that_changes_them(path: Path):
+    found = searched(load(path, [], RunConfig).config)
+    assert found.ranked[0].layout.changes
+    assert found.same_numbers is not None
+    assert found.same_numbers.layout.changes == ()
+    text = "\n".join(search_lines(found))
+    assert "fastest; changes the numbers of the run, by " in text
+    assert "fastest with the same numbers" in text
+    short = "\n".join(search_lines(searched(load(path, [], RunConfig).config, memory=1)))
+    assert "NO LAYOUT FITS: the nearest takes" in short
+    assert "more than the" in short
+
+
+LLAMA = {"type": "llama", "seq_len": 256, "hidden_dim": 256, "intermediate_dim": 512, "num_layers": 8, "num_heads": 4,
+         "num_kv_heads": 4, "flash_attention_block_size": 64}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "trainer"),
+    [
+        ({}, {}),
+        ({"gradient_checkpointing": False}, {}),
+        ({"gradient_checkpointing": "dots_no_batch"}, {}),
+        ({}, {"context_axis_size": 2}),
+        ({"gradient_checkpointing": "dots_no_batch"}, {"pipeline_axis_size": 2}),
+        ({}, {"model_axis_size": 2, "tensor_parallel_axes": ["heads", "mlp"]}),
+        ({}, {"determinism": "fast"}),
+        ({}, {"determinism": "layerwise"}),
+    ],
+)
+def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[str, Any]):
+    config = config_of({"model": {**LLAMA, "scan_layers": True, **model},
+                        "trainer": {"train_batch_size": 32, "per_device_parallelism": 4, **trainer}})  # fmt: skip
+    group, devices = parse_devices("4xH100"), jax.devices()[:4]
+    memory = StepMemory(config, VOCAB, devices, "gpu")
+    planned = memory.plan(memory.compile()).peak
+    plan = memory.largest_step()
+    axes = dict(config.trainer.resolve().abstract_mesh(4).shape)
+    temporary = estimate_temporary(config, VOCAB, 4, plan.rows * config.model.seq_len, axes=axes)
+    found = estimate_microbatches(config, VOCAB, group, plan, temporary)
+    assert found.bytes == pytest.approx(planned.bytes, rel=0.25)
+
+
+def work_of(config: RunConfig, **changes: Any) -> Work:
+    spec = config.model.spec(VOCAB)
+    given = {
+        "spec": spec,
+        "trainer": config.trainer,
+        "seq_len": config.model.seq_len,
+        "plan": MicrobatchPlan(16, 8, 2),
+        "sizes": {"replica_dcn": 1, "replica": 1, "data": 4, "pipeline": 1, "context": 1, "expert": 1, "model": 1},
+        "shards": 4,
+        "turns": 1,
+        "params": 1000,
+        "backend": "cudnn",
+        "training_flops": 6000,
+    }
+    return Work(**{**given, **changes})
+
+
+MACHINE = Machine("NVIDIA H100 80GB HBM3", 1e6, Bandwidths(1e9, 1e3, "none", between_nodes=1e1))
+
+
+def cost_of(**changes: Any) -> StepCost:
+    model = {**LLAMA, "gradient_checkpointing": False}
+    config = config_of({"model": model, "trainer": {"train_batch_size": 16}})
+    return step_cost(work_of(config, **changes), MACHINE)
+
+
+def test_the_cost_of_a_step_by_hand():
+    found = cost_of()
+    # Two microbatches of 2 rows of 256 positions on each of four devices.
+    assert found.compute == pytest.approx(2 * 512 * 6000 / 1e6)
+    assert (found.recompute, found.idle) == (0, 0)
+    # Three readings of weights, a gradient that is written and added (two readings, one writing), in float32.
+    assert found.memory == pytest.approx(2 * 1000 * (3 * 4 + 4 * 4) / 1e9)
+    # Parameters come from, and gradients go to, three of four devices.
+    assert found.network == pytest.approx(0.75 * 1000 * (4 + 4) / 1e3)
+    assert found.seconds == found.compute + found.memory + found.network
+
+
+def test_devices_wait_for_those_with_more_microbatches_and_for_stages():
+    even, uneven = cost_of(), cost_of(plan=MicrobatchPlan(18, 9, 2))
+    assert uneven.compute == pytest.approx(even.compute * 9 / 8)
+    # Nine microbatches take four devices the time of three on each.
+    assert uneven.compute + uneven.idle == pytest.approx(even.compute * 3 / 2)
+    sizes = {"replica_dcn": 1, "replica": 1, "data": 2, "pipeline": 2, "context": 1, "expert": 1, "model": 1}
+    staged = cost_of(sizes=sizes, shards=2)
+    # Two rows flow through two stages in three turns.
+    assert staged.idle == pytest.approx(even.compute / 2)
+
+
+def test_more_nodes_send_by_their_adapters():
+    sizes = {"replica_dcn": 1, "replica": 1, "data": 16, "pipeline": 1, "context": 1, "expert": 1, "model": 1}
+    found = cost_of(sizes=sizes, shards=16, plan=MicrobatchPlan(32, 16, 2))
+    # A gather passes through each node once, by all of its eight adapters; an exchange goes from each to each.
+    assert found.network == pytest.approx(15 / 16 * 1000 * 4 * (1 / 80 + 1 / 10))
+    tpu = replace(MACHINE, kind="TPU v5")
+    work = work_of(config_of({"model": LLAMA, "trainer": {"train_batch_size": 32}}), sizes=sizes, shards=16)
+    assert step_cost(work, tpu).network == pytest.approx(15 / 16 * 1000 * 8 / 1e3)
+
+
+def test_devices_without_figures_are_refused(path: Path):
+    with pytest.raises(UserError, match="no datasheet figure"):
+        searched(load(path, [], RunConfig).config, "4xcpu")
+    many = load(path, ["trainer.elastic_shards=16"], RunConfig).config
+    with pytest.raises(UserError, match="cannot share the batch"):
+        searched(many, "63xH100")
+
+
+@pytest.mark.slow
+def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: Path):
+    done = run_lmt("plan", path, "--devices", "4xH100", "--search")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("fastest"))
+    settings = [line.strip() for line in lines[start + 1 :] if line.startswith("  ")]
+    end = next((at for at, line in enumerate(lines[start + 1 :]) if not line.startswith("  ")), len(settings))
+    checked = run_lmt("config", "check", path, *settings[:end])
+    assert checked.returncode == 0, checked.stderr
+    found = json.loads(run_lmt("plan", path, "--devices", "4xH100", "--search", "--json").stdout)
+    assert found["ranked"][0]["overrides"] == settings[:end]
+    assert found["budget"]["bytes"] == budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
+    assert [path.name for path in path.parent.iterdir()] == ["small.yaml"]
