@@ -14,8 +14,8 @@ EXIT_INTERRUPTED = 130
 
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
-    "3 stopped on a non-finite loss; 75 stopped from outside with everything saved, or by the watchdog: start it "
-    "again; 130 interrupted."
+    "3 stopped on a non-finite loss, or by a rule of trainer.alerts; 75 stopped from outside with everything saved, or "
+    "by the watchdog: start it again; 130 interrupted."
 )
 
 

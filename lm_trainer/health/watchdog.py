@@ -68,6 +68,8 @@ class Watchdog:
         self._reported: tuple[str, float] | None = None
         self._checked = self._awake_since = clock()
         self._ended = threading.Event()
+        self.on_stall: Callable[[str], object] = lambda _: None
+        """Takes the warning, in the watchdog's thread."""
         # A daemon: a run that ends by an exception must not wait for its watchdog.
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -123,6 +125,7 @@ class Watchdog:
         else:
             outcome = "the run waits on (trainer.watchdog.abort: true would end it)"
         _write(2, f"\nwatchdog: {text}; the stacks of all threads are {where}; {outcome}\n".encode())
+        self.on_stall(text)
         if self._abort:
             self._exit(EXIT_PREEMPTED)
 

@@ -16,7 +16,7 @@ from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identi
 from lm_trainer.run.find import checkpoints_of, find_run
 from lm_trainer.trackers import read_metrics
 
-_IGNORED = ("time", "step")
+_IGNORED = ("time", "step", "alert", "message")
 _COMPUTED = ("train/", "optim/", "data/loss_tokens", "fingerprint")
 """Prefixes of the metrics that are the same whenever and wherever a step is computed."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.signals import StopRequest
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import is_lead
@@ -103,7 +104,11 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         # A resumed run goes on with the chain of its checkpoint, so that its fingerprint covers all steps.
         chain = attempt.store.record(state.step).get("chain", "")
         meter = _meter(config, program, options)
-        logger = MetricLogger(config, tracker, progress, meter, norms, bad_batches=bad_batches, chain=chain)
+        alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
+        watchdog.on_stall = alerts.stalled
+        logger = MetricLogger(
+            config, tracker, progress, meter, norms, bad_batches=bad_batches, alerts=alerts, chain=chain
+        )
         metrics = stack.enter_context(closing(logger))
         profiler = stack.enter_context(_profiler(attempt, tracker))
         profiler.on_step(state.step)

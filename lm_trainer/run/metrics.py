@@ -12,6 +12,7 @@ import jax
 
 from lm_trainer.checkpoint.digest import hashes
 from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.fingerprint import extend_chain, fingerprint
@@ -56,10 +57,11 @@ class MetricLogger:
         watcher: Watcher,
         *,
         bad_batches: BadBatchDump,
+        alerts: Alerts,
         chain: str = "",
     ):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
-        self._watcher, self._bad_batches = watcher, bad_batches
+        self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
         self._pending: _Pending | None = None
         # By the time that a step is read, the next one may be half done: enqueueing can block.
         self._waiting = ThreadPoolExecutor(1, "step done")
@@ -95,18 +97,19 @@ class MetricLogger:
         self.train_loss = values["loss"]
         # Before anything can fail: the chain covers every step that was applied.
         self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
-        metrics = {
-            **step_metrics(values, pending.learning_rate),
-            "throughput/total_tokens": pending.total_tokens,
-            **speed,
-        }
+        of_step = step_metrics(values, pending.learning_rate)
+        metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
         # The last step and a bad one are always written, however seldom the others are.
         last = pending.step == self._config.num_train_steps
         if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
             self._trackers.log(metrics, step=pending.step)
         self._progress.log(pending.step, metrics)
         self._record_watched(pending.step)
-        self._check_finite(pending.step, values)
+        try:
+            self._check_finite(pending.step, values)
+        finally:
+            # Also of the step that ends the run; behind its message.
+            self._alerts.step(pending.step, of_step, speed)
 
     def _record_watched(self, step: int) -> None:
         for watched in self._watcher.report(until=step):

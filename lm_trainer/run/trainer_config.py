@@ -19,6 +19,7 @@ from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piec
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import check_settings
 from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.nn.quantize import AnyQuantization
 from lm_trainer.optim.averaging import AnyAveraging
@@ -160,6 +161,7 @@ class TrainerConfig(Config):
     crash_on_inf: Operational[bool] = True
     """Stop when the loss or the gradient is infinite. The step is not applied in any case."""
     watchdog: Operational[WatchdogConfig] = WatchdogConfig()
+    alerts: Operational[AlertsConfig] = AlertsConfig()
 
     checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
     load_checkpoint: Operational[bool | None] = None

@@ -57,6 +57,10 @@ class Tracker(Protocol):
         """`counts` (int64 [bins]) of values between neighbours of `edges` (float64 [bins + 1], finite, ascending)."""
         ...
 
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        """An alert of the run, such as `loss_spike`, for the people who watch it."""
+        ...
+
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """A file or directory that belongs to the run and is complete; the same name again is a newer version.
 
@@ -155,6 +159,14 @@ class Composite:
             MachineError: when the run's own file cannot be written.
         """
         self._each(lambda tracker: tracker.log_histogram(name, counts, edges, step=step))
+
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        """Records an alert, and has services that can tell people do so; arguments as for `Tracker`.
+
+        Raises:
+            MachineError: when the run's own file cannot be written.
+        """
+        self._each(lambda tracker: tracker.log_alert(kind, message, step=step))
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Hands a file or directory of the run to the trackers that keep such; arguments as for `Tracker`.

@@ -45,7 +45,8 @@ class JsonlTracker:
     A line of metrics.jsonl is `{"step": 12, "time": 1765432100.123, "train/loss": 2.5, ...}`, with the time in seconds
     since 1970. A number reads back as the identical float; JSON has no NaN and no infinity, so these are the strings
     "NaN", "Infinity" and "-Infinity" (`read_metrics` turns them back). With a checkpoint comes a line whose
-    `fingerprint` is text. Texts have `name` and `text` instead of metrics, histograms `name`, `counts` and `edges`.
+    `fingerprint` is text, with an alert one with the texts `alert` (its kind) and `message`. Texts have `name` and
+    `text` instead of metrics, histograms `name`, `counts` and `edges`.
 
     Raises:
         MachineError: here and in every method, when a file cannot be written. Earlier lines stay whole.
@@ -85,6 +86,9 @@ class JsonlTracker:
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         histogram = {"counts": counts.tolist(), "edges": edges.tolist()}
         self._lines(HISTOGRAMS).write({**_record(step), "name": name, **histogram})
+
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        self._lines(METRICS).write({**_record(step), "alert": kind, "message": message})
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: artifacts are files of the run directory."""

@@ -42,6 +42,9 @@ class NoopTracker:
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         pass
 
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        pass
+
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         pass
 

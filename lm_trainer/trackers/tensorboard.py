@@ -115,6 +115,9 @@ class TensorboardTracker:
             step, summary=self._summaries.Summary(value=[self._summaries.Summary.Value(tag=name, histo=histogram)])
         )
 
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        self.log_text(f"alerts/{kind}", message, step=step)
+
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: TensorBoard shows no files, and the run directory has them."""
 

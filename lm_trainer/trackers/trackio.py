@@ -80,6 +80,10 @@ class TrackioTracker:
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         self._run.log({name: self._trackio.Histogram(np_histogram=(counts, edges))}, step=step)
 
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        with _quiet():
+            self._run.alert(kind, message, step=step)
+
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         with _quiet():
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)

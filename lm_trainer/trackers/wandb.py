@@ -106,6 +106,9 @@ class WandbTracker:
     def log_histogram(self, name: str, counts: np.ndarray, edges: np.ndarray, *, step: int) -> None:
         self._run.log({STEP: step, name: self._wandb.Histogram(np_histogram=(counts, edges))})
 
+    def log_alert(self, kind: str, message: str, *, step: int) -> None:
+        self._run.alert(title=kind, text=f"step {step}: {message}", level="WARN")
+
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         files = {path.name: path}
         if path.is_dir():

@@ -19,6 +19,7 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.models import Gpt2Config
 from lm_trainer.profile.meter import Meter
 from lm_trainer.run.bad_batches import BadBatchDump
@@ -146,7 +147,9 @@ def recorder(trackers: Any = None, **flags: bool) -> MetricLogger:
     watcher: Any = mock.Mock(report=lambda **_: [])
     meter = Meter(flops_per_token=0.0, peak_flops=None)
     evidence = BadBatchDump(Path("non-finite"))
-    return MetricLogger(settings(**flags), trackers, Progress(STEPS), meter, watcher, bad_batches=evidence)
+    config, progress = settings(**flags), Progress(STEPS)
+    alerts = Alerts(config.alerts, Path(), trackers, progress, sends=True)
+    return MetricLogger(config, trackers, progress, meter, watcher, bad_batches=evidence, alerts=alerts)
 
 
 def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:

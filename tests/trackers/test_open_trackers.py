@@ -25,7 +25,7 @@ from lm_trainer.trackers import (
 )
 
 MEMBERS: tuple[type[TrackerConfig], ...] = get_args(get_args(AnyTracker)[0])
-CALLS = ("log", "log_config", "log_summary", "log_text", "log_histogram", "log_artifact")
+CALLS = ("log", "log_config", "log_summary", "log_text", "log_histogram", "log_alert", "log_artifact")
 REQUIRED = {"jsonl": {"path": "copies"}}
 PACKAGES = {"wandb", "trackio"}
 
@@ -66,6 +66,7 @@ def call_all(trackers: Any, step: int) -> None:
     trackers.log_summary({"b": 2})
     trackers.log_text("c", "d", step=step)
     trackers.log_histogram("e", np.array([1, 2]), np.array([0.0, 1.0, 2.0]), step=step)
+    trackers.log_alert("loss_spike", "the loss is 9", step=step)
     trackers.log_artifact("f", Path(__file__), type="test")
 
 
@@ -85,7 +86,7 @@ def test_a_tracker_that_raises_is_reported_once_and_switched_off(tmp_path, caplo
         call_all(trackers, 2)
     assert bad.names() == [*CALLS[: CALLS.index(fails_in) + 1], "close"]
     assert good.names() == [*CALLS, *CALLS, "close"]
-    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+    assert [record["step"] for record in read_metrics(tmp_path) if "alert" not in record] == [1, 2]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert "bad tracker failed and is switched off" in warning
     assert f"no {fails_in} at all" in warning

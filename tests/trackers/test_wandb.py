@@ -195,3 +195,10 @@ def test_dumps_are_saved_at_the_end(wandb, tmp_path, monkeypatch):
     assert [entry.path for entry in artifacts["xla_dumps"].manifest.contents] == ["module_0001.txt"]
     if tracked_sources():
         assert "cli/__init__.py" in [entry.path for entry in artifacts["source"].manifest.contents]
+
+
+def test_alerts_are_those_of_the_service(wandb, tmp_path):
+    with contextlib.closing(open_trackers([WandbConfig(mode="offline")], run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log_alert("loss_spike", "the loss is 9", step=4)
+    (alert,) = [r.alert for r in records(tmp_path) if r.WhichOneof("record_type") == "alert"]
+    assert (alert.title, alert.text, alert.level) == ("loss_spike", "step 4: the loss is 9", "WARN")

@@ -1,0 +1,37 @@
+"""Alert: the gradient of a step is far larger than those before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pydantic import PositiveFloat, PositiveInt
+
+from lm_trainer.health.alerts.base import GRAD_NORM, AlertKind, Check, RobustWindow
+
+
+class GradNorm(AlertKind):
+    """The norm of the gradient, before clipping, is far above those before it, by a robust z-score of its logarithm."""
+
+    threshold: PositiveFloat = 8.0
+    """Score from which to alert, in standard deviations of a normal distribution."""
+    factor: PositiveFloat = 4.0
+    """Multiple of the usual norm that it must reach as well."""
+    window: PositiveInt = 128
+    """Steps that it is compared with; half of them must be there."""
+
+    def open(self) -> Check:
+        window = RobustWindow(self.window, least=(self.window + 1) // 2)
+
+        def check(metrics: Mapping[str, float]) -> str | None:
+            norm = metrics[GRAD_NORM]
+            # Norms spread over orders of magnitude, evenly in their logarithm.
+            size = math.log(norm) if 0 < norm < math.inf else math.nan
+            score = window.score(size)
+            usual = math.exp(window.median) if score is not None else math.inf
+            window.add(size)
+            if score is None or not (score >= self.threshold and norm >= self.factor * usual):
+                return None
+            return f"the gradient's norm is {norm:.4g}, after {usual:.4g} (median of {self.window} steps)"
+
+        return check

@@ -1,0 +1,21 @@
+"""Alert: a loss or gradient that is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from lm_trainer.health.alerts.base import GRAD_NORM, LOSS, AlertKind, Check
+
+
+class NonFinite(AlertKind):
+    """The loss or the norm of the gradient is NaN or infinite. The run itself reacts as `trainer.crash_on_nan` and
+    `crash_on_inf` say.
+    """
+
+    def open(self) -> Check:
+        def check(metrics: Mapping[str, float]) -> str | None:
+            bad = [f"{name} is {metrics[name]}" for name in (LOSS, GRAD_NORM) if not math.isfinite(metrics[name])]
+            return ", ".join(bad) or None
+
+        return check

@@ -1,0 +1,49 @@
+"""Rules that end a run: a metric has been above a value for a number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pydantic import PositiveInt
+
+from lm_trainer.core.config import Config
+from lm_trainer.core.errors import EXIT_NON_FINITE, UserError
+
+
+class RuleStop(UserError):
+    """Training was stopped by a rule of `trainer.alerts.stop`."""
+
+    exit_code = EXIT_NON_FINITE
+
+
+class Rule(Config):
+    """Ends the run when a metric has been above a value for some steps in a row."""
+
+    metric: str = "train/loss"
+    """A metric of every step, as it is logged; not of throughput, which differs between processes."""
+    above: float
+    """The value; NaN counts as above."""
+    steps: PositiveInt = 1
+    """Steps in a row."""
+
+
+def open_rules(rules: Sequence[Rule]) -> Callable[[int, Mapping[str, float]], None]:
+    """Returns a function that takes step and metrics of each step, the same in all processes.
+
+    It raises `RuleStop` when a rule holds, and `UserError` for a rule about a metric that is not there.
+    """
+    counts = [0] * len(rules)
+
+    def check(step: int, metrics: Mapping[str, float]) -> None:
+        for index, rule in enumerate(rules):
+            if rule.metric not in metrics:
+                raise UserError(f"trainer.alerts.stop: no metric {rule.metric!r}; there are: {', '.join(metrics)}")
+            # Not `value > above`, which is false of NaN.
+            counts[index] = 0 if metrics[rule.metric] <= rule.above else counts[index] + 1
+            if counts[index] == rule.steps:
+                raise RuleStop(
+                    f"step {step}: {rule.metric} is {metrics[rule.metric]:.6g}, and has been above {rule.above:g} for "
+                    f"{rule.steps} steps (trainer.alerts.stop). The checkpoints are those of before"
+                )
+
+    return check

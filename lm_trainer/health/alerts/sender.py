@@ -1,0 +1,127 @@
+"""The way of an alert from a metric to the people: terminal, trackers, and a command of theirs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.health.alerts import AlertsConfig
+from lm_trainer.health.alerts.base import Alert
+from lm_trainer.health.alerts.rules import open_rules
+from lm_trainer.trackers.base import Composite
+from lm_trainer.trackers.console import Progress
+from lm_trainer.trackers.jsonl import encode
+
+_COMMAND_SECONDS = 60.0
+"""Longest time for one command, and at the end of a run for all that still run."""
+
+
+class Alerts:
+    """Watches the metrics of a run and sends alerts; nothing here is waited for.
+
+    Args:
+        config: the kinds and their settings.
+        run_dir: named in alerts; its last part is the run's id.
+        trackers: take the alerts.
+        progress: the terminal.
+        sends: True in the one process that sends; the others heed the rules alone.
+    """
+
+    def __init__(self, config: AlertsConfig, run_dir: Path, trackers: Composite, progress: Progress, *, sends: bool):
+        self._config, self._run_dir, self._trackers, self._progress = config, run_dir, trackers, progress
+        self._checks = {name: kind.open() for name, kind in config.kinds.items()} if sends else {}
+        self._rules = open_rules(config.stop)
+        self._sends, self._command_works = sends, True
+        self._silent_until: dict[str, int] = {}
+        # One after the other: a command that is slow must not pile up.
+        self._commands = ThreadPoolExecutor(1, "alert command")
+        self._running: list[Future[None]] = []
+        self._stalls: list[str] = []
+        self._lock, self._step = threading.Lock(), 0
+
+    def step(self, step: int, metrics: Mapping[str, float], speed: Mapping[str, float]) -> None:
+        """Looks at a step whose metrics have been read.
+
+        Args:
+            step: its number.
+            metrics: those that are the same in every process, by the names under which they are logged.
+            speed: those of throughput.
+
+        Raises:
+            RuleStop: when a rule ends the run.
+            UserError: when a rule names a metric that is not there.
+        """
+        self._step = step
+        self._record_stalls(step)
+        both = {**metrics, **speed}
+        for name, check in self._checks.items():
+            message = check(both)
+            if message is not None and step > self._silent_until.get(name, 0):
+                self._silent_until[name] = step + self._config.quiet_steps
+                self._send(Alert(step, name, message, both))
+        self._rules(step, metrics)
+
+    def stalled(self, message: str) -> None:
+        """Takes the watchdog's message, in its thread: the main one hangs, so only the command hears of it at once."""
+        if not self._sends or not self._config.no_progress:
+            return
+        with self._lock:
+            self._stalls.append(message)
+        self._run_command(Alert(self._step, "no_progress", message, {}))
+
+    def close(self) -> None:
+        """Waits a while for commands that still run; safe to call twice."""
+        if self._running:
+            wait(self._running, timeout=_COMMAND_SECONDS)
+        self._commands.shutdown(wait=False, cancel_futures=True)
+
+    def _record_stalls(self, step: int) -> None:
+        with self._lock:
+            stalls, self._stalls = self._stalls, []
+        for message in stalls:
+            self._trackers.log_alert("no_progress", message, step=step)
+
+    def _send(self, alert: Alert) -> None:
+        self._progress.note(f"alert: step {alert.step}: {alert.message} ({alert.kind})")
+        self._trackers.log_alert(alert.kind, alert.message, step=alert.step)
+        self._run_command(alert)
+
+    def _run_command(self, alert: Alert) -> None:
+        if self._config.command is not None and self._command_works:
+            self._running = [future for future in self._running if not future.done()]
+            self._running.append(self._commands.submit(self._call, self._config.command, alert))
+
+    def _call(self, command: str, alert: Alert) -> None:
+        content = {
+            "run": self._run_dir.name,
+            "run_dir": str(self._run_dir.absolute()),
+            "time": round(time.time(), 3),
+            "step": alert.step,
+            "alert": alert.kind,
+            "message": alert.message,
+            "metrics": encode(dict(alert.metrics)),
+        }
+        try:
+            done = subprocess.run(
+                shlex.split(command),
+                input=json.dumps(content),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=_COMMAND_SECONDS,
+                check=False,
+            )
+            problem = f"exit code {done.returncode}: {done.stderr.strip()[-200:]}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if problem:
+            # Said once: training goes on, and the terminal has the alerts.
+            self._command_works = False
+            self._progress.note(without_credentials(f"trainer.alerts.command failed and is switched off: {problem}"))
