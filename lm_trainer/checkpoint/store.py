@@ -25,6 +25,8 @@ from lm_trainer.core.files import make_writable
 from lm_trainer.parallel.processes import any_process, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
+KEPT = "kept"
+"""Key of a record that makes its checkpoint permanent, whatever the policy says."""
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
 FORMAT = 2
@@ -73,6 +75,9 @@ class CheckpointStore:
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
         self._reopen(cleanup=True)
+        # Those of the policy need no record, so few are read.
+        temporary = (step for step in self.steps() if not is_permanent(step, config.keep))
+        self._kept = {step for step in temporary if self.record(step).get(KEPT)}
         self._earlier = set() if config.delete_old_temp_checkpoints else set(self.steps())
 
     def steps(self) -> list[int]:
@@ -100,6 +105,8 @@ class CheckpointStore:
         # Only a save that is known to be on disk may replace the one before it.
         self.wait()
         self._delete_temporary()
+        if record.get(KEPT):
+            self._kept.add(step)
         meta = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
         meta["checksum"] = _checksum(meta)
         try:
@@ -197,7 +204,8 @@ class CheckpointStore:
         By rename first: a kill in the middle of a deletion must not leave half a step that looks like a whole one. The
         renamed directory is removed in the background, or at the next start.
         """
-        old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in self._earlier]
+        stay = self._earlier | self._kept
+        old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in stay]
         # Every process has to list the steps before the first of them is renamed.
         wait_for_all("old checkpoints are known")
         for step in old if is_lead() else ():

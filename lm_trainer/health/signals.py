@@ -1,14 +1,21 @@
-"""Handlers of SIGTERM and SIGINT: they stop the training loop between two steps, or end other long work."""
+"""Handlers of signals: they stop the training loop between two steps, have it save, or end other long work."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
 
 from lm_trainer.core.errors import Preempted
+from lm_trainer.parallel.processes import gather, is_lead
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -66,6 +73,77 @@ class StopRequest(_Handlers):
             raise preempted(self.requested, 0)
         # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
         os.write(2, f"\n{self.requested}: stopping after this step; once more stops at once\n".encode())
+
+
+SAVE_NOW, STOP_AFTER_SAVE = "save-now", "stop-after-save"
+"""Files in the run directory by which a user asks for a checkpoint, and for an end after one."""
+
+_LOOK_SECONDS = 1.0
+"""Time between two looks for these files, which may be on a network file system."""
+
+
+class Asked(NamedTuple):
+    """The requests that all processes of a run have agreed on after a step."""
+
+    stop: bool
+    save: bool
+    stop_after_save: bool
+
+
+class SaveRequests:
+    """Requests for a permanent checkpoint, by SIGUSR1 or by files in the run directory; a context manager.
+
+    Args:
+        directory: the run directory.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic):
+        self._files = {name: directory / name for name in (SAVE_NOW, STOP_AFTER_SAVE)}
+        self._signalled, self._clock, self._next_look = False, clock, 0.0
+        self._seen = dict.fromkeys(self._files, False)
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGUSR1, self._before)
+
+    def agree(self, stop: bool) -> Asked:
+        """Exchanges the requests of all processes; every process must call it after the same step.
+
+        Args:
+            stop: True if this process has been asked to stop.
+        """
+        if is_lead() and self._clock() >= self._next_look:
+            self._next_look = self._clock() + _LOOK_SECONDS
+            self._seen = {name: file.exists() for name, file in self._files.items()}
+        flags = [stop, self._signalled or self._seen[SAVE_NOW], self._seen[STOP_AFTER_SAVE]]
+        return Asked(*(bool(any(column)) for column in gather(np.asarray(flags)).T))
+
+    def saved(self) -> None:
+        """Marks the request for a checkpoint as heeded."""
+        self._signalled = False
+        self._remove(SAVE_NOW)
+
+    def stopping(self) -> None:
+        """Marks the request to stop after a checkpoint as heeded."""
+        self._remove(STOP_AFTER_SAVE)
+
+    def _remove(self, name: str) -> None:
+        self._seen[name] = False
+        if is_lead():
+            # One that cannot be removed is heeded again: that is seen, and does no harm.
+            with contextlib.suppress(OSError):
+                self._files[name].unlink(missing_ok=True)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._signalled = True
+        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
+        os.write(2, b"\nSIGUSR1: saving after this step\n")
 
 
 class Interruption(_Handlers):

@@ -10,7 +10,7 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.config import Config
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
-from lm_trainer.health.signals import StopRequest
+from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
@@ -30,6 +30,7 @@ class Attempt:
     directory: RunDirectory
     store: CheckpointStore
     stop: StopRequest
+    save_requests: SaveRequests
     watchdog: Watchdog
     progress: Progress
 
@@ -79,6 +80,7 @@ def open_attempt(
     directory = RunDirectory(config, settings, config.id or "run", allow_change=allow_config_change)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
+        save_requests = stack.enter_context(SaveRequests(directory.path))
         # Before anything else uses JAX, which fixes platform and devices at its first use.
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
@@ -90,4 +92,4 @@ def open_attempt(
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
         # The first to hear of a failure: whatever is closed after it would wait for the other processes.
         stack.push(failure_detector.report)
-        yield Attempt(config, directory, store, stop, watchdog, progress)
+        yield Attempt(config, directory, store, stop, save_requests, watchdog, progress)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from lm_trainer.checkpoint.digest import not_finite
-from lm_trainer.checkpoint.store import CheckpointStore, Restored
+from lm_trainer.checkpoint.store import KEPT, CheckpointStore, Restored
 from lm_trainer.core.errors import NonFiniteError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.health.watchdog import Watchdog
@@ -56,8 +56,10 @@ class Checkpoints:
         """True if a checkpoint is due after `step` steps, by the clock of any process: all save the same steps."""
         return any_process(self._store.due(step))
 
-    def save(self, state: TrainState) -> None:
-        """Starts an asynchronous save; raises as `save_state`, and for metrics that are not finite."""
+    def save(self, state: TrainState, *, keep: bool = False) -> None:
+        """Starts an asynchronous save, of a permanent checkpoint with `keep`; raises as `save_state`, and for metrics
+        that are not finite.
+        """
         # A state whose loss was not finite must not be saved, so its metrics are read first.
         self._metrics.flush()
         self._watchdog.arm(f"the checkpoint of step {state.step}")
@@ -66,6 +68,7 @@ class Checkpoints:
             "train_loss": self._metrics.train_loss,
             "eval_losses": self._metrics.eval_losses,
             **self._metrics.prove(state),
+            **({KEPT: True} if keep else {}),
         }
         save_state(self._store, state, self._program, {**self._facts, **record})
         if not self._compiled:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.health.signals import preempted
-from lm_trainer.parallel.processes import any_process
+from lm_trainer.health.signals import STOP_AFTER_SAVE, preempted
 from lm_trainer.run.batches import BatchIterator
 from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.loop_parts import LoopParts
@@ -42,13 +41,16 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         run.watchdog.arm(f"step {state.step}")
 
         # Agreed upon before anything is saved: a process that stopped alone would leave the others waiting for it.
-        stopping = any_process(bool(run.stop.requested))
+        asked = run.save_requests.agree(bool(run.stop.requested))
         last = state.step == run.num_train_steps
-        follow_up(run, info, last=last, stopping=stopping)
-        if stopping and not last:
+        saved = follow_up(run, info, last=last, stopping=asked.stop, keep=asked.save)
+        ends = saved and asked.stop_after_save
+        if ends:
+            run.save_requests.stopping()
+        if (asked.stop or ends) and not last:
             # The exit code of a preempted run promises that everything is saved.
             run.checkpoints.wait()
-            raise preempted(run.stop.requested, state.step)
+            raise preempted(STOP_AFTER_SAVE if ends else run.stop.requested, state.step)
         run.watchdog.disarm()
         yield info
 
@@ -82,14 +84,15 @@ def take_step(run: LoopParts, state: TrainState, batch: Batch, *, loading: float
     )
 
 
-def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool) -> None:
-    """Does everything that is due after a step, in this order.
+def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, keep: bool = False) -> bool:
+    """Does everything that is due after a step, in this order; returns True if that was a checkpoint as well.
 
     Args:
         run: everything that takes part.
         info: of the step.
         last: whether no step comes after it, so that everything is due.
         stopping: whether the run stops here, so that its state must be saved.
+        keep: whether a permanent checkpoint was asked for.
     """
     step = info.step
     if run.records:
@@ -102,9 +105,14 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool) -> 
             export.save(info, run.program, run.metrics)
     run.hooks.run(info, force=last)
     # After the hooks: one that fails leaves no checkpoint of a step that it did not see to its end.
-    if run.records and (last or stopping or run.checkpoints.due(step)):
-        run.checkpoints.save(info.state)
+    saves = run.records and (last or stopping or keep or run.checkpoints.due(step))
+    if saves:
+        run.checkpoints.save(info.state, keep=keep)
+    if saves and keep:
+        run.progress.note(f"saving a permanent checkpoint of step {step}, as asked")
+        run.save_requests.saved()
     run.profiler.on_step(step, info.metrics)
+    return saves
 
 
 def train_to_end(run: LoopParts, state: TrainState, batches: Iterable[Batch]) -> TrainState:

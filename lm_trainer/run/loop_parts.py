@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lm_trainer.health.alerts.sender import Alerts
-from lm_trainer.health.signals import StopRequest
+from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.meter import Meter
@@ -52,6 +52,7 @@ class LoopParts:
     bad_batches: BadBatchDump
     data_wait: DataWait
     stop: StopRequest
+    save_requests: SaveRequests
     watchdog: Watchdog
     progress: Progress
     records: bool
@@ -130,6 +131,7 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
             bad_batches=bad_batches,
             data_wait=data_wait,
             stop=attempt.stop,
+            save_requests=attempt.save_requests,
             watchdog=watchdog,
             progress=progress,
             records=options.records,
