@@ -1,10 +1,22 @@
 """`lmt plan`: memory, time and cost of a run on devices that need not be there."""
 
-from typing import Annotated
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
+from cli.config_file import config_file, source_file
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.plan import DeviceGroup, RunPlan
+    from lm_trainer.run.config import RunConfig
+
+_COMPILED = 3
+"""Layouts that a search compiles."""
 
 
 def plan(
@@ -13,17 +25,24 @@ def plan(
     overrides: OverridesArgument = None,
     *,
     devices: Annotated[
-        str,
+        list[str],
         typer.Option(
             "--devices",
             metavar="COUNTxKIND",
-            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu, or a slice of TPUs, such as v5p:4x4x4.",
+            help="Number and kind, such as 8xH100, 64xv5p or 1xcpu, or a slice of TPUs, such as v5p:4x4x4. Again for "
+            "each further kind.",
             show_default=False,
         ),
     ],
     mfu: Annotated[float, typer.Option("--mfu", min=0.01, max=1, help="Share of its peak that is reached.")] = 0.4,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Price of a device for an hour, in any currency.")
+        list[str] | None,
+        typer.Option(
+            "--price",
+            metavar="[KIND=]PRICE",
+            help="Price of a device for an hour, in any currency; of one kind: H100=2.5.",
+            show_default=False,
+        ),
     ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", help="Memory of each device, such as 80GiB. Default: by datasheet.")
@@ -47,6 +66,8 @@ def plan(
     from what training takes stands in the documentation under How-to, Plan a run. With --compile the compiler of the
     devices says it, and what the programs compute, move and send; no such device need be there.
 
+    Further configurations may follow the first one, and --devices may be given again: then there is one table.
+
     With --search mesh axes, microbatches, what is recomputed, determinism and attention are chosen: the fastest layouts
     that fit, and their settings as `lmt train` takes them. It says which of them change the numbers of the run.
 
@@ -58,33 +79,121 @@ def plan(
 
         lmt plan my.yaml --devices v5e:4x4 --compile
 
+        lmt plan a.yaml b.yaml --devices 8xH100 --devices v5p:4x4x4 --price H100=2.5 --price v5p=4.2
+
         lmt plan my.yaml --devices 8xH100 --search
     """
     from lm_trainer.core.runtime import prepare_process
 
     prepare_process()  # before anything imports jax
-    run = load_resolved_config(ctx, config, overrides)
+    files, settings = _files(ctx, config, overrides or [])
+    runs = {str(file): load_resolved_config(ctx, file, settings) for file in files}
 
-    import json
-
-    from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run, search_layouts
-    from lm_trainer.plan.search_table import search_lines
+    from lm_trainer.plan import Assumptions, emulate_devices, parse_bytes, parse_devices, plan_run
+    from lm_trainer.plan.comparison import Planned, comparison_lines, price_of, prices
     from lm_trainer.plan.table import lines
-    from lm_trainer.plan.target import target_devices
 
-    group = parse_devices(devices)
-    assumptions = Assumptions(mfu, price, None if memory is None else parse_bytes(memory), vocab_size)
+    groups = {text: parse_devices(text) for text in devices}
+    given = prices(price or [])
+    room = None if memory is None else parse_bytes(memory)
+    assumed = {text: Assumptions(mfu, price_of(groups[text], text, given), room, vocab_size) for text in groups}
+    if len({json.dumps(run.trainer.jax_config, sort_keys=True) for run in runs.values()}) > 1:
+        raise UserError(
+            "the configurations have different trainer.jax_config, which is of the process: plan one by one"
+        )
     # Before anything asks JAX for its devices: their number cannot change afterwards.
-    places = emulate_devices(run.trainer, group.count)
-    if own_compiler and group.kind != "cpu":
-        places = target_devices(group)
+    emulated = emulate_devices(next(iter(runs.values())).trainer, max(group.count for group in groups.values()))
+    pairs = [(name, text) for name in runs for text in groups]
+
+    def planned(name: str, text: str) -> "RunPlan":
+        places = _places(groups[text], emulated, own_compiler=own_compiler)
+        return plan_run(runs[name], groups[text], places, assumed[text], own_compiler=own_compiler)
+
     if search:
-        best = 3, lambda layout: plan_run(layout, group, places, assumptions, own_compiler=True)
-        typer.echo("searching ...", err=True)
-        ranking = search_layouts(run, group, assumptions, compile_best=best if own_compiler else None)
-        typer.echo(json.dumps(ranking.as_dict(), indent=1) if as_json else "\n".join(search_lines(ranking)))
+        options = [] if memory is None else ["--memory", memory]
+        options += [] if vocab_size is None else ["--vocab-size", str(vocab_size)]
+        found = []
+        for name, text in pairs:
+            compile_one = _compiler(name, settings, text, options) if own_compiler else None
+            found.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
+        if as_json:
+            typer.echo(json.dumps(found[0] if len(found) == 1 else {"searches": found}, indent=1))
         return
     # On stderr, since stdout may be JSON for another program.
     typer.echo("compiling ...", err=True)
-    found = plan_run(run, group, places, assumptions, own_compiler=own_compiler)
-    typer.echo(json.dumps(found.as_dict(), indent=1) if as_json else "\n".join(lines(found)))
+    if len(pairs) == 1:
+        only = planned(*pairs[0])
+        typer.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(lines(only)))
+        return
+    table = []
+    for name, text in pairs:
+        try:
+            table.append(Planned(name, text, planned(name, text)))
+        except UserError as error:
+            table.append(Planned(name, text, None, str(error)))
+    plans = {"plans": [each.as_dict() for each in table]}
+    typer.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
+
+
+def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
+    """The configurations, which come first, and the settings behind them."""
+    files = [first]
+    for word in words:
+        # A word that names no file may be a setting without its value, of which the loader knows more.
+        if "=" in word or word.startswith("-") or not _names_config(ctx, word):
+            break
+        files.append(config_file(ctx, Path(word)))
+    return files, words[len(files) - 1 :]
+
+
+def _names_config(ctx: typer.Context, word: str) -> bool:
+    return word.endswith((".yaml", ".yml")) or source_file(ctx, Path(word)).is_file()
+
+
+def _places(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) -> Any:
+    if not own_compiler or group.kind == "cpu":
+        return emulated[: group.count]
+    from lm_trainer.plan.target import target_devices
+
+    return target_devices(group)
+
+
+def _search(
+    run: "RunConfig", group: "DeviceGroup", assumptions: Any, compile_one: Callable[..., Any] | None, *, as_json: bool
+) -> dict[str, Any]:
+    """Prints a search, unless it is wanted as JSON, and returns it as plain data."""
+    from lm_trainer.plan import search_layouts
+    from lm_trainer.plan.search_table import search_lines
+
+    typer.echo("searching ...", err=True)
+    best = None if compile_one is None else (_COMPILED, compile_one)
+    found = search_layouts(run, group, assumptions, compile_best=best)
+    if not as_json:
+        typer.echo("\n".join(search_lines(found)))
+    return found.as_dict()
+
+
+def _compiler(config: str, settings: list[str], devices: str, options: list[str]) -> Callable[..., Any]:
+    """Compiles a layout in a process of its own, which a compiler may end when a program does not please it."""
+    import subprocess
+    import sys
+
+    from lm_trainer.plan.search import CompiledLayout
+
+    def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
+        typer.echo(f"compiling with {' '.join(overrides) or 'the configuration as it is'} ...", err=True)
+        command = [sys.executable, "-m", "cli", "plan", config, *settings, *overrides, "--devices", devices, *options]
+        done = subprocess.run([*command, "--compile", "--json"], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(_reason(done.stderr))
+        return CompiledLayout.from_json(json.loads(done.stdout))
+
+    return compile_one
+
+
+def _reason(stderr: str) -> str:
+    """One line that says why a command failed: its own error, else that of the compiler that ended the process."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    marks = ("error: ", "Check failed", "Error")
+    found = next((line for mark in marks for line in lines if mark in line), lines[-1] if lines else "no output")
+    return found.removeprefix("error: ")[:300]

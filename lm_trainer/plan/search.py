@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
 from lm_trainer.plan.memory import PhaseBytes
-from lm_trainer.plan.run import Assumptions, RunPlan, attention_backend
+from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token
@@ -32,8 +32,28 @@ MARGIN = 0.1
 SHOWN = 5
 """Layouts in a ranking."""
 
-Compile = Callable[[RunConfig], RunPlan]
-"""Plans a configuration by the devices' own compiler."""
+
+@dataclass(frozen=True)
+class CompiledLayout:
+    """The word of the devices' own compiler about a layout."""
+
+    memory: PhaseBytes
+    """The phase that takes most."""
+    seconds: tuple[float, float] | None
+    """The least and the most of a step; None where no datasheet has the figures."""
+
+    @classmethod
+    def from_json(cls, plan: Mapping[str, Any]) -> CompiledLayout:
+        """Reads what `lmt plan --compile --json` prints."""
+        peak = max(plan["memory"]["phases"], key=lambda phase: phase["bytes"])
+        seconds = plan["compiled"].get("step_seconds")
+        return cls(
+            PhaseBytes(peak["name"], peak["parts"]), None if seconds is None else (seconds["least"], seconds["most"])
+        )
+
+
+Compile = Callable[[tuple[str, ...]], CompiledLayout]
+"""Compiles the run with the overrides of a layout, for the devices of the search."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +66,11 @@ class Candidate:
     cost: StepCost
     """By the cost model."""
     memory: PhaseBytes
-    """Of one device, in the phase that takes most: estimated, or with `plan` the compiler's word."""
+    """The phase of a device that takes most: estimated, or with `compiled` the compiler's word."""
     limit: int | None
     """Bytes that it may take; None where nobody knows."""
-    plan: RunPlan | None = None
-    """By the devices' own compiler; None where it was not asked."""
+    compiled: CompiledLayout | None = None
+    """None where the devices' own compiler was not asked."""
     refused: str | None = None
     """The compiler's reason not to compile it."""
 
@@ -61,12 +81,11 @@ class Candidate:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The least and the most seconds of a step by the compiled programs."""
-        time = None if self.plan is None or self.plan.compiled is None else self.plan.compiled.time
-        return None if time is None else (time.least, time.most)
+        return None if self.compiled is None else self.compiled.seconds
 
     @property
     def seconds(self) -> float:
-        """Of a step: by the cost model, or the geometric mean of the bounds by the compiled programs."""
+        """Seconds of a step: by the cost model, or the geometric mean of the bounds by the compiled programs."""
         return self.cost.seconds if self.interval is None else math.sqrt(math.prod(self.interval))
 
 
@@ -270,11 +289,11 @@ def _compiled(found: Search, count: int, compile_one: Compile) -> Search:
             break
         limit = None if found.budget is None else found.budget.bytes
         try:
-            plan = compile_one(candidate.layout.config)
+            word = compile_one(candidate.layout.overrides)
         except UserError as error:
             rejected.append(replace(candidate, refused=str(error)))
             continue
-        compiled = replace(candidate, plan=plan, memory=plan.memory.peak, limit=limit)
+        compiled = replace(candidate, compiled=word, memory=word.memory, limit=limit)
         (fitting if compiled.fits else rejected).append(compiled)
     ranked = tuple(sorted(fitting, key=lambda each: each.seconds))
     settled = {id(each.layout): each for each in (*fitting, *rejected)}

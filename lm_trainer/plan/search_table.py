@@ -12,7 +12,7 @@ _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but
 
 def search_lines(found: Search) -> Iterator[str]:
     """Lines of a search: the ranking, and the settings of the fastest layout as `lmt train` takes them."""
-    group, compiled = found.devices, any(each.plan is not None for each in found.ranked)
+    group, compiled = found.devices, any(each.compiled is not None for each in found.ranked)
     yield f"devices   {group.count} x {group.kind}{_room(found, compiled)}"
     yield f"searched  {found.considered:,} layouts by the cost model" + (
         f", of which {len(found.ranked) + len(found.rejected)} were compiled" if compiled or found.rejected else ""

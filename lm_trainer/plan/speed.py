@@ -34,7 +34,7 @@ class StepCost:
     compute: float
     """Products of the model, at the assumed MFU."""
     recompute: float
-    """What the backward pass computes again."""
+    """Products that the backward pass computes again."""
     memory: float
     """Parameters, gradients and scores on their way through memory."""
     network: float
@@ -80,17 +80,17 @@ class Work:
     trainer: TrainerConfig
     seq_len: int
     plan: MicrobatchPlan
-    """Of the largest batch."""
+    """The largest batch of the run."""
     sizes: dict[str, int]
     """Mesh axis -> devices."""
     shards: int
-    """Of the rows of a batch."""
+    """Shards of the rows of a batch."""
     turns: int
     """Times that a layer is gathered for some of the microbatches of a step, forward and backward together once."""
     params: int
     """Numbers in the parameters as one device computes with them, gathered over the batch axes."""
     backend: str
-    """That computes attention."""
+    """Implementation of attention."""
     training_flops: int
     """FLOPs of a training step for each token."""
 
@@ -105,7 +105,7 @@ class Work:
 
     @property
     def microbatches(self) -> int:
-        """Of the device that has most."""
+        """Microbatches of the device that has most."""
         return Shares(self.plan.count, self.shards).most
 
     @property

@@ -54,7 +54,7 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
     else:
         yield "step time", f"{time.step_seconds:.3g} s" + (" at the assumed MFU" if plan.compiled else "")
-        yield "time", f"{_time(time.seconds)}, {time.device_hours:,.4g} device hours"
+        yield "time", f"{duration_of(time.seconds)}, {time.device_hours:,.4g} device hours"
     if time is not None and time.cost is not None:
         yield "cost", f"{time.cost:,.2f}" if time.cost >= 0.01 else f"{time.cost:.2g}"
     if plan.compiled is not None:
@@ -148,7 +148,7 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def _time(seconds: float) -> str:
+def duration_of(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
 
 

@@ -1,0 +1,112 @@
+"""Plans of several configurations on several kinds of devices, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.plan.run import RunPlan
+from lm_trainer.plan.table import columns, duration_of, size_of
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A configuration on some devices."""
+
+    config: str
+    """The name of the configuration."""
+    devices: str
+    """As the user wrote them."""
+    plan: RunPlan | None
+    """None where the devices cannot share the work."""
+    refused: str | None = None
+    """The reason, where there is no plan."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, in SI units."""
+        named = {"config": self.config, "wanted": self.devices, "refused": self.refused}
+        return named if self.plan is None else {**named, **self.plan.as_dict(), **rates(self.plan)}
+
+
+def rates(plan: RunPlan) -> dict[str, Any]:
+    """Tokens per second, by the assumed MFU, and whether the run fits; None where nobody knows."""
+    fits = None if plan.budget is None else plan.memory.peak.bytes <= plan.budget.bytes
+    per_second = None if plan.time is None else plan.work.tokens_per_step / plan.time.step_seconds
+    return {"fits": fits, "tokens_per_second": per_second}
+
+
+def prices(texts: Sequence[str]) -> Mapping[str, float]:
+    """Reads prices of a device for an hour: `2.5`, for all kinds, or `H100=2.5` for one.
+
+    Returns:
+        The text of the kind, in lower case and "" for all, -> price.
+
+    Raises:
+        UserError: for what is no number, or a negative one.
+    """
+    found = {}
+    for text in texts:
+        kind, _, number = text.rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = -1.0
+        if not 0 <= price < float("inf"):
+            raise UserError(f"--price {text}: expected a number, such as 2.5, or one for a kind of device: H100=2.5")
+        found[kind.strip().lower()] = price
+    return found
+
+
+def price_of(group: DeviceGroup, devices: str, given: Mapping[str, float]) -> float | None:
+    """The price of a device for an hour; None where none is given.
+
+    Args:
+        group: the devices.
+        devices: as the user wrote them, such as `8xH100` or `v5e:4x4`.
+        given: as of `prices`.
+    """
+    written = devices.lower()
+    names = (name for name in given if name and (name == group.kind.lower() or name in _parts(written)))
+    return next((given[name] for name in names), given.get(""))
+
+
+def _parts(written: str) -> tuple[str, ...]:
+    kind = written.split(":")[0].strip()
+    return kind, kind.lstrip("0123456789").lstrip(" x*").strip()
+
+
+def comparison_lines(found: Sequence[Planned]) -> Iterator[str]:
+    """A table with one row for each plan, and the reasons why there are no others."""
+    priced = any(
+        each.plan is not None and each.plan.time is not None and each.plan.time.cost is not None for each in found
+    )
+    head = ["configuration", "devices", "peak", "of", "fits", "step", "tokens/s", "time", *(["cost"] if priced else [])]
+    yield from columns([head, *(_row(each, priced=priced) for each in found)])
+    for each in found:
+        if each.refused is not None:
+            yield f"{each.config} on {each.devices}: {each.refused}"
+    yield "note: Steps and times are those at the assumed MFU (--mfu); lmt plan of one of them says more."
+
+
+def _row(each: Planned, *, priced: bool) -> list[str]:
+    plan = each.plan
+    if plan is None:
+        return [each.config, each.devices, "none: below", *[""] * (5 + priced)]
+    room = "n/a" if plan.budget is None else size_of(plan.budget.bytes)
+    said = rates(plan)
+    fits = {None: "n/a", True: "yes", False: "NO"}[said["fits"]]
+    row = [each.config, each.devices, size_of(plan.memory.peak.bytes), room, fits]
+    if plan.time is None:
+        return [*row, "n/a", "n/a", "n/a", *(["n/a"] if priced else [])]
+    cost = "n/a" if plan.time.cost is None else f"{plan.time.cost:,.2f}"
+    step = f"{plan.time.step_seconds:.3g} s"
+    return [
+        *row,
+        step,
+        f"{said['tokens_per_second']:,.0f}",
+        duration_of(plan.time.seconds),
+        *([cost] if priced else []),
+    ]
