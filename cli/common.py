@@ -1,7 +1,7 @@
 """Arguments and helpers that several commands share: `CONFIG [KEY=VALUE]...`, `RUN`, `MODEL`, `--json`."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +40,12 @@ def _check_local_or_hub(param: typer.CallbackParam, value: Any) -> Any:
     return _checked(param, value, name=HUB_NAME)
 
 
+def _check_place(param: typer.CallbackParam, value: Any) -> Any:
+    from lm_trainer.core.bucket import PLACES
+
+    return _checked(param, value, schemes=PLACES)
+
+
 def _find_config(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
     return config_file(ctx, _checked(param, value))
 
@@ -48,10 +54,10 @@ def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> 
     return source_file(ctx, _checked(param, value))
 
 
-def _checked(param: typer.CallbackParam, value: Any, name: str = "") -> Any:
+def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
     """Refuses URLs in the place of one path or of several."""
     for path in value if isinstance(value, list | tuple) else [value]:
-        if path is not None and (problem := url_problem(path, name=name)):
+        if path is not None and (problem := url_problem(path, schemes, name)):
             shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
             raise UserError(f"{shown}: {problem}")
     return value
@@ -59,6 +65,8 @@ def _checked(param: typer.CallbackParam, value: Any, name: str = "") -> Any:
 
 path_argument = partial(typer.Argument, callback=_check_local)
 """An argument that takes a path; every such argument is one, so that none takes a URL for a directory's name."""
+place_argument = partial(typer.Argument, callback=_check_place)
+"""An argument that takes a path or a URL of object storage."""
 path_option = partial(typer.Option, callback=_check_local)
 """An option that takes a path, as `path_argument`."""
 config_argument = partial(typer.Argument, callback=_find_config)
@@ -83,10 +91,15 @@ OverridesArgument = Annotated[
 ]
 
 
-RunArgument = Annotated[str, path_argument(metavar="RUN", help="A run id or a run directory.", show_default=False)]
-_MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory."
-ModelArgument = Annotated[str, path_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
-ExportedArgument = Annotated[str, path_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
+RunArgument = Annotated[
+    str,
+    place_argument(
+        metavar="RUN", help="A run id, a run directory, or the URL of its checkpoints in a bucket.", show_default=False
+    ),
+]
+_MODEL_HELP = "A run id, a run or checkpoint directory, or a Hugging Face directory; or the URL of one in a bucket."
+ModelArgument = Annotated[str, place_argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)]
+ExportedArgument = Annotated[str, place_argument(metavar="RUN", help=_MODEL_HELP, show_default=False)]
 CheckpointOption = Annotated[
     int | None, typer.Option("--step", metavar="N", help="Step of a run's checkpoint.", show_default="newest")
 ]

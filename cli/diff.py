@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import JsonOption, path_argument
+from cli.common import JsonOption, place_argument
 
 if TYPE_CHECKING:
     from lm_trainer.reproduce.compare import Comparison
@@ -16,8 +16,8 @@ _JSON_NAMES = {"divergence": "parting"}
 
 
 def diff(
-    run_a: Annotated[str, path_argument(metavar="RUN_A", help="A run id or a run directory.", show_default=False)],
-    run_b: Annotated[str, path_argument(metavar="RUN_B", help="Another one.", show_default=False)],
+    run_a: Annotated[str, place_argument(metavar="RUN_A", help="A run id, directory or URL.", show_default=False)],
+    run_b: Annotated[str, place_argument(metavar="RUN_B", help="Another one.", show_default=False)],
     as_json: JsonOption = False,
 ) -> None:
     """Find the first step where two runs part, and why.

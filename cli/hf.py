@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option
+from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option, place_argument
 
 
 class ExportDtype(StrEnum):
@@ -19,7 +19,12 @@ class ExportDtype(StrEnum):
 def export_hf(
     run: ExportedArgument,
     out: Annotated[
-        Path, path_argument(metavar="OUT", help="The directory to write; must be new or empty.", show_default=False)
+        str,
+        place_argument(
+            metavar="OUT",
+            help="The directory to write, or the URL of one in a bucket; must be new or empty.",
+            show_default=False,
+        ),
     ],
     step: CheckpointOption = None,
     dtype: Annotated[ExportDtype, typer.Option(help="Numbers in the weight files.")] = ExportDtype.F32,
@@ -55,6 +60,7 @@ def export_hf(
 
         lmt export-hf my-adapter out/ --merge
     """
+    from lm_trainer.core.bucket import open_place
     from lm_trainer.export.huggingface import ExportOptions
     from lm_trainer.export.weights import parse_size
     from lm_trainer.run.hf_transfer import check_export, export_model
@@ -64,8 +70,9 @@ def export_hf(
         dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
     )
     # Before the weights are read, which takes a while for a large model.
-    check_export(out, options)
-    result = export_model(open_for_export(run, step=step, merge=merge), out, options, public=public)
+    place = open_place(out)
+    check_export(place, options)
+    result = export_model(open_for_export(run, step=step, merge=merge), place, options, public=public)
     typer.echo(f"exported to {out}")
     if result:
         typer.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")

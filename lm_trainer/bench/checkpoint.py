@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lm_trainer.checkpoint.store import CheckpointStore
-from lm_trainer.core.files import make_writable
+from lm_trainer.core.files import local_path, make_writable
 from lm_trainer.profile.timing import Measured, Spread, interleaved, si, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.checkpoints import save_state, saved_arrays
@@ -31,7 +31,7 @@ def measure_checkpoints(config: RunConfig, *, repeats: int, steps: int) -> Measu
     Raises:
         UserError: as `configured_program`, or when the directory cannot be written.
     """
-    base = Path(config.trainer.checkpointer.base_path)
+    base = local_path(config.trainer.checkpointer.base_path)
     # The innermost first.
     missing = [directory for directory in (base, *base.parents) if not directory.exists()]
     make_writable(base, "trainer.checkpointer.base_path")

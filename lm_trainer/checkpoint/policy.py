@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import ClassVar
 
 from pydantic import PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, Duration, LocalPath
+from lm_trainer.core.bucket import open_place
+from lm_trainer.core.config import Config, Duration, PlacePath, PositiveDuration
 
 
 class KeepEvery(Config):
@@ -24,8 +24,9 @@ class KeepEvery(Config):
 class CheckpointerConfig(Config):
     """Two overlapping policies: by time (temporary, replaced by the next) and by step (permanent)."""
 
-    base_path: LocalPath = "checkpoints/"
-    """Directory of the checkpoints of all runs; the run's id is appended."""
+    base_path: PlacePath = "checkpoints/"
+    """Directory of the checkpoints of all runs; the run's id is appended. It may be a URL of gs:// or s3://, beside
+    whose checkpoints a copy of the run directory is kept."""
     save_interval: Duration = timedelta(minutes=15)
     """A temporary checkpoint is written when so much time has passed since the last checkpoint. The one before the
     newest is deleted when the next save begins, or at the end of the run: until then it is what a resume falls back on
@@ -36,6 +37,10 @@ class CheckpointerConfig(Config):
     """Put the checkpoints into a directory of `base_path` that is named after the run."""
     delete_old_temp_checkpoints: bool = True
     """Delete temporary checkpoints of earlier attempts at this run like those of this one."""
+    retry_for: PositiveDuration = timedelta(minutes=5)
+    """In a bucket, the time after which a save that does not get through ends the run."""
+    grace_period: PositiveDuration = timedelta(seconds=30)
+    """In a bucket, the time that the last save has after a stop signal: that after which the machine is taken away."""
 
     absent: ClassVar[Mapping[str, str]] = {
         "create": "use CheckpointStore(Path(config.expanded_path(run_id)), config) of lm_trainer.checkpoint.store",
@@ -43,7 +48,7 @@ class CheckpointerConfig(Config):
 
     def expanded_path(self, run_id: str) -> str:
         """The directory of the checkpoints of a run."""
-        base = Path(self.base_path)
+        base = open_place(self.base_path)
         return str(base / run_id if self.append_run_id_to_base_path else base)
 
     @model_validator(mode="after")

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from lm_trainer.core.bucket import PLACES
 from lm_trainer.core.files import HUB_NAME, url_problem
 
 
@@ -138,6 +139,16 @@ Duration = Annotated[
 """A span of time as people write it: `15m`, `1h30m`, `90s`."""
 
 
+def _is_positive(value: timedelta) -> timedelta:
+    if value <= timedelta(0):
+        raise ValueError(f"expected a duration above zero, got {format_duration(value)}")
+    return value
+
+
+PositiveDuration = Annotated[Duration, AfterValidator(_is_positive)]
+"""Such a span that is not empty."""
+
+
 def fraction_or_steps(value: float, total: int) -> int:
     """Turns a setting that is a fraction of `total` steps (<= 1.0 as a float) or a number of steps into steps.
 
@@ -189,6 +200,9 @@ class Takes:
 
 LocalPath = Annotated[str, Takes()]
 """A path on this machine; a URL, which would be taken for the name of a directory, is refused."""
+
+PlacePath = Annotated[str, Takes(schemes=PLACES)]
+"""A path on this machine, or a URL of object storage."""
 
 LocalPathOrHubName = Annotated[str, Takes(name=HUB_NAME)]
 """A path on this machine, or a name on the Hugging Face hub."""

@@ -15,6 +15,7 @@ AnyPath = str | os.PathLike[str]
 
 TAKE_URLS = (
     *("data.train_urls", "data.validation_urls", "data.cache_dir", "data.source.path"),
+    *("trainer.checkpointer.base_path", "trainer.load_checkpoint_path", "trainer.initialize_from", "hf_save_path"),
     *("trainer.tracker.logdir", "trainer.jax_compilation_cache_dir"),
 )
 """Keys that take URLs."""

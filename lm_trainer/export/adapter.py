@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm_trainer.core.bucket import Place
 from lm_trainer.export.card import TrainingFacts, adapter_card
 from lm_trainer.export.huggingface import DTYPES, FILES, ExportOptions
 from lm_trainer.export.output import complete_directory
@@ -40,7 +40,7 @@ class AdapterModel:
     facts: TrainingFacts = field(default_factory=TrainingFacts)
 
 
-def write_adapter(out: Path, model: AdapterModel, options: ExportOptions) -> None:
+def write_adapter(out: Place, model: AdapterModel, options: ExportOptions) -> None:
     """Writes the adapter to `out`, which is complete afterwards, or as it was before if this raises.
 
     Raises:

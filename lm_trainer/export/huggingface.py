@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.output import complete_directory
@@ -79,7 +80,7 @@ class ExportOptions:
     """`ORG/NAME` on the hub, for the snippet in the card."""
 
 
-def write_hf(out: Path, model: TextModel, options: ExportOptions) -> None:
+def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
     """Writes the model to `out`, which is complete afterwards, or as it was before if this raises.
 
     Tensors are copied off the devices one after another; the host holds those of one file at a time.

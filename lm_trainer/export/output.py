@@ -6,28 +6,42 @@ import contextlib
 import errno
 import fcntl
 import fnmatch
+import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from lm_trainer.core.bucket import Bucket, Place, read_json
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
 
+COMPLETE = "_COMPLETE.json"
+"""The object that is written last into a directory of a bucket, with the names and sizes of all others."""
 
-def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> None:
+
+def check_output(out: Place, *, overwrite: bool, replaceable: Sequence[str]) -> None:
     """Checks that `complete_directory` may place its result at `out`; changes nothing.
 
     Raises:
         UserError: when `out` is a URL or a file, or holds files and `overwrite` is not set, or holds a file whose name
             matches none of the patterns in `replaceable`: a file of somebody else is never deleted.
     """
+    if isinstance(out, Bucket):
+        # Without its last object it is what a writer that was killed has left.
+        _check_free(out, out.list(), overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
+        return
     local_path(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out}: exists and is not a directory; choose another name")
     found = sorted(path.name for path in out.iterdir())
+    _check_free(out, found, overwrite=overwrite, replaceable=replaceable)
+
+
+def _check_free(out: Place, found: Sequence[str], *, overwrite: bool, replaceable: Sequence[str]) -> None:
     if found and not overwrite:
         raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
     foreign = [name for name in found if not any(fnmatch.fnmatchcase(name, pattern) for pattern in replaceable)]
@@ -39,15 +53,20 @@ def check_output(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> N
 
 
 @contextlib.contextmanager
-def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
+def complete_directory(out: Place, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
     """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
-    The leftovers of a killed writer are removed by the next one for the same `out`.
+    The leftovers of a killed writer are removed by the next one for the same `out`. In a bucket an object with the list
+    of all others is written last, so that a directory without it is not complete.
 
     Raises:
         UserError: as `check_output`, or when somebody else is writing `out` at this moment.
         MachineError: when the file system refuses.
     """
+    if isinstance(out, Bucket):
+        with _uploaded(out, overwrite=overwrite, replaceable=replaceable) as draft:
+            yield draft
+        return
     # Checked as it was written: made absolute, a URL looks like any other directory.
     out = Path(os.path.abspath(local_path(out)))
     check_output(out, overwrite=overwrite, replaceable=replaceable)
@@ -69,6 +88,38 @@ def complete_directory(out: Path, *, overwrite: bool, replaceable: Sequence[str]
                 _place(draft, out)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
+    check_output(out, overwrite=overwrite, replaceable=replaceable)
+    with tempfile.TemporaryDirectory(prefix="lmt-") as directory, _machine_errors(out):
+        draft = Path(directory)
+        yield draft
+        check_output(out, overwrite=overwrite, replaceable=replaceable)
+        # From here until its last object is there again, it is not complete.
+        out.delete(COMPLETE)
+        sizes = {str(path.relative_to(draft)): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
+        out.delete(*(name for name in out.list() if name not in sizes))
+        out.put(draft)
+        out.write(COMPLETE, json.dumps({"files": sizes}, indent=1).encode())
+
+
+def is_export(bucket: Bucket) -> bool:
+    """Returns True if a directory of a bucket is complete as `complete_directory` left it."""
+    return bucket.read(COMPLETE) is not None
+
+
+def exported_files(bucket: Bucket) -> list[str]:
+    """The files of such a directory.
+
+    Raises:
+        UserError: when one of them is gone.
+    """
+    files, there = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
+    if gone := sorted(set(files) - there):
+        raise UserError(f"{bucket}: {gone[0]} is gone; export the model again")
+    return sorted(files)
 
 
 def _place(draft: Path, out: Path) -> None:
@@ -118,7 +169,7 @@ def _locked(draft: Path, out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _machine_errors(out: Path) -> Iterator[None]:
+def _machine_errors(out: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_record
 from lm_trainer.config.loader import load
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.find import checkpoints_of, find_run
@@ -28,7 +29,7 @@ class RunRecord:
     path: Path
     """Absolute."""
     id: str
-    checkpoints: Path
+    checkpoints: Place
     identity: Mapping[str, Any]
     """The part of the last configuration that decides numbers."""
     changes: Sequence[Mapping[str, Any]]
@@ -40,7 +41,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: str | Path) -> RunRecord:
-        """Reads a run by its id (in `logs`) or its directory.
+        """Reads a run by its id (in `logs`), its directory, or the URL of its checkpoints in a bucket.
 
         Raises:
             UserError: when there is no such run, or it has not written any metrics.

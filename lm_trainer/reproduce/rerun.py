@@ -14,6 +14,7 @@ from typing import Any
 from lm_trainer.checkpoint.digest import digests, hashes
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
@@ -105,7 +106,7 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
         configure_again(record, config.trainer, start + 1)  # before a checkpoint is read, which starts the backends
         saved = record.checkpoint(start)
         if start in record.saved():
-            _link_checkpoint(record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
+            config = _with_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
         # A configuration that was changed at this very step has to be allowed again, as the user did then.
         changed = any(change["step"] == start for change in record.changes)
         # At the start of a run the hash chain is empty; a checkpoint of before there were chains has none.
@@ -148,8 +149,11 @@ def _isolated(config: RunConfig, scratch: Path, name: str) -> RunConfig:
     return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes), "hf_save_path": None})
 
 
-def _link_checkpoint(checkpoints: Path, step: int, scratch: Path) -> None:
-    """Gives the scratch run one checkpoint of the run, by a link: arrays may be large, and are only read."""
+def _with_checkpoint(config: RunConfig, checkpoints: Place, step: int, scratch: Path) -> RunConfig:
+    """Gives the scratch run one checkpoint of the run, by a link or its URL: arrays may be large, and are only read."""
+    if isinstance(checkpoints, Bucket):
+        trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
+        return config.model_copy(update={"trainer": trainer})
     scratch.mkdir(parents=True)
     for name in ("config.yaml", "tokenizer"):
         source = checkpoints / name
@@ -158,6 +162,7 @@ def _link_checkpoint(checkpoints: Path, step: int, scratch: Path) -> None:
         elif source.is_file():
             shutil.copyfile(source, scratch / name)
     (scratch / str(step)).symlink_to(checkpoints / str(step), target_is_directory=True)
+    return config
 
 
 class QuietProgress(Progress):

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.models.hf import param_infos
@@ -43,7 +43,7 @@ _INDECISIVE = frozenset(
 class Base:
     """The checkpoint of a run whose weights stay frozen while an adapter is trained."""
 
-    directory: Path
+    directory: Place
     step: int | None
     """None: the newest."""
 
@@ -92,7 +92,7 @@ def _recorded_step(store: CheckpointStore) -> int | None:
     return None
 
 
-def _check_same_function(where: Path, theirs: RunConfig, ours: RunConfig) -> None:
+def _check_same_function(where: Place, theirs: RunConfig, ours: RunConfig) -> None:
     """Refuses a base that computes something else, even where its parameters have the right shapes."""
     found, wanted = (_decisive(config.model.spec(1)) for config in (theirs, ours))
     lines = [
@@ -122,7 +122,7 @@ def _decisive(spec: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _check_same_model(where: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same_model(where: Place, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     theirs, ours = ({name: tuple(x.shape) for name, x in each.items()} for each in (found, wanted))
     lines = [
         f"{name}: {theirs.get(name)} there, {ours.get(name)} here"
@@ -170,7 +170,7 @@ def _size(model: ModelDef, *, trained: bool) -> int:
     return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
-def load_whole(run: str | Path, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
+def load_whole(run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
     """As `load_model`; an adapter is merged into the model that it was trained on.
 
     Raises:
@@ -198,7 +198,7 @@ def base_name(config: RunConfig) -> str:
     return config.trainer.initialize_from or source_name(config)
 
 
-def _base_params(run: str | Path, loaded: LoadedModel) -> dict[str, Any]:
+def _base_params(run: str | Place, loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.config
     try:
         if config.trainer.initialize_from is not None:

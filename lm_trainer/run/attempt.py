@@ -77,7 +77,9 @@ def open_attempt(
     Raises:
         UserError: when the run directory is in use or holds another run, or the devices do not fit.
     """
-    directory = RunDirectory(config, settings, config.id or "run", allow_change=allow_config_change)
+    directory = RunDirectory(
+        config, settings, config.id or "run", allow_change=allow_config_change, waiting=progress.phase
+    )
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         save_requests = stack.enter_context(SaveRequests(directory.path))
@@ -88,7 +90,8 @@ def open_attempt(
         check_devices(config)
         stack.enter_context(directory)
         # Closed before the directory: its lock is held until the last save is on disk.
-        store = stack.enter_context(closing(CheckpointStore(directory.checkpoints, config.checkpointer)))
+        checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)
+        store = stack.enter_context(closing(checkpointer))
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
         # The first to hear of a failure: whatever is closed after it would wait for the other processes.
         stack.push(failure_detector.report)

@@ -76,6 +76,14 @@ class Checkpoints:
             # The programs of the checks and hashes were compiled in that time, which is no step's.
             self._metrics.pause()
 
+    def poll(self) -> None:
+        """Raises `MachineError` if the save under way has failed, or another process has taken the run over."""
+        self._store.poll()
+
+    def hurry(self) -> None:
+        """Has what is still to be saved done within the grace period of a stop signal, where that is limited."""
+        self._store.hurry()
+
     def keep(self, state: TrainState) -> None:
         """Saves a state unless that has been done, and waits until it is on disk."""
         # The save under way may be that of this very state.

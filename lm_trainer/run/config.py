@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, LocalPath, LocalPathOrHubName
+from lm_trainer.core.bucket import is_bucket
+from lm_trainer.core.config import Config, LocalPathOrHubName, PlacePath
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, keep_numeric
@@ -52,9 +53,10 @@ class RunConfig(Config):
     use_hf_model_config: Operational[bool] = False
     """Take the model section from the config.json of that checkpoint. Keys that are written must not contradict it, but
     for a `seq_len` where positions are not learned; what config.json does not say can be set."""
-    hf_save_path: Operational[LocalPath | None] = None
+    hf_save_path: Operational[PlacePath | None] = None
     """Export the model during training, for `transformers` (of a run that trains an adapter, the adapter for `peft`),
-    to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says."""
+    to `hf_save_path`/id/step-N, as `trainer.checkpointer.append_run_id_to_base_path` says. It may be a URL of gs:// or
+    s3://."""
     hf_save_steps: Operational[PositiveInt] = 10_000
     """Steps between exports; there is one after the last step as well."""
     hf_upload: Operational[bool | str] = False
@@ -81,6 +83,8 @@ class RunConfig(Config):
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf; set it as well")
         if self.hf_upload and self.hf_save_path is None:
             raise ValueError("hf_upload uploads what is exported to hf_save_path; set it as well")
+        if self.hf_upload and is_bucket(self.hf_save_path or ""):
+            raise ValueError("hf_upload uploads from a directory of this machine; write one as hf_save_path")
         return self
 
     @model_validator(mode="after")

@@ -10,16 +10,20 @@ import logging
 import os
 import shutil
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from lm_trainer.config.render import to_yaml
+from lm_trainer.core.bucket import Bucket, Place, open_place, read_json, written_to
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.core.lease import Lease
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
+from lm_trainer.run.copy import COPY, RunCopy
 from lm_trainer.run.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.trainer_config import TrainerConfig
 
@@ -34,15 +38,16 @@ def run_id(config: RunConfig, config_name: str) -> str:
     return config.trainer.id or os.environ.get("RUN_ID") or f"{config_name}-{config_hash(config)}"
 
 
-def checkpoint_directory(trainer: TrainerConfig, name: str) -> Path:
+def checkpoint_directory(trainer: TrainerConfig, name: str) -> Place:
     """The directory of the checkpoints of the run `name`."""
-    return Path(trainer.checkpointer.expanded_path(name))
+    return open_place(trainer.checkpointer.expanded_path(name))
 
 
 class RunDirectory:
     """Opens or creates `log_dir`/id for one attempt at a run; use it as a context manager.
 
-    Of several processes the first holds and writes it.
+    Of several processes the first holds and writes it. Where the checkpoints are in a bucket, a copy of the directory
+    is kept beside them, and replaces it where it is missing or older.
 
     Args:
         trainer: says where.
@@ -50,18 +55,31 @@ class RunDirectory:
         name: the run's id.
         allow_change: whether the run may go on with another configuration than before. The change takes effect, and is
             written down, with the first step that is computed under it.
+        waiting: told why the start has to wait for another process, where it has to.
 
     Raises:
         UserError: when it cannot be written, is in use, or holds another configuration.
     """
 
-    def __init__(self, trainer: TrainerConfig, settings: Config, name: str, *, allow_change: bool = False):
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        settings: Config,
+        name: str,
+        *,
+        allow_change: bool = False,
+        waiting: Callable[[str], Any] | None = None,
+    ):
         self.name, self.allow_change = name, allow_change
         self._differences: list[str] = []
         self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
         self.path = Path(trainer.log_dir) / name
-        self.checkpoints = checkpoint_directory(trainer, name).absolute()
+        checkpoints = checkpoint_directory(trainer, name)
+        self.checkpoints: Place = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
         self._locks = contextlib.ExitStack()
+        self._copy = RunCopy(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
+        self._lease: Lease | None = None
+        self._waiting = waiting
 
     def __enter__(self) -> Self:
         # The others wait: what they read in the directory is complete, or the first process has raised.
@@ -72,11 +90,14 @@ class RunDirectory:
 
     def _hold(self) -> None:
         try:
-            # A set: both may be one directory, which cannot be locked twice.
-            for directory in {self.path.absolute(), self.checkpoints}:
+            for directory in self._local_directories():
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(_lock(directory))
+            if self._copy is not None:
+                self._hold_bucket(self._copy)
             self._check()
+            if self._copy is not None:
+                self._locks.enter_context(self._copy)
         # `__exit__` is not called when `__enter__` raises.
         except BaseException:
             self._locks.close()
@@ -84,6 +105,38 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self._locks.close()
+
+    def _local_directories(self) -> set[Path]:
+        # A set: both may be one directory, which cannot be locked twice.
+        return {place.absolute() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
+
+    def _hold_bucket(self, copy: RunCopy) -> None:
+        assert isinstance(self.checkpoints, Bucket)
+        self.checkpoints.probe("trainer.checkpointer.base_path")
+        self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
+        there = read_json(self.checkpoints, f"{COPY}/run.json").get("id", self.name)
+        if there != self.name:
+            raise UserError(
+                f"{self.checkpoints} holds the checkpoints of the run {there}; choose another place with "
+                f"trainer.checkpointer.base_path, or let append_run_id_to_base_path give each run one of its own"
+            )
+        copy.fetch()
+
+    def before_commit(self) -> None:
+        """Makes sure that the checkpoint that is about to appear in a bucket belongs there, beside what led to it.
+
+        Raises:
+            MachineError: when another process has taken the run over, or the bucket cannot be written.
+        """
+        if self._lease is not None and self._copy is not None:
+            # The copy first: metrics up to the checkpoint's step are there when a resume finds it.
+            self._copy.push()
+            self._lease.confirm()
+
+    def check_held(self) -> None:
+        """Raises `MachineError` when another process has taken the run over, which a bucket cannot keep it from."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _check(self) -> None:
         record = self.path / "run.json"
@@ -107,7 +160,8 @@ class RunDirectory:
             content["changes"] = changes
         write_atomically(self.path / "run.json", json.dumps(content, indent=1) + "\n")
         text = without_credentials(to_yaml(self.config))
-        for directory in (self.path, self.checkpoints):
+        write_atomically(self.path / "config.yaml", text)
+        with written_to(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
 
     def write_artifact(self, name: str, artifact: Any) -> Path:
@@ -133,6 +187,9 @@ class RunDirectory:
         return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
 
     def _attempts(self) -> list[dict[str, Any]]:
+        # Asked before the directory is held, and so before a newer copy has replaced it.
+        if self._copy is not None:
+            return json.loads(self._copy.read("env.json") or b"[]")
         file = self.path / "env.json"
         return json.loads(file.read_text()) if file.exists() else []
 

@@ -6,19 +6,26 @@ import json
 import re
 from pathlib import Path
 
+from lm_trainer.core.bucket import Bucket, Place, is_bucket, local_copy, open_place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
+from lm_trainer.run.copy import COPY
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
 
 
 def find_run(run: str | Path) -> Path:
-    """Finds the directory of a run by its id or its path; returns an absolute path.
+    """Finds the directory of a run by its id, its path, or the URL of its checkpoints in a bucket.
+
+    Returns:
+        An absolute path; of a run in a bucket, that of a local copy of its files without the checkpoints.
 
     Raises:
-        UserError: when there is none, naming those that there are, and for a URL.
+        UserError: when there is none, naming those that there are, and for a URL that is none of a bucket.
     """
+    if is_bucket(run):
+        return _copy_of(Bucket(str(run)))
     for candidate in (local_path(run), _LOGS / run):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
@@ -27,15 +34,39 @@ def find_run(run: str | Path) -> Path:
     raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', _LOGS)}")
 
 
-def find_checkpoints(run: str | Path) -> tuple[Path, int | None]:
+def _copy_of(checkpoints: Bucket) -> Path:
+    if checkpoints.read(f"{COPY}/run.json") is None:
+        raise UserError(f"{checkpoints}: there is no run{_runs_in(checkpoints)}")
+    return local_copy(checkpoints, COPY) / COPY
+
+
+def _runs_in(bucket: Bucket) -> str:
+    """The runs that a bucket holds, where it is asked for one that it does not."""
+    tail = f"/{COPY}/run.json"
+    known = sorted(name.removesuffix(tail) for base in (bucket.parent, bucket) for name in base.list() if tail in name)
+    return f"; runs in {bucket.parent}: {', '.join(known)}" if known else ""
+
+
+def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
+    if path.read("config.yaml") is not None:
+        return path, None
+    if re.fullmatch(r"\d+", path.name) and path.parent.read("config.yaml") is not None:
+        return path.parent, int(path.name)
+    raise UserError(f"{path}: there is no checkpoint directory of a run")
+
+
+def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
     """Finds the checkpoint directory that is meant, and the step, if one was named.
 
     Args:
-        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
+        run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`, `s3://BUCKET/ID`) or one
+            step in it.
 
     Raises:
-        UserError: when there is none, naming those that there are, and for a URL.
+        UserError: when there is none, naming those that there are, and for a URL that is none of a bucket.
     """
+    if isinstance(run, Bucket) or is_bucket(run):
+        return _in_bucket(Bucket(str(run)))
     path = local_path(run)
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
@@ -49,9 +80,11 @@ def find_checkpoints(run: str | Path) -> tuple[Path, int | None]:
     raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
 
 
-def checkpoints_of(run_dir: Path) -> Path:
+def checkpoints_of(run_dir: Path) -> Place:
     """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json."""
-    recorded = Path(json.loads((run_dir / "run.json").read_text())["checkpoints"])
+    recorded = open_place(json.loads((run_dir / "run.json").read_text())["checkpoints"])
+    if isinstance(recorded, Bucket):
+        return recorded
     # A run that was moved as a whole keeps its checkpoints beside it.
     beside = run_dir.parent.parent / recorded.parent.name / recorded.name
     return recorded if recorded.is_dir() or not beside.is_dir() else beside

@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from lm_trainer.core.bucket import Bucket, Place, open_place
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
@@ -39,12 +40,15 @@ def check_exports(config: RunConfig, run_id: str) -> str | None:
         The repository that exports are uploaded to, which exists then; None where none is.
 
     Raises:
-        UserError: when the model has no place in the format, or the hub would refuse the upload.
+        UserError: when the model has no place in the format, hf_save_path is a bucket that cannot be written, or the
+            hub would refuse the upload.
         MachineError: when the hub cannot be reached.
     """
     if config.hf_save_path is None:
         return None
     check_exportable(config.model)
+    if is_lead() and isinstance(place := open_place(config.hf_save_path), Bucket):
+        (place / run_id).probe("hf_save_path")
     if not config.hf_upload or not is_lead():
         return None
     return prepare_push(run_id if config.hf_upload is True else config.hf_upload)
@@ -75,9 +79,9 @@ class HfExports:
         self._uploads.shutdown()
 
     @property
-    def directory(self) -> Path:
+    def directory(self) -> Place:
         """The directory that the exports of the run lie in."""
-        base = Path(self.config.hf_save_path or "")
+        base = open_place(self.config.hf_save_path or "")
         return base / self.run_id if self.config.trainer.checkpointer.append_run_id_to_base_path else base
 
     def due(self, step: int) -> bool:
@@ -120,7 +124,7 @@ class HfExports:
             tuned = AdapterModel(model, vocab_size, adapter, small, base, self.tokenizer, self.run_id, facts)
             write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
-        if self.hub_name:
+        if self.hub_name and isinstance(out, Path):
             # One upload at a time: commits come in the order of the steps.
             self._report_upload()
             job = self._uploads.submit(

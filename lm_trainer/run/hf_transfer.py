@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, local_path, url_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
@@ -16,7 +17,7 @@ from lm_trainer.run.saved_model import write_model
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?", re.ASCII)
 
 
-def check_export(out: Path, options: ExportOptions) -> None:
+def check_export(out: Place, options: ExportOptions) -> None:
     """Finds what would make `export_model` fail before anything large is read.
 
     Raises:
@@ -24,11 +25,13 @@ def check_export(out: Path, options: ExportOptions) -> None:
     """
     check_output(out, overwrite=options.overwrite, replaceable=FILES)
     if options.hub_name:
+        if isinstance(out, Bucket):
+            raise UserError(f"{out}: files are pushed from a directory of this machine; write one, or do not push")
         check_push(options.hub_name)
 
 
 def export_model(
-    model: TextModel | AdapterModel, out: Path, options: ExportOptions, *, public: bool = False
+    model: TextModel | AdapterModel, out: Place, options: ExportOptions, *, public: bool = False
 ) -> Pushed | None:
     """Writes `model` to `out`, and pushes it where `options.hub_name` says so.
 
@@ -40,7 +43,7 @@ def export_model(
         write_adapter(out, model, options)
     else:
         write_hf(out, model, options)
-    if not options.hub_name:
+    if not options.hub_name or isinstance(out, Bucket):
         return None
     try:
         return push(out, options.hub_name, public=public, patterns=FILES)

@@ -36,6 +36,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
             run.progress.note(f"the data ended after step {state.step} of {run.num_train_steps}")
             return
 
+        # A save that failed ends the run at the next step: whatever is computed after it would be lost.
+        run.checkpoints.poll()
         info = take_step(run, state, batch, loading=time.perf_counter() - started)
         state = info.state
         run.watchdog.arm(f"step {state.step}")
@@ -43,6 +45,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         # Agreed upon before anything is saved: a process that stopped alone would leave the others waiting for it.
         asked = run.save_requests.agree(bool(run.stop.requested))
         last = state.step == run.num_train_steps
+        if asked.stop:
+            run.checkpoints.hurry()
         saved = follow_up(run, info, last=last, stopping=asked.stop, keep=asked.save)
         ends = saved and asked.stop_after_save
         if ends:

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 
+from lm_trainer.core.bucket import Bucket, is_bucket, local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.export.adapter import AdapterModel
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import TextModel, is_hf_directory, read_hf
+from lm_trainer.export.output import exported_files, is_export
 from lm_trainer.run.adapters import base_name, load_whole
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.saved_model import LoadedModel, load_model, read_config
@@ -31,12 +33,21 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     Raises:
         UserError: when there is no such model, or it is damaged.
     """
-    path = local_path(source)
-    if is_hf_directory(path):
+    path = _local_model(source)
+    if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
         return read_hf(path)
     return _text_model(load_whole(source, step, devices=devices))
+
+
+def _local_model(source: str) -> Path | None:
+    """The directory in Hugging Face's layout that is meant, or a local copy of one in a bucket; None: it is a run."""
+    if not is_bucket(source):
+        path = local_path(source)
+        return path if is_hf_directory(path) else None
+    bucket = Bucket(source)
+    return local_copy(bucket, *exported_files(bucket)) if is_export(bucket) else None
 
 
 def local_devices(count: int) -> Sequence[Any]:
@@ -59,7 +70,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     Raises:
         UserError: also when there is nothing to merge.
     """
-    if not merge and not is_hf_directory(Path(source)):
+    if not merge and _local_model(source) is None:
         loaded = load_model(source, step)
         if loaded.config.adapter is None:
             return _text_model(loaded)
@@ -73,7 +84,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
             loaded.name,
             _facts(loaded),
         )
-    if merge and (is_hf_directory(Path(source)) or read_config(find_checkpoints(source)[0]).adapter is None):
+    if merge and (_local_model(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 

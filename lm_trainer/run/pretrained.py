@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint.store import committed_steps
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference
@@ -121,7 +122,7 @@ def _section(
         return config.model, compare_with_hf_config(config.model, given, theirs, vocab_size)
 
 
-def _resumed(config: RunConfig, own: Path) -> HfStart | None:
+def _resumed(config: RunConfig, own: Place) -> HfStart | None:
     """The start of a run that has a checkpoint: with the model that it was begun with."""
     if config.trainer.load_checkpoint is False or not committed_steps(own):
         return None

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
+from lm_trainer.core.bucket import Place, local_copy
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names
@@ -55,7 +56,7 @@ class LoadedModel:
     """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
 
 
-def load_model(run: str | Path, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
+def load_model(run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
     """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
 
     Where the run keeps an average of its weights, it is the average.
@@ -85,7 +86,7 @@ def load_model(run: str | Path, step: int | None = None, *, devices: Sequence[An
     raise UserError(f"{directory}: no checkpoint can be used:\n  " + "\n  ".join(problems))
 
 
-def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
+def read_vocabulary(run: str | Place) -> tuple[int, Tokenizer]:
     """Rows of the embedding and the tokenizer of the model that `load_model` would read, without reading its weights.
 
     Raises:
@@ -95,11 +96,11 @@ def read_vocabulary(run: str | Path) -> tuple[int, Tokenizer]:
     for candidate in [step] if step is not None else reversed(committed_steps(directory)):
         with contextlib.suppress(CheckpointError):
             record = read_record(directory, candidate)
-            return record["vocab_size"], load_tokenizer(directory / "tokenizer")
+            return record["vocab_size"], load_tokenizer(local_copy(directory, "tokenizer") / "tokenizer")
     raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
-def _load_step(directory: Path, step: int, config: RunConfig, devices: Sequence[Any]) -> LoadedModel:
+def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence[Any]) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
     prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
@@ -118,7 +119,7 @@ def _load_step(directory: Path, step: int, config: RunConfig, devices: Sequence[
     params = {name.removeprefix(prefix): x for name, x in restored.arrays.items()}
     if config.adapter is not None:
         params = {name: np.asarray(x) for name, x in params.items()}
-    tokenizer = load_tokenizer(directory / "tokenizer")
+    tokenizer = load_tokenizer(local_copy(directory, "tokenizer") / "tokenizer")
     name = config.trainer.id or directory.name
     return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record)
 
@@ -139,7 +140,7 @@ def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if described is None else jax.numpy.dtype(described.split("[")[0])
 
 
-def read_config(directory: Path) -> RunConfig:
+def read_config(directory: Place) -> RunConfig:
     """The configuration that a checkpoint directory was written with.
 
     Raises:
@@ -149,7 +150,7 @@ def read_config(directory: Path) -> RunConfig:
     from lm_trainer.run.config import RunConfig
 
     # Without trackers, whose packages need not be installed where the weights are used.
-    return load(directory / "config.yaml", ["trainer.tracker=[]"], RunConfig).config
+    return load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]"], RunConfig).config
 
 
 def write_model(

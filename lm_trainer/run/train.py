@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.bucket import Place, written_to
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
@@ -47,7 +48,7 @@ class Summary:
 
     name: str
     run_dir: Path
-    checkpoints: Path
+    checkpoints: Place
     step: int
     train_loss: float = math.nan
     """In nats per token, of the last step of this attempt; NaN when there was nothing left to do."""
@@ -76,7 +77,9 @@ class Summary:
         ]
 
 
-def _shortest(path: Path) -> Path:
+def _shortest(path: Place) -> Place:
+    if not isinstance(path, Path):
+        return path
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -190,7 +193,8 @@ def _place_state(
     _describe(config, model, data, attempt.progress)
     # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
-        data.tokenizer.save(attempt.directory.checkpoints / "tokenizer")
+        with written_to(attempt.directory.checkpoints) as directory:
+            data.tokenizer.save(directory / "tokenizer")
     facts: dict[str, Any] = {"vocab_size": vocab_size}
     loads = attempt.config
     if base := find_base(config, attempt.store):

@@ -14,6 +14,7 @@ from pydantic import SerializeAsAny
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.precision import Policy
@@ -127,7 +128,7 @@ class Trainer:
         return self.attempt.directory.path
 
     @property
-    def checkpoint_path(self) -> Path:
+    def checkpoint_path(self) -> Place:
         return self.attempt.directory.checkpoints
 
     @property

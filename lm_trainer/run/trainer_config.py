@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.core.config import Config, LocalPath, Name, Seed, Takes
+from lm_trainer.core.config import Config, LocalPath, Name, PlacePath, Seed, Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
@@ -166,9 +166,9 @@ class TrainerConfig(Config):
     checkpointer: Operational[CheckpointerConfig] = CheckpointerConfig()
     load_checkpoint: Operational[bool | None] = None
     """Resume from the run's newest checkpoint: null: if there is one; true: there must be one; false: never."""
-    load_checkpoint_path: Operational[LocalPath | None] = None
+    load_checkpoint_path: Operational[PlacePath | None] = None
     """A checkpoint directory, or one step in it, to resume from when the run has none of its own."""
-    initialize_from: Numeric[LocalPath | None] = None
+    initialize_from: Numeric[PlacePath | None] = None
     """Start from the weights (only) of this checkpoint directory, run or step."""
     allow_partial_checkpoint: Operational[bool] = False
     """Start parameters of the model that a checkpoint lacks afresh and name them, instead of refusing it."""

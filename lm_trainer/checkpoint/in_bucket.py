@@ -1,0 +1,366 @@
+"""Steps in object storage, written by TensorStore: each appears with one object that is written last.
+
+Below the checkpoint directory of a run:
+
+    steps/40.json             the record of step 40, which makes it exist
+    arrays/40-1f0c9a2b/NAME/  its arrays as chunks of zarr, below a name that no other save uses
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm_trainer.checkpoint.policy import CheckpointerConfig
+from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause, sealed
+from lm_trainer.checkpoint.steps import Holder, NoneUsable
+from lm_trainer.core.bucket import Bucket, context, explain
+from lm_trainer.core.errors import MachineError
+from lm_trainer.parallel.processes import gather, is_lead, wait_for_all
+
+logger = logging.getLogger(__name__)
+
+_STEPS, _ARRAYS = "steps", "arrays"
+_MARKER = re.compile(r"(\d+)\.json")
+_ASIDE = re.compile(r"(\d+)\.corrupt(\.\d+)?\.json")
+_CHUNK_BYTES = 64 << 20
+"""The most bytes of an object, which is sent again as a whole where a connection breaks."""
+_IN_FLIGHT_BYTES = 2 << 30
+"""Bytes that are read at once."""
+_SLOW_SECONDS = 60.0
+"""Time after which a save that still goes on is spoken of."""
+_READ_SECONDS = 600.0
+_DAMAGED = re.compile(r"(FAILED_PRECONDITION|DATA_LOSS|OUT_OF_RANGE)\b.*\b(data|byte)\b", re.DOTALL)
+"""Errors of TensorStore about an object that came whole, and holds another number of bytes than its chunk."""
+
+
+class BucketSteps:
+    """Reader of the steps below a prefix of a bucket; see `lm_trainer.checkpoint.steps.Steps`.
+
+    A server that cannot be asked raises `MachineError`: it says nothing of the steps, all of which stay where they are.
+    """
+
+    def __init__(self, directory: Bucket, config: CheckpointerConfig | None = None):
+        self.directory = directory
+        self.config = config or CheckpointerConfig()
+
+    def committed(self) -> list[int]:
+        found = (_MARKER.fullmatch(name) for name in self.directory.list(_STEPS))
+        return sorted(int(match[1]) for match in found if match)
+
+    def record(self, step: int) -> dict[str, Any]:
+        content = self.directory.read(marker(step))
+        if content is None:
+            raise CheckpointError("it is gone")
+        return _parsed(content)
+
+    def arrays(
+        self, step: int, record: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array]:
+        del step
+        read: dict[str, jax.Array] = {}
+        for names in _groups(like):
+            # Devices that share a chunk read it once.
+            cache = context(cache_pool={"total_bytes_limit": _IN_FLIGHT_BYTES})
+            opened = {name: _open(self.directory, record["layout"], name, like[name], cache) for name in names}
+            # All are asked for before the first is waited for.
+            parts = {name: _ask(opened[name], like[name]) for name in names}
+            for name in names:
+                read[name] = self._assemble(parts[name], like[name])
+        return read
+
+    def _assemble(self, parts: Mapping[Any, Any], like: jax.ShapeDtypeStruct) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            try:
+                return np.asarray(parts[_key(index, like.shape)].result(timeout=_READ_SECONDS))
+            except Exception as error:
+                reason = explain(error, self.directory, _READ_SECONDS)
+                if _DAMAGED.search(str(error)):
+                    raise CheckpointError(f"its arrays cannot be read ({reason})") from None
+                raise MachineError(f"{self.directory}: a checkpoint cannot be read: {reason}") from None
+
+        assert like.sharding is not None
+        return jax.make_array_from_callback(like.shape, like.sharding, part)
+
+    def writer(self, none_usable: NoneUsable, holder: Holder) -> BucketWriter:
+        del none_usable  # a damaged record keeps nothing else from being read
+        return BucketWriter(self, holder)
+
+
+class BucketWriter:
+    """Writer of such steps; see `lm_trainer.checkpoint.steps.Writer`.
+
+    Every process writes its shards, and the first one the record, when the others have said that theirs are there.
+    """
+
+    def __init__(self, steps: BucketSteps, holder: Holder):
+        self.directory = steps.directory
+        self._steps, self._holder = steps, holder
+        self._seconds = steps.config.retry_for.total_seconds()
+        self._hurry_until = float("inf")
+        self._saves = ThreadPoolExecutor(1, "save")
+        self._trash = ThreadPoolExecutor(1, "trash")
+        if is_lead():
+            self.directory.probe("trainer.checkpointer.base_path")
+            self._sweep()
+        wait_for_all("checkpoint directory")
+
+    def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
+        # Drawn by the first process: all write below one name.
+        unique = int(gather(np.asarray(secrets.randbits(31), np.int32))[0])
+        prefix = f"{_ARRAYS}/{step}-{unique:08x}"
+        layout = {"prefix": prefix, "chunks": {name: _chunk_shape(x) for name, x in arrays.items()}}
+        shards = list(_own_shards(arrays))
+        record = sealed({**record, "layout": layout})
+        return self._saves.submit(self._write, step, shards, record)
+
+    def _write(self, step: int, shards: list[tuple[str, Any, np.ndarray]], record: Mapping[str, Any]) -> None:
+        clock = _Clock(self, step)
+        layout, described = record["layout"], record["shapes"]
+        opened = {
+            name: _open(self.directory, layout, name, _abstract(described[name]), context())
+            for name in {name for name, *_ in shards}
+        }
+        writes = [
+            # The copies belong to this save alone, so that TensorStore need not make others.
+            opened[name][index].write(x, can_reference_source_data_indefinitely=True)
+            for name, index, x in shards
+        ]
+        try:
+            for write in writes:
+                clock.result(write)
+        except BaseException:
+            for write in writes:
+                write.cancel()
+            raise
+        self._agree(layout["prefix"], clock)
+        if is_lead():
+            self._holder.before_commit()
+            clock.check()
+            self.directory.write(marker(step), _text(record), seconds=clock.left())
+        elif jax.process_count() > 1:
+            while self._prefixes(marker(step)) != [layout["prefix"]]:
+                clock.sleep()
+
+    def _agree(self, prefix: str, clock: _Clock) -> None:
+        """Waits until every process has written its shards; by objects, since this thread must not use JAX's."""
+        if jax.process_count() == 1:
+            return
+        self.directory.write(f"{prefix}/done/{jax.process_index()}", b"", seconds=clock.left())
+        while is_lead() and len(self.directory.list(f"{prefix}/done")) < jax.process_count():
+            clock.sleep()
+
+    def deadline(self, started: float) -> float:
+        """The time, of the monotonic clock, at which a save that was started then is given up."""
+        return min(started + self._seconds, self._hurry_until)
+
+    def wait(self) -> None:
+        """Nothing: the result of a save is all there is to wait for."""
+
+    def hurry(self, seconds: float) -> None:
+        self._hurry_until = min(self._hurry_until, time.monotonic() + seconds)
+
+    def discard_unfinished(self) -> None:
+        """Nothing: objects that no record names take no part, and go at the next start."""
+
+    def delete(self, steps: list[int]) -> None:
+        for step in steps if is_lead() else ():
+            prefixes = self._prefixes(marker(step))
+            self.directory.delete(marker(step))
+            for prefix in prefixes:
+                self._trash.submit(self._remove, prefix)
+        wait_for_all("old checkpoints are gone")
+
+    def move_aside(self, step: int) -> str:
+        names = set(self.directory.list(_STEPS)) if is_lead() else set()
+        number = 0
+        while (name := f"{step}.corrupt{f'.{number}' if number else ''}.json") in names:
+            number += 1
+        if is_lead():
+            # The copy first: a record that is damaged still says where the arrays lie.
+            self.directory.write(f"{_STEPS}/{name}", self.directory.read(marker(step)) or b"")
+            self.directory.delete(marker(step))
+        return f"{self.directory}/{_STEPS}/{name}"
+
+    def moved(self) -> None:
+        """Nothing: no list of steps is remembered."""
+
+    def close(self) -> None:
+        self._saves.shutdown()
+        self._trash.shutdown()
+
+    def _prefixes(self, key: str) -> list[str]:
+        """The directory of the arrays of a step, in a list; empty where its record cannot be read."""
+        try:
+            return [_parsed(self.directory.read(key) or b"")["layout"]["prefix"]]
+        except (CheckpointError, KeyError, TypeError):
+            return []
+
+    def _remove(self, prefix: str) -> None:
+        try:
+            self.directory.delete_below(prefix)
+        except MachineError as error:
+            logger.warning("%s; what is left goes at the next start", error)
+
+    def _sweep(self) -> None:
+        """Removes arrays that no record names: of saves that were killed, and of deletions."""
+        there = {name.split("/")[0] for name in self.directory.list(_ARRAYS)}
+        if not there:
+            return
+        named, damaged = set(), set()
+        for name in self.directory.list(_STEPS):
+            found = self._prefixes(f"{_STEPS}/{name}")
+            named |= {prefix.partition("/")[2] for prefix in found}
+            if not found and (match := _MARKER.fullmatch(name) or _ASIDE.fullmatch(name)):
+                damaged.add(match[1])
+        for leftover in there - named:
+            # Where a record is damaged, nobody knows which of its step's arrays it named.
+            if leftover.partition("-")[0] not in damaged:
+                self._trash.submit(self._remove, f"{_ARRAYS}/{leftover}")
+
+
+class _Clock:
+    """The deadline of one save, which a stop signal moves nearer while it runs."""
+
+    def __init__(self, writer: BucketWriter, step: int):
+        self._writer, self._step = writer, step
+        self._started = time.monotonic()
+        self._told = False
+
+    def left(self) -> float:
+        """Seconds until the deadline; at least a little, so that a request may say itself what is wrong."""
+        return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
+
+    def check(self) -> None:
+        """Raises `TimeoutError` past the deadline."""
+        now = time.monotonic()
+        if now >= self._writer.deadline(self._started):
+            raise MachineError(
+                f"it was not complete after {now - self._started:.0f} s; check the network and the server, or set "
+                f"trainer.checkpointer.retry_for"
+            )
+        if now - self._started > _SLOW_SECONDS and not self._told:
+            self._told = True
+            logger.warning(
+                "%s: the checkpoint of step %d is still being written after %.0f s; it is given up after %.0f s",
+                self._writer.directory,
+                self._step,
+                now - self._started,
+                self._writer.deadline(self._started) - self._started,
+            )
+
+    def sleep(self) -> None:
+        self.check()
+        time.sleep(0.2)
+
+    def result(self, future: Any) -> Any:
+        """Waits for a request."""
+        while True:
+            try:
+                return future.result(timeout=1)
+            except TimeoutError:
+                self.check()
+            except Exception as error:
+                reason = explain(error, self._writer.directory, 0)
+                raise MachineError(reason) from None
+
+
+def marker(step: int) -> str:
+    """The object that makes a step exist."""
+    return f"{_STEPS}/{step}.json"
+
+
+def _text(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record).encode()
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        return checked(json.loads(content))
+    except ValueError as error:
+        raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from None
+
+
+def _abstract(described: str) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of `float32[12,64]`."""
+    dtype, _, sizes = described.rstrip("]").partition("[")
+    return jax.ShapeDtypeStruct(tuple(int(size) for size in sizes.split(",") if size), jax.numpy.dtype(dtype))
+
+
+def _open(directory: Bucket, layout: Mapping[str, Any], name: str, like: jax.ShapeDtypeStruct, opened_in: Any) -> Any:
+    """Opens an array without asking the server: its shape, dtype and chunks stand in the record."""
+    import tensorstore as ts
+
+    spec = {
+        "driver": "zarr3",
+        # No object is ever written a second time.
+        "recheck_cached_data": False,
+        "kvstore": directory.spec(f"{layout['prefix']}/{name}"),
+        "metadata": {
+            "shape": list(like.shape),
+            "data_type": str(like.dtype),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": layout["chunks"][name]}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        },
+        # Else an array of zeros would lie nowhere, and could not be told from one that was lost.
+        "store_data_equal_to_fill_value": True,
+    }
+    return ts.open(spec, open=True, assume_metadata=True, context=opened_in).result()
+
+
+def _chunk_shape(x: jax.Array) -> list[int]:
+    """The shape of the chunks of an array: a shard, or an equal part of one, so that no two processes share a chunk."""
+    shape = list(x.sharding.shard_shape(x.shape))
+    axis = 0
+    while axis < len(shape) and np.prod(shape) * x.dtype.itemsize > _CHUNK_BYTES:
+        rest = int(np.prod(shape[axis + 1 :])) * x.dtype.itemsize
+        most = max(_CHUNK_BYTES // max(rest, 1), 1)
+        shape[axis] = next(size for size in range(min(most, shape[axis]), 0, -1) if shape[axis] % size == 0)
+        axis += 1
+    return [max(size, 1) for size in shape]
+
+
+def _own_shards(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """Copies of the shards that this process writes, each of those of all devices once."""
+    mine = [(name, shard) for name, x in arrays.items() for shard in x.addressable_shards if shard.replica_id == 0]
+    for _, shard in mine:
+        shard.data.copy_to_host_async()
+    for name, shard in mine:
+        # A copy: on a CPU the array would share the memory that the next step overwrites.
+        yield name, shard.index, np.array(shard.data, copy=True)
+
+
+def _groups(like: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
+    """The names in groups of at most `_IN_FLIGHT_BYTES`, or of one."""
+    group: list[str] = []
+    size = 0
+    for name, x in like.items():
+        num_bytes = int(np.prod(x.shape)) * x.dtype.itemsize
+        if group and size + num_bytes > _IN_FLIGHT_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += num_bytes
+    if group:
+        yield group
+
+
+def _ask(array: Any, like: jax.ShapeDtypeStruct) -> dict[Any, Any]:
+    """Requests the parts that the devices of this process need, each once; futures by index."""
+    assert like.sharding is not None
+    indices: Iterable[Any] = like.sharding.addressable_devices_indices_map(like.shape).values()
+    unique = {_key(index, like.shape): index for index in indices}
+    return {key: array[index].read() for key, index in unique.items()}
+
+
+def _key(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))

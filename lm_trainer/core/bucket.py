@@ -1,0 +1,334 @@
+"""Directories in object storage: objects that are written whole or not at all, read and listed through TensorStore."""
+
+from __future__ import annotations
+
+import atexit
+import configparser
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
+
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.errors import MachineError, UserError
+
+MISSING = b"\x02"
+"""The generation of an object that does not exist."""
+
+_PROBE_SECONDS = 10.0
+_OPERATION_SECONDS = 120.0
+# Of TensorStore, for each request, below the deadline of the whole operation.
+_RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
+_LONGEST = 400
+"""Characters of an error that a message quotes."""
+
+_ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
+_DENIED = re.compile(
+    r"PERMISSION_DENIED|UNAUTHENTICATED|\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
+)
+_ABSENT = re.compile(r"NOT_FOUND|NoSuchBucket|\b404\b")
+_REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|\b301\b")
+_CLOCK = re.compile(r"RequestTimeTooSkewed")
+
+
+def _s3(bucket: str, path: str) -> dict[str, Any]:
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _of_profile():
+        spec["endpoint"] = endpoint.rstrip("/")
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        spec["aws_region"] = region
+    if os.environ.get("AWS_ACCESS_KEY_ID"):
+        # The chain of providers would complain of each file of credentials that is not there.
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec
+
+
+def _of_profile() -> str | None:
+    """The endpoint that the profile of ~/.aws/config names, of which TensorStore reads credentials alone."""
+    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    profiles = configparser.ConfigParser(interpolation=None)
+    if not file.is_file():
+        return None
+    profiles.read(file)
+    name = os.environ.get("AWS_PROFILE", "default")
+    section = "default" if name == "default" else f"profile {name}"
+    return profiles.get(section, "endpoint_url", fallback=None)
+
+
+def _gcs(bucket: str, path: str) -> dict[str, Any]:
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        # The name that Google's own libraries read, and the one of TensorStore.
+        url = emulator if "://" in emulator else f"http://{emulator}"
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url.rstrip("/"))
+    if "TENSORSTORE_GCS_HTTP_URL" in os.environ and "GOOGLE_APPLICATION_CREDENTIALS" not in os.environ:
+        # An emulator takes any token, and without one TensorStore asks the metadata server of a machine in the cloud.
+        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "none")
+    return {"driver": "gcs", "bucket": bucket, "path": path}
+
+
+SCHEMES: dict[str, Callable[[str, str], dict[str, Any]]] = {"gs": _gcs, "s3": _s3}
+"""TensorStore's specification of a prefix in a bucket, by the scheme of URLs."""
+
+PLACES = (*SCHEMES, "file")
+"""Schemes of the URLs that work where runs, checkpoints and exports are kept."""
+
+
+class Bucket:
+    """A directory in object storage; nothing is asked of the server before it is used.
+
+    Each object is written whole or not at all, and is seen by everybody as soon as it is there. Requests that fail in
+    passing (a lost connection, 429, 500, 503) are repeated until a deadline.
+
+    Args:
+        url: `gs://BUCKET/PREFIX` or `s3://BUCKET/PREFIX`.
+
+    Raises:
+        UserError: when it names no bucket.
+    """
+
+    def __init__(self, url: str):
+        scheme, _, rest = url.partition("://")
+        bucket, _, path = rest.partition("/")
+        if scheme not in SCHEMES or not bucket:
+            raise UserError(f"{url}: expected {' or '.join(f'{each}://BUCKET/DIRECTORY' for each in SCHEMES)}")
+        self._scheme, self.bucket = scheme, bucket
+        self.path = "/".join(part for part in path.split("/") if part)
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    def __repr__(self) -> str:
+        return f"Bucket({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bucket) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: object) -> Bucket:
+        return Bucket(f"{self}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return PurePosixPath(self.path).name or self.bucket
+
+    @property
+    def parent(self) -> Bucket:
+        """The directory above; the bucket itself has none."""
+        if not self.path:
+            raise ValueError(f"{self} has no parent")
+        return Bucket(f"{self._scheme}://{self.bucket}/{'/'.join(self.path.split('/')[:-1])}")
+
+    def spec(self, key: str = "") -> dict[str, Any]:
+        """TensorStore's specification of the keys below `key`."""
+        return SCHEMES[self._scheme](self.bucket, "".join(f"{part}/" for part in (self.path, key) if part))
+
+    @functools.cached_property
+    def _kv(self) -> Any:
+        import tensorstore as ts
+
+        try:
+            return ts.KvStore.open(self.spec(), context=context()).result(_OPERATION_SECONDS)
+        except Exception as error:
+            self._fail("open", "", error)
+
+    def read(self, key: str) -> bytes | None:
+        """Returns an object, or None if there is none."""
+        return self.read_versioned(key)[0]
+
+    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
+        """Returns an object, or None, and the generation that a conditional write may name."""
+        result = self._result("read", key, self._kv.read(key))
+        generation = bytes(result.stamp.generation)
+        # A server that names no generation gives zero, which is none: a write that names it is unconditional.
+        return (result.value if result.state == "value" else None), generation if any(generation) else b""
+
+    def write(
+        self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float = _OPERATION_SECONDS
+    ) -> bytes:
+        """Writes an object and returns its generation; empty if it no longer had the generation that was named.
+
+        Args:
+            key: below this directory.
+            value: the content.
+            if_generation: what the object must be at; `MISSING`: it must not exist.
+            seconds: until the deadline.
+        """
+        future = self._kv.write(key, value, if_equal=if_generation)
+        return bytes(self._result("write", key, future, seconds).generation)
+
+    def delete(self, *keys: str, seconds: float = _OPERATION_SECONDS) -> None:
+        """Deletes objects, those of them that exist."""
+        for key, future in [(key, self._kv.write(key, None)) for key in keys]:
+            self._result("delete", key, future, seconds)
+
+    def delete_below(self, key: str) -> None:
+        """Deletes every object below a key."""
+        self.delete(*(f"{key}/{name}" for name in self.list(key)))
+
+    def list(self, key: str = "", *, seconds: float = _OPERATION_SECONDS) -> list[str]:
+        """Returns the names of all objects below `key`, relative to it, sorted."""
+        import tensorstore as ts
+
+        start = f"{key}/" if key else ""
+        # "0" is the character after "/".
+        within = ts.KvStore.KeyRange(start, f"{key}0") if key else ts.KvStore.KeyRange()
+        found = self._result("list", key, self._kv.list(within), seconds)
+        return sorted(name.decode()[len(start) :] for name in found)
+
+    def probe(self, setting: str) -> None:
+        """Finds at once whether objects can be written, listed, read and deleted here.
+
+        Args:
+            setting: the name of the setting by which the user can choose another place.
+
+        Raises:
+            UserError: when they cannot, for a bucket that does not exist for example.
+        """
+        key = f".probe/{os.getpid()}-{time.time_ns()}"
+        try:
+            self.write(key, b"probe", seconds=_PROBE_SECONDS)
+            if key.partition("/")[2] not in self.list(".probe", seconds=_PROBE_SECONDS):
+                raise MachineError(f"{self}: what was written does not appear in the list of objects")
+            self.delete(key, seconds=_PROBE_SECONDS)
+        except MachineError as error:
+            raise UserError(f"{error}; or choose another place with {setting}") from None
+
+    def _result(self, verb: str, key: str, future: Any, seconds: float = _OPERATION_SECONDS) -> Any:
+        try:
+            return future.result(timeout=seconds)
+        except Exception as error:
+            future.cancel()
+            self._fail(verb, key, error, seconds)
+
+    def _fail(self, verb: str, key: str, error: BaseException, seconds: float = _OPERATION_SECONDS) -> NoReturn:
+        raise MachineError(f"{self}: cannot {verb} {key or 'objects'}: {explain(error, self, seconds)}") from None
+
+    def fetch(self, keys: Iterable[str], to: Path) -> None:
+        """Copies objects into a local directory, each under its key."""
+        for key in keys:
+            content = self.read(key)
+            if content is not None:
+                file = to / key
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+
+    def put(self, source: Path) -> None:
+        """Copies every file below a local directory, under its path there."""
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            self.write(file.relative_to(source).as_posix(), file.read_bytes())
+
+
+Place = Path | Bucket
+"""A directory: on this machine, or in object storage."""
+
+
+def open_place(path: str | os.PathLike[str]) -> Place:
+    """Returns the directory that a path or a URL of one of `PLACES` names."""
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(path)
+    if scheme == "file":
+        return Path(rest)
+    return Bucket(text)
+
+
+@contextlib.contextmanager
+def written_to(directory: Place) -> Iterator[Path]:
+    """Hands out a local directory to write files into, which come to `directory`: that itself, where it is local."""
+    if isinstance(directory, Path):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="lmt-") as draft:
+        yield Path(draft)
+        directory.put(Path(draft))
+
+
+def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a path is a URL of object storage."""
+    return isinstance(path, str) and path.partition("://")[0] in SCHEMES and "://" in path
+
+
+def local_copy(directory: Place, *keys: str) -> Path:
+    """Returns a local directory with these files of `directory`, and all below them; that itself where it is local.
+
+    The copy is removed when the process ends.
+    """
+    if isinstance(directory, Path):
+        return directory
+    to = Path(tempfile.mkdtemp(prefix="lmt-")) / directory.name
+    atexit.register(shutil.rmtree, to.parent, ignore_errors=True)
+    to.mkdir()
+    for key in keys:
+        directory.fetch([key, *(f"{key}/{name}" for name in directory.list(key))], to)
+    return to
+
+
+@functools.cache
+def _shared_context() -> Any:
+    import tensorstore as ts
+
+    return ts.Context({"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES})
+
+
+def context(**resources: Any) -> Any:
+    """TensorStore's context for buckets, which says how often a request is repeated; with `resources`, a new one."""
+    import tensorstore as ts
+
+    return ts.Context(resources, parent=_shared_context()) if resources else _shared_context()
+
+
+def read_json(directory: Bucket, key: str) -> dict[str, Any]:
+    """Reads an object that holds JSON; empty when there is none.
+
+    Raises:
+        MachineError: when it is damaged.
+    """
+    content = directory.read(key)
+    try:
+        found = json.loads(content) if content is not None else {}
+    except ValueError as error:
+        raise MachineError(f"{directory}/{key} is damaged: {error}") from None
+    if not isinstance(found, Mapping):
+        raise MachineError(f"{directory}/{key} is damaged: it holds no JSON object")
+    return dict(found)
+
+
+def reason_of(error: object) -> str:
+    """Returns TensorStore's reason for a failure in plain text.
+
+    TensorStore escapes paths in its messages, and ends the directories in them by zero bytes.
+    """
+    text = str(error).split(" [source locations")[0].encode()
+    plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
+    return plain.replace(b"\0", b"/").decode(errors="replace")
+
+
+def explain(error: BaseException, place: Bucket, seconds: float) -> str:
+    """Says why a request to object storage failed, and what can be done about it, in one line."""
+    if isinstance(error, TimeoutError):
+        return (
+            f"the server has not answered within {seconds:.0f} s; check the network and the endpoint "
+            f"({place.spec().get('endpoint') or os.environ.get('TENSORSTORE_GCS_HTTP_URL') or 'that of the cloud'})"
+        )
+    text = f"{error} {error.__context__ or ''}".strip()
+    reason = " ".join(without_credentials(reason_of(text)).split())[:_LONGEST]
+    for pattern, remedy in (
+        (_REGION, "the bucket is in another region; set AWS_REGION"),
+        (_CLOCK, "the clock of this machine is wrong; set it"),
+        (_DENIED, "the server refuses; check the credentials and what they permit (write, list, read, delete)"),
+        (_ABSENT, f"there is no bucket {place.bucket}; create it, or mend its name"),
+    ):
+        if pattern.search(text):
+            return f"{remedy} ({reason})"
+    return reason

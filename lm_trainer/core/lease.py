@@ -1,0 +1,174 @@
+"""Lock of a directory in object storage: an object that its holder renews, and that ends when nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from lm_trainer.core.bucket import MISSING, Bucket
+from lm_trainer.core.errors import MachineError, UserError
+
+logger = logging.getLogger(__name__)
+
+_KEY = ".lock"
+RENEWED_EVERY = 5.0
+"""Seconds."""
+ENDS_AFTER = 30.0
+"""Seconds without renewal after which another process may take it."""
+_FORGOTTEN_AFTER = 600.0
+"""Seconds after which it is taken at once, by the clocks of both machines, which may differ by less."""
+
+
+class Lease:
+    """Holds a directory for this process, from `__enter__` on; a context manager.
+
+    It is taken by a conditional write, so that of two processes one gets it. It has ended when nobody has renewed it
+    for `ENDS_AFTER`, by the clock of the one who waits; that a process of this machine is dead is known at once.
+
+    Args:
+        directory: what to hold.
+        waiting: told why the start has to wait.
+
+    Raises:
+        UserError: when another process holds it.
+    """
+
+    def __init__(self, directory: Bucket, waiting: Callable[[str], Any] | None = None):
+        self._directory, self._waiting = directory, waiting
+        self._token = secrets.token_hex(8)
+        self._count = 0
+        self._generation = b""
+        self._lost: str | None = None
+        self._renewed = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        while not self._take():
+            self._wait_for_end()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._lost is None:
+            with contextlib.suppress(MachineError):
+                self._directory.delete(_KEY, seconds=5)
+
+    def check(self) -> None:
+        """Raises `MachineError` when another process is known to have taken the lease; costs nothing."""
+        if self._lost is not None:
+            raise MachineError(
+                f"{self._directory} was taken over by {self._lost}, while this process could not reach it; it stops "
+                f"here, and what it has saved is whole"
+            )
+
+    def confirm(self) -> None:
+        """Makes sure that the lease is held now; raises `MachineError` where it is not."""
+        # Where the server was out of reach, it may have let another process in meanwhile.
+        if self._lost is None and time.monotonic() - self._renewed > ENDS_AFTER - RENEWED_EVERY:
+            self._renew_once()
+        self.check()
+
+    def _take(self) -> bool:
+        content, generation = self._directory.read_versioned(_KEY)
+        holder = _parsed(content)
+        if content is not None and not _has_ended(holder):
+            return False
+        return self._write(MISSING if content is None else generation)
+
+    def _wait_for_end(self) -> None:
+        """Returns when the lease can be tried again, and raises if its holder lives."""
+        first, _ = self._directory.read_versioned(_KEY)
+        if first is None or _has_ended(_parsed(first)):
+            return
+        started = time.monotonic()
+        while time.monotonic() - started < ENDS_AFTER:
+            if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
+                self._waiting(f"waiting for {_who(_parsed(first))}, which no longer answers, to lose {self._directory}")
+            time.sleep(1)
+            now, generation = self._directory.read_versioned(_KEY)
+            if now is None:
+                return
+            if now != first:
+                raise UserError(
+                    f"{self._directory} is in use by {_who(_parsed(now))}; wait for it, stop it, or set trainer.id to "
+                    f"another name"
+                )
+        self._write(generation)
+
+    def _write(self, generation: bytes) -> bool:
+        """Writes the lease over the given generation; True if this process then holds it."""
+        self._count += 1
+        written = self._directory.write(_KEY, self._content(), if_generation=generation, seconds=RENEWED_EVERY * 2)
+        # A request that was repeated after a lost answer finds its own first try there, so the content decides.
+        found, now = self._directory.read_versioned(_KEY)
+        if _parsed(found).get("token") != self._token:
+            return False
+        self._generation, self._renewed = written or now, time.monotonic()
+        return True
+
+    def _content(self) -> bytes:
+        holder = {"token": self._token, "count": self._count, "time": time.time(), **_here()}
+        return json.dumps(holder).encode()
+
+    def _renew(self) -> None:
+        while not self._stop.wait(RENEWED_EVERY):
+            self._renew_once()
+
+    def _renew_once(self) -> None:
+        try:
+            if not self._write(self._generation):
+                self._lost = _who(_parsed(self._directory.read_versioned(_KEY)[0]))
+        except MachineError as error:
+            logger.debug("the lease could not be renewed: %s", error)
+
+
+def _here() -> dict[str, Any]:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {"host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else "", "pid": os.getpid()}
+
+
+def _parsed(content: bytes | None) -> dict[str, Any]:
+    try:
+        found = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    if abs(time.time() - holder.get("time", 0.0)) > _FORGOTTEN_AFTER:
+        return True
+    here = _here()
+    if not here["boot"] or (holder.get("host"), holder.get("boot")) != (here["host"], here["boot"]):
+        return False
+    return not _is_alive(holder.get("pid", 0))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    # A process that has ended and was not waited for still has its number.
+    state = Path(f"/proc/{pid}/stat")
+    with contextlib.suppress(OSError):
+        return state.read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def _who(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"

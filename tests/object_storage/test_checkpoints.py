@@ -1,0 +1,132 @@
+"""Checkpoints in object storage: whole or not there, whatever is left of saves and deletions that were cut off."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.checkpoint.in_bucket import marker
+from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
+from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.core.bucket import Bucket
+from lm_trainer.core.errors import MachineError
+from tests.checkpoint.test_store import NEVER, arrays, like, sharded
+
+
+def saved(bucket: Bucket, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
+    store = CheckpointStore(bucket, config)
+    for step in steps:
+        store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
+    store.wait()
+    return store
+
+
+def data_of(bucket: Bucket) -> set[str]:
+    """The steps of which any arrays are there."""
+    return {name.split("-")[0] for name in bucket.list("arrays")}
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_what_was_saved_comes_back_on_any_mesh(bucket: Bucket, devices: int) -> None:
+    saved(bucket, 3).close()
+    store = CheckpointStore(bucket, NEVER)
+    restored = store.restore(like(sharded(devices)))
+    store.close()
+    assert restored is not None
+    assert (restored.step, restored.record["note"]) == (3, "step 3")
+    for name, x in arrays(3, sharded(1)).items():
+        assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(x).tobytes()
+        assert len(restored.arrays[name].sharding.device_set) == devices
+
+
+def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
+    config = CheckpointerConfig(keep=(KeepEvery(every=10),))
+    saved(bucket, 10, 15, 20, 23, config=config).close()
+    assert committed_steps(bucket) == [10, 20, 23]
+    assert data_of(bucket) == {"10", "20", "23"}
+
+
+def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(bucket: Bucket) -> None:
+    store = CheckpointStore(bucket, NEVER)
+    values = arrays(1, sharded(8))
+    expected = np.asarray(values["params.w"]).copy()
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    store.save(1, values, {})
+    jax.block_until_ready(overwrite(values["params.w"]))
+    restored = (store.wait(), store.restore(like(sharded(8))))[1]
+    store.close()
+    assert restored is not None
+    np.testing.assert_array_equal(np.asarray(restored.arrays["params.w"]), expected)
+
+
+def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Bucket) -> None:
+    saved(bucket, 4, 6).close()
+    # What a save that was killed before its end leaves, and a deletion that was killed after its beginning.
+    bucket.write("arrays/9-00000000/params.w/c/0/0", b"half")
+    saved(bucket, 7).close()
+    content = bucket.read(marker(7))
+    assert content is not None
+    bucket.delete(marker(7))
+    assert committed_steps(bucket) == []
+    CheckpointStore(bucket, NEVER).close()
+    assert bucket.list("arrays") == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "lose"])
+def test_damaged_arrays_are_named_and_the_step_before_is_used(
+    bucket: Bucket, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
+    prefix = json.loads(bucket.read(marker(6)) or b"")["layout"]["prefix"]
+    key = f"{prefix}/params.w/c/0/0"
+    content = bytearray(bucket.read(key) or b"")
+    content[5] ^= 1
+    if damage == "lose":
+        bucket.delete(key)
+    else:
+        bucket.write(key, bytes(content if damage == "flip" else content[:-4]))
+    store = CheckpointStore(bucket, NEVER)
+    restored = store.restore(like(sharded(2)))
+    store.close()
+    assert restored is not None
+    assert restored.step == 4
+    assert "checkpoint 6 cannot be used" in caplog.text
+    assert committed_steps(bucket) == [4]
+    # Kept for whoever wants to look, also by later attempts.
+    CheckpointStore(bucket, NEVER).close()
+    assert data_of(bucket) == {"4", "6"}
+
+
+def test_a_damaged_record_is_named_and_the_step_before_is_used(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(bucket, 4, 6, config=CheckpointerConfig(keep=(KeepEvery(every=2),))).close()
+    content = bucket.read(marker(6)) or b""
+    bucket.write(marker(6), content.replace(b'"note"', b'"nite"'))
+    store = CheckpointStore(bucket, NEVER)
+    restored = store.restore(like(sharded(2)))
+    store.close()
+    assert restored is not None
+    assert restored.step == 4
+    assert "the checksum of its metadata differs" in caplog.text
+    CheckpointStore(bucket, NEVER).close()
+    assert data_of(bucket) == {"4", "6"}
+
+
+def test_a_save_that_failed_is_known_when_it_is_asked_for(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(bucket, 1)
+    monkeypatch.setattr(Bucket, "write", fail)
+    store.save(2, arrays(2, sharded(1)), {})
+    assert store._saving is not None
+    store._saving.exception()
+    with pytest.raises(MachineError, match=r"a checkpoint could not be written: .*no more room.*\[1\] are untouched"):
+        store.poll()
+    monkeypatch.undo()
+    assert committed_steps(bucket) == [1]
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise MachineError("no more room")
