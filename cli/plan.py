@@ -52,7 +52,7 @@ def plan(
     ] = None,
     own_compiler: Annotated[
         bool,
-        typer.Option("--compile", help="Compile by the devices' own compiler (for TPUs: libtpu)."),
+        typer.Option("--compile", help="Compile by the devices' own compiler (libtpu, or JAX's CUDA plug-in)."),
     ] = False,
     search: Annotated[
         bool,

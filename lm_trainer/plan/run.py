@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.fit import Fit, find_fit
 from lm_trainer.plan.memory import MemoryPlan, StepMemory
 from lm_trainer.plan.programs import CompiledStep, ProgramWork, step_time
+from lm_trainer.plan.refusal import explained_refusals
 from lm_trainer.profile.devices import device_bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, ring_share
 from lm_trainer.run.adapters import training_flops
@@ -139,7 +141,8 @@ def plan_run(
         texts = {}
     else:
         config = _as_planned_here(config, platform, backend)
-    with compiling_for(platform if own_compiler else jax.default_backend()):
+    refusals = explained_refusals(group.kind) if own_compiler else nullcontext()
+    with refusals, compiling_for(platform if own_compiler else jax.default_backend()):
         memory = StepMemory(config, vocab_size, devices, platform, texts)
         compiled = memory.compile()
     plan, mesh, spec = memory.largest_step(), memory.program.sharding.mesh, config.model.spec(vocab_size)

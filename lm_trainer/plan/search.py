@@ -99,7 +99,7 @@ class Search:
     considered: int
     """Layouts that the model and the batch admit."""
     ranked: tuple[Candidate, ...]
-    """Those that fit; with a compiler, those it compiled that fit."""
+    """The fastest that fits of each mesh and determinism; with a compiler, those it compiled that fit."""
     same_numbers: Candidate | None
     """The fastest that fits and changes no bit of the run; it may stand in `ranked` as well."""
     nearest: Candidate | None
@@ -266,26 +266,35 @@ def _price(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost
 def _choose(
     priced: Sequence[tuple[StepCost, Layout]], pricing: _Pricing, limit: int | None
 ) -> tuple[list[Candidate], Candidate | None, list[Candidate]]:
-    """The fastest layouts that fit, the fastest that changes no bit, and all whose memory was estimated."""
-    ranked, tried, same = list[Candidate](), list[Candidate](), None
+    """The fastest layout that fits of each mesh and determinism, the fastest that changes no bit, and all whose memory
+    was estimated.
+    """
+    ranked, tried, same = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
     for cost, layout in priced:
-        enough = len(ranked) >= SHOWN
-        if enough and (same is not None or layout.changes):
+        wanted = len(ranked) < SHOWN and _kind(layout) not in ranked
+        if not wanted and (same is not None or layout.changes):
             continue
         found = pricing.candidate(layout, cost, limit)
         tried.append(found)
-        if found.fits and not enough:
-            ranked.append(found)
+        if found.fits and wanted:
+            ranked[_kind(layout)] = found
         if found.fits and same is None and not layout.changes:
             same = found
-    return ranked, same, tried
+    return [*ranked.values()], same, tried
+
+
+def _kind(layout: Layout) -> tuple[Any, ...]:
+    """Mesh and determinism, of which a ranking has the best layout each, so that its entries differ."""
+    trainer = layout.config.trainer
+    axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
+    return (*axes, trainer.determinism)
 
 
 def _compiled(found: Search, count: int, compile_one: Compile) -> Search:
-    """The ranking by the devices' own compiler, of the best `count`, and of more until one fits."""
+    """The ranking by the devices' own compiler: of the first `count` of those that fit by its word."""
     fitting, rejected = list[Candidate](), list[Candidate]()
     for candidate in found.ranked:
-        if len(fitting) + len(rejected) >= count and fitting:
+        if len(fitting) == count:
             break
         limit = None if found.budget is None else found.budget.bytes
         try:

@@ -12,6 +12,7 @@ from jax.experimental import topologies
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.plan.gpu_target import gpu_target
 from lm_trainer.profile.devices import device_platform
 
 _GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
@@ -22,19 +23,22 @@ _CUBIC = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"
 
 
 def target_devices(group: DeviceGroup) -> Sequence[Any]:
-    """The devices of a TPU slice that need not be there; of a number of them, the first ones of the smallest slice.
+    """The devices of a group, which need not be there: GPUs in nodes of 8, or those of a TPU slice; of a number of TPUs
+    the first ones of the smallest slice.
 
     Raises:
-        UserError: for another platform, without the TPU's compiler, or for a slice that does not exist.
+        UserError: for another kind, without a compiler for it, or for a slice that does not exist.
     """
-    if device_platform(group.kind) != "tpu" or group.kind not in _GENERATIONS:
+    if device_platform(group.kind) == "gpu":
+        return _gpus(group)
+    if group.kind not in _GENERATIONS:
         raise UserError(
-            f"--compile compiles for {', '.join(_GENERATIONS.values())} and cpu, not for {group.kind!r}; leave it out"
+            f"--compile compiles for the TPUs {', '.join(_GENERATIONS.values())}, not for {group.kind!r}; leave it out"
         )
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             "--compile needs the compiler for TPUs, which is the package libtpu: install it with pip install "
-            "'jax[tpu]' (no TPU is needed), or leave --compile out"
+            "'lm_trainer[tpu]' (no TPU is needed), or leave --compile out"
         )
     name = _GENERATIONS[group.kind]
     shape = group.topology or _smallest(_FLAT if name in ("v5e", "v6e") else _CUBIC, group.count)
@@ -45,6 +49,17 @@ def target_devices(group: DeviceGroup) -> Sequence[Any]:
         return topologies.get_topology_desc(f"{name}:{shape}", "tpu").devices[: group.count]
     except Exception as error:  # whatever the plug-in raises
         raise UserError(f"--devices {name}:{shape}: {str(error).splitlines()[0]}") from error
+
+
+def _gpus(group: DeviceGroup) -> Sequence[Any]:
+    target = gpu_target(group.kind, group.count)
+    try:
+        return topologies.get_topology_desc("", "cuda", **target).devices[: group.count]
+    except Exception as error:  # whatever the plug-in raises
+        raise UserError(
+            f"--compile: JAX's CUDA plug-in describes no {group.kind}: {str(error).splitlines()[0]}; is all of it "
+            f"installed (pip install 'lm_trainer[gpu]')?"
+        ) from error
 
 
 def _smallest(slices: Sequence[str], count: int) -> str:

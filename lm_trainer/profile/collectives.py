@@ -59,7 +59,7 @@ def _devices(rest: str) -> int:
         return int(found[2])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
         return len(found[1].split(","))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest):
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=[^{]*)? ?\{([^}]*)\}", rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
         # `'a':(m)s` names a part of size s of an axis.
         named = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])

@@ -379,7 +379,8 @@ def test_the_time_of_a_step_lies_between_all_at_once_and_one_after_another():
 @pytest.mark.parametrize(
     ("devices", "said"),
     [
-        ("8xH100", "--compile compiles for v4, v5e, v5p, v6e and cpu, not for 'NVIDIA H100"),
+        ("8xL4", "--compile has no description of 'NVIDIA L4' for the compiler; it has NVIDIA A100"),
+        ("8xv3", "--compile compiles for the TPUs v4, v5e, v5p, v6e, not for 'TPU v3'"),
         ("v5e:4x4", "needs the compiler for TPUs, which is the package libtpu"),
     ],
 )

@@ -50,6 +50,11 @@ def program(*lines: str) -> str:
         ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}", 192.0),
         ("%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, dimensions={0}", 128.0),
         (
+            "%a = f32[64] all-gather(%x), replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) "
+            "{'axis_0'}, dimensions={0}",
+            192.0,
+        ),
+        (
             "%a = (bf16[64]{0}, bf16[64]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), "
             "source_target_pairs={{0,1},{1,0}}",
             128.0,

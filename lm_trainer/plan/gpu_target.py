@@ -1,0 +1,131 @@
+"""Descriptions of GPUs, by which the CUDA plug-in of JAX compiles for them where there are none.
+
+The compiler asks for a text in the format of XLA's `GpuTargetConfigProto`. The figures are those that CUDA reports for
+these devices (`cudaGetDeviceProperties`), which also stand in NVIDIA's whitepapers on the Ampere, Hopper and Blackwell
+architectures and, for the same purpose, in `xla/backends/gpu/target_config/specs` of the OpenXLA project (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+import jax
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.profile.devices import NODE
+
+_PLUGINS = {"jax-cuda12-pjrt": "cuda12", "jax-cuda13-pjrt": "cuda13"}
+"""Packages of the compiler, and the extras of JAX that bring them with all that they need."""
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """The figures of a GPU that the compiler asks for."""
+
+    capability: int
+    """Major number of the compute capability; the minor one is 0."""
+    cores: int
+    """Streaming multiprocessors."""
+    fpus: int
+    """Units for float32 in each of them."""
+    clock: float
+    """GHz."""
+    memory: int
+    """Bytes."""
+    bandwidth: int
+    """Bytes per second."""
+    cache: int
+    """Bytes of the second level cache."""
+    shared: int
+    """KiB of shared memory of a multiprocessor."""
+
+    def text(self, kind: str) -> str:
+        """The description, for the compiler."""
+        # A block may take all shared memory but one KiB, which is the system's.
+        limits = {"threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048}
+        limits |= {"block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1, "block_dim_limit_z": 2**16 - 1}
+        limits |= {"thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64}
+        limits |= {"registers_per_core_limit": 2**16, "registers_per_block_limit": 2**16}
+        sizes = {"core_count": self.cores, "fpus_per_core": self.fpus, "clock_rate_ghz": self.clock}
+        sizes |= {"device_memory_size": self.memory, "memory_bandwidth": self.bandwidth, "l2_cache_size": self.cache}
+        sizes |= {"shared_memory_per_block": 48 << 10, "shared_memory_per_core": self.shared << 10}
+        sizes |= {"shared_memory_per_block_optin": (self.shared - 1) << 10}
+        fields = "\n".join(f"  {name}: {value}" for name, value in {**limits, **sizes}.items())
+        # From capability 9 on there are instructions of one architecture alone, which matrix products need.
+        own = "ACCELERATED_FEATURES" if self.capability >= 9 else "NONE"
+        versions = {"driver": "13.0.0", "runtime": "12.9.0", "compile_time_toolkit": "12.9.0", "dnn": "9.10.0"}
+        known = "\n".join(f'  {name}_version: "{version}"' for name, version in versions.items())
+        return (
+            f"gpu_device_info {{\n{fields}\n{known}\n"
+            f"  cuda_compute_capability {{ major: {self.capability} feature_extension: {own} }}\n}}\n"
+            f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 patch: 0 }}\n'
+            f'device_description_str: "{kind}"\n'
+        )
+
+
+_MIB = 2**20
+_A100 = {"capability": 8, "cores": 108, "fpus": 64, "clock": 1.41, "cache": 40 * _MIB, "shared": 164}
+_HOPPER = {"capability": 9, "fpus": 128, "cache": 50 * _MIB, "shared": 228}
+_BLACKWELL = {"capability": 10, "fpus": 128, "shared": 228}
+_GPUS = {
+    "NVIDIA A100-SXM4-40GB": _Gpu(**_A100, memory=42_331_013_120, bandwidth=1_555_200_000_000),
+    "NVIDIA A100-SXM4-80GB": _Gpu(**_A100, memory=85_100_068_864, bandwidth=2_039_040_000_000),
+    "NVIDIA A100 80GB PCIe": _Gpu(**_A100, memory=85_100_068_864, bandwidth=1_935_000_000_000),
+    "NVIDIA H100 PCIe": _Gpu(**_HOPPER, cores=114, clock=1.755, memory=84_942_979_072, bandwidth=2_039_040_000_000),
+    "NVIDIA H100 80GB HBM3": _Gpu(**_HOPPER, cores=132, clock=1.98, memory=84_942_979_072, bandwidth=3_352_320_000_000),
+    "NVIDIA H200": _Gpu(**_HOPPER, cores=132, clock=1.98, memory=151_397_597_184, bandwidth=4_800_000_000_000),
+    "NVIDIA B200": _Gpu(
+        **_BLACKWELL, cores=148, clock=1.965, memory=191_514_411_008, bandwidth=7_672_320_000_000, cache=132_644_864
+    ),
+    "NVIDIA GB200": _Gpu(
+        **_BLACKWELL, cores=152, clock=2.062, memory=197_897_748_480, bandwidth=7_928_064_000_000, cache=135_528_448
+    ),
+}
+
+
+def described_gpus() -> tuple[str, ...]:
+    """The kinds of GPUs that can be compiled for, as JAX names them."""
+    return tuple(_GPUS)
+
+
+def gpu_target(kind: str, count: int) -> dict[str, str]:
+    """Options of `jax.experimental.topologies.get_topology_desc` for GPUs in nodes of 8 that need not be there.
+
+    Args:
+        kind: the same text as `jax.Device.device_kind`.
+        count: of the devices; of several nodes there may be more.
+
+    Raises:
+        UserError: for a GPU without a description, or without a plug-in that fits JAX.
+    """
+    if kind not in _GPUS:
+        raise UserError(
+            f"--compile has no description of {kind!r} for the compiler; it has {', '.join(_GPUS)}. Leave --compile "
+            f"out, or plan for one of these"
+        )
+    _check_plugin()
+    # Slices, nodes of a slice, devices of a node.
+    topology = f"1x1x{count}" if count <= NODE else f"1x{-(-count // NODE)}x{NODE}"
+    return {"target_config": _GPUS[kind].text(kind), "topology": topology}
+
+
+def _check_plugin() -> None:
+    found = {}
+    for package, extra in _PLUGINS.items():
+        try:
+            found[extra] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if not found:
+        raise UserError(
+            "--compile needs the compiler for GPUs, which is JAX's CUDA plug-in: install it with pip install "
+            "'lm_trainer[gpu]' (no GPU is needed), or leave --compile out"
+        )
+    compiler = metadata.version("jaxlib")
+    if compiler not in found.values():
+        extra, version = next(iter(found.items()))
+        raise UserError(
+            f"--compile: JAX's CUDA plug-in {version} does not fit jaxlib {compiler}: install the one that does, with "
+            f"pip install 'jax[{extra}]=={jax.__version__}'"
+        )
