@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, config, data, diff, generate, hf, ladder, launch, plan, replay, train, verify
+from cli import bench, config, data, diff, generate, hf, ladder, launch, plan, replay, runs, train, verify
 from cli.common import OVERRIDES, report
 from lm_trainer.core.errors import UserError, disk_error
 
@@ -49,6 +49,7 @@ app = typer.Typer(
 )
 # In the order of a user's way: train, look at configurations and plans, verify, export, write text, measure.
 app.command(context_settings=OVERRIDES)(train.train)
+app.command()(runs.runs)
 app.add_typer(config.app, name="config")
 app.command(context_settings=OVERRIDES)(plan.plan)
 app.command(context_settings=OVERRIDES)(verify.verify)

@@ -15,6 +15,7 @@ from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.leftovers import Leftovers
 from lm_trainer.run.notes import configuration_warnings
 from lm_trainer.run.program import Program, check_devices
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -88,6 +89,8 @@ def open_attempt(
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
         # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
         check_devices(config)
+        # Around the directory: what failed before the first step leaves nothing.
+        stack.enter_context(Leftovers(directory.path, directory.checkpoints))
         stack.enter_context(directory)
         # Closed before the directory: its lock is held until the last save is on disk.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)

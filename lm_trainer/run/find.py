@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import yaml
+
 from lm_trainer.core.bucket import Bucket, Place, is_bucket, local_copy, open_place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
@@ -13,6 +15,23 @@ from lm_trainer.run.copy import COPY
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
+
+
+def log_directory(config: Path) -> Path:
+    """The directory of runs that a configuration file names as trainer.log_dir; `logs` where it names none."""
+    try:
+        content = yaml.safe_load(config.read_text())
+        named = content["trainer"]["log_dir"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        # Whatever is wrong with the file is the business of those who train by it.
+        return _LOGS
+    return Path(named).expanduser() if isinstance(named, str) else _LOGS
+
+
+def log_directories() -> list[Path]:
+    """The directories in which runs are looked for: `logs`, and those that the configurations here name."""
+    files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
+    return [*dict.fromkeys([_LOGS, *map(log_directory, files)])]
 
 
 def find_run(run: str | Path) -> Path:
@@ -26,12 +45,13 @@ def find_run(run: str | Path) -> Path:
     """
     if is_bucket(run):
         return _copy_of(Bucket(str(run)))
-    for candidate in (local_path(run), _LOGS / run):
+    places = log_directories()
+    for candidate in (local_path(run), *(place / run for place in places)):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
     if (Path(run) / "config.yaml").is_file():
         raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
-    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', _LOGS)}")
+    raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', *places)}")
 
 
 def _copy_of(checkpoints: Bucket) -> Path:
@@ -70,13 +90,14 @@ def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
     path = local_path(run)
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
-    for candidate in (path, _LOGS / run, _CHECKPOINTS / run):
+    logs = log_directories()
+    for candidate in (path, *(place / run for place in logs), _CHECKPOINTS / run):
         # First run.json: a run directory has a config.yaml as well.
         if (candidate / "run.json").is_file():
             return checkpoints_of(candidate), None
         if (candidate / "config.yaml").is_file():
             return candidate, None
-    there = _runs_here("config.yaml", _LOGS, _CHECKPOINTS)
+    there = _runs_here("config.yaml", *logs, _CHECKPOINTS)
     raise UserError(f"{run}: no run of this name, and no run or checkpoint directory{there}")
 
 

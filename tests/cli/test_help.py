@@ -16,7 +16,7 @@ from tests.conftest import RunLmt, lmt_environment
 
 COMMANDS = (
     *("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder"),
-    *("verify", "replay", "diff", "plan"),
+    *("verify", "replay", "diff", "plan", "runs"),
 )
 HEAVY = (
     "jax",

@@ -1,0 +1,84 @@
+"""`lmt runs`: the runs on disk."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.common import JsonOption, path_argument
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.run.listing import RunListing
+
+_HEADINGS = ("run", "state", "step", "loss", "changed", "size")
+
+
+def runs(
+    places: Annotated[
+        list[Path] | None,
+        path_argument(
+            metavar="DIR",
+            help="Directories of runs, or configuration files, whose trainer.log_dir counts.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List runs with their state, step, last loss, last change and size, the one that changed last first.
+
+    Without DIR they are looked for in logs/ and where the configurations in the working directory and in configs/ below
+    it say (`trainer.log_dir`). Size is that of the run directory and of its checkpoints. Reads files alone.
+
+    Examples:
+        lmt runs
+
+        lmt runs my.yaml /mnt/runs/logs --json
+    """
+    import json
+    from dataclasses import asdict
+
+    from lm_trainer.run.find import log_directories, log_directory
+    from lm_trainer.run.listing import list_runs
+
+    missing = [place for place in places or () if not place.exists()]
+    if missing:
+        raise UserError(f"{missing[0]}: there is no such directory or configuration file")
+    bases = [log_directory(p) if p.is_file() else p for p in places] if places else log_directories()
+    found = list_runs(bases)
+    if as_json:
+        typer.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in found]))
+    elif found:
+        typer.echo("\n".join(_table([_HEADINGS, *map(_row, found)])))
+    else:
+        typer.echo(f"no runs in {', '.join(map(str, bases))}")
+
+
+def _row(run: "RunListing") -> tuple[str, ...]:
+    from datetime import datetime
+
+    step = f"{run.step}/{'?' if run.steps is None else run.steps}"
+    loss = "" if run.loss is None else f"{run.loss:.4f}"
+    changed = datetime.fromtimestamp(run.changed).strftime("%Y-%m-%d %H:%M")
+    name = run.id if run.directory.parent == Path("logs") else str(run.directory)
+    return name, run.state, step, loss, changed, _size(run.bytes)
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = {"step", "loss", "size"}
+    return [
+        "  ".join(
+            cell.rjust(width) if heading in right else cell.ljust(width)
+            for cell, width, heading in zip(row, widths, rows[0], strict=True)
+        ).rstrip()
+        for row in rows
+    ]
