@@ -86,7 +86,7 @@ def tpu(
         restarts=restarts,
     )
     if dry_run:
-        for line in describe_commands(job):
+        for line in describe_commands(job, f"{config.stem}.yaml"):
             typer.echo(line)
         return
     raise typer.Exit(TpuRun(job, to_yaml(run), f"{config.stem}.yaml", typer.echo).run())

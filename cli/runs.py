@@ -64,7 +64,7 @@ def _row(run: "RunListing") -> tuple[str, ...]:
     return name, run.state, step, loss, changed, _size(run.bytes)
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -13,7 +13,16 @@ from typing import Literal
 
 from lm_trainer.core.errors import EXIT_CRASH, EXIT_PREEMPTED, MachineError, UserError
 from lm_trainer.launch.gcloud import Gcloud
-from lm_trainer.launch.tpu_scripts import EXIT_MARK, FAILURE_MARK, LOST, follow, remote_directory, script, write_scripts
+from lm_trainer.launch.tpu_scripts import (
+    EXIT_MARK,
+    FAILURE_MARK,
+    LOST,
+    follow,
+    remote_directory,
+    script,
+    scripts,
+    write_files,
+)
 
 EXIT_INTERRUPTED = 130
 
@@ -102,9 +111,13 @@ class TpuJob:
             *self.create_options,
         ]
 
+    def scripts(self, config_name: str) -> dict[str, str]:
+        """Those that every worker gets, by their names."""
+        return scripts(config_name, self.env, self.install, self.setup)
 
-def describe_commands(job: TpuJob) -> Iterator[str]:
-    """Yields the commands of an attempt in their order, as a shell takes them, with a comment before each."""
+
+def describe_commands(job: TpuJob, config_name: str) -> Iterator[str]:
+    """Yields the commands of an attempt in their order, as a shell takes them, and the scripts, all with comments."""
     gcloud, directory = job.gcloud, remote_directory(job.name)
     steps = [
         ("ask for the TPU", gcloud.create(job.create_arguments)),
@@ -119,6 +132,9 @@ def describe_commands(job: TpuJob) -> Iterator[str]:
     for comment, command in steps:
         yield f"# {comment}"
         yield shlex.join(command)
+    for name, text in job.scripts(config_name).items():
+        yield f"# {directory}/{name}:"
+        yield from (f"#   {line}" for line in text.splitlines())
 
 
 def _follow(gcloud: Gcloud, line: int) -> list[str]:
@@ -228,8 +244,8 @@ class TpuRun:
         with tempfile.TemporaryDirectory() as base:
             staged = Path(base) / remote_directory(self._job.name)
             staged.mkdir()
-            (staged / self._config_name).write_text(self._config)
-            write_scripts(staged, self._config_name, self._job.env, self._job.install, self._job.setup)
+            texts = {self._config_name: self._config, **self._job.scripts(self._config_name)}
+            write_files(staged, texts, source=self._job.install is None)
             self._write("copying and installing on every worker")
             self._on_workers(self._gcloud.copy(staged))
         self._on_workers(self._script("install"))

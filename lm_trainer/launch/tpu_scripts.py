@@ -16,7 +16,8 @@ FAILURE_MARK = "lmt-failed="
 LOST = 137
 """Exit code of a training that ended without leaving one: it was killed, or its machine restarted."""
 
-_SOURCE = "source.tar.gz"
+_ROOT = Path(__file__).resolve().parents[2]
+_SOURCE, _CONSTRAINTS = "source.tar.gz", "constraints.txt"
 _PACKAGED = ("lm_trainer", "cli", "configs", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
 
 
@@ -35,32 +36,39 @@ def follow(name: str, line: int) -> str:
     return f"bash {remote_directory(name)}/follow.sh {line}"
 
 
-def write_scripts(
-    directory: Path, config_name: str, env: Mapping[str, str], install: str | None, setup: str | None
-) -> None:
-    """Writes the scripts, and lm_trainer's source where it is what gets installed.
+def write_files(directory: Path, texts: Mapping[str, str], *, source: bool) -> None:
+    """Writes what a worker gets.
 
     Args:
         directory: takes the files.
-        config_name: the configuration, in the same directory.
-        env: environment of the training.
-        install: requirement of pip; None: this source tree.
-        setup: command of bash that runs after the installation.
+        texts: scripts and the configuration, by their names.
+        source: also lm_trainer's source, with its constraints.
 
     Raises:
-        UserError: when this lm_trainer is not a source tree, and no requirement is given.
+        UserError: when this lm_trainer is not a source tree.
     """
-    constraints = ""
-    if install is None:
-        root = Path(__file__).resolve().parents[2]
-        _pack(root, directory / _SOURCE)
-        if (root / "constraints.txt").is_file():
-            (directory / "constraints.txt").write_text((root / "constraints.txt").read_text())
-            constraints = "--constraint constraints.txt "
+    if source:
+        _pack(_ROOT, directory / _SOURCE)
+        if (_ROOT / _CONSTRAINTS).is_file():
+            (directory / _CONSTRAINTS).write_text((_ROOT / _CONSTRAINTS).read_text())
+    for name, text in texts.items():
+        (directory / name).write_text(text)
+
+
+def scripts(config_name: str, env: Mapping[str, str], install: str | None, setup: str | None) -> dict[str, str]:
+    """The scripts of a run, by their names.
+
+    Args:
+        config_name: the configuration, in the same directory.
+        env: environment of the training.
+        install: requirement of pip; None: the source that `write_files` packs.
+        setup: command of bash that runs after the installation.
+    """
+    constraints = f"--constraint {_CONSTRAINTS} " if install is None and (_ROOT / _CONSTRAINTS).is_file() else ""
     requirement = f'"lm_trainer[tpu] @ file://$PWD/{_SOURCE}"' if install is None else shlex.quote(install)
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     train = f"trap : TERM; venv/bin/lmt train {shlex.quote(config_name)}; echo $? > exit"
-    scripts = {
+    found = {
         # The images have an older Python than lm_trainer needs: uv brings one.
         "install": f"""\
 set -euo pipefail
@@ -90,8 +98,7 @@ echo "{EXIT_MARK}$(cat exit 2> /dev/null || echo {LOST})"
 kill -TERM -- "-$(cat pid)"
 """,
     }
-    for name, text in scripts.items():
-        (directory / f"{name}.sh").write_text('cd "$(dirname "$0")"\n' + text)
+    return {f"{name}.sh": 'cd "$(dirname "$0")"\n' + text for name, text in found.items()}
 
 
 def _pack(root: Path, archive: Path) -> None:

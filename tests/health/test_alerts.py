@@ -234,6 +234,7 @@ def test_a_rule_ends_a_run_with_the_checkpoints_of_before(tmp_path: Path) -> Non
     with pytest.raises(RuleStop, match="step 5"):
         train(tmp_path / "run", stop=[{"metric": "train/loss", "above": 0.0, "steps": 5}])
     assert [int(path.name) for path in (tmp_path / "run" / "run").glob("[0-9]*")] == [3]
+    assert [line["alert"] for line in records(tmp_path / "run") if "alert" in line] == ["stop"]
 
 
 def test_a_run_that_ends_by_nan_alerts_as_well(tmp_path: Path) -> None:

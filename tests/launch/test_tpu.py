@@ -251,7 +251,7 @@ def test_requests_that_cannot_be(changes: dict[str, object], message: str) -> No
     ],
 )
 def test_the_software_of_each_generation(accelerator: str, kind: str, runtime: str) -> None:
-    commands = [*describe_commands(job(accelerator=accelerator))]
+    commands = [*describe_commands(job(accelerator=accelerator), "my.yaml")]
     assert f"--accelerator-type={kind} --runtime-version={runtime}" in commands[1]
 
 

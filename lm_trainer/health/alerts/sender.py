@@ -14,7 +14,7 @@ from pathlib import Path
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.alerts.base import Alert
-from lm_trainer.health.alerts.rules import open_rules
+from lm_trainer.health.alerts.rules import RuleStop, open_rules
 from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import encode
@@ -66,7 +66,13 @@ class Alerts:
             if message is not None and step > self._silent_until.get(name, 0):
                 self._silent_until[name] = step + self._config.quiet_steps
                 self._send(Alert(step, name, message, both))
-        self._rules(step, metrics)
+        try:
+            self._rules(step, metrics)
+        except RuleStop as stop:
+            if self._sends:
+                # Without the terminal, where the error comes as well.
+                self._tell(Alert(step, "stop", str(stop), both))
+            raise
 
     def stalled(self, message: str) -> None:
         """Takes the watchdog's message, in its thread: the main one hangs, so only the command hears of it at once."""
@@ -90,6 +96,9 @@ class Alerts:
 
     def _send(self, alert: Alert) -> None:
         self._progress.note(f"alert: step {alert.step}: {alert.message} ({alert.kind})")
+        self._tell(alert)
+
+    def _tell(self, alert: Alert) -> None:
         self._trackers.log_alert(alert.kind, alert.message, step=alert.step)
         self._run_command(alert)
 
