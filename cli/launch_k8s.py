@@ -77,11 +77,11 @@ def k8s(
     For TPU slices of Google Kubernetes Engine, one pod for each of their machines, and for nodes with NVIDIA GPUs, one
     pod for each node. The configuration goes along. A run that was stopped with everything saved (exit code 75) is
     started again as often as it takes, one that crashed or lost a machine `--max-restarts` times; a wrong
-    configuration and a loss that is not finite end it. `trainer.log_dir` and `trainer.checkpointer.base_path` must be
-    on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
+    configuration and a loss that is not finite end it. `trainer.checkpointer.base_path` must be in a bucket, or with
+    `trainer.log_dir` on a volume that all pods share. The cluster needs JobSet 0.10.1 or newer.
 
     Examples:
-        lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 --volume gs://bucket:/runs trainer.log_dir=/runs/logs
+        lmt launch k8s my.yaml --image IMAGE --accelerator v5p-128 trainer.checkpointer.base_path=gs://bucket/runs
 
         lmt launch k8s my.yaml --image IMAGE --accelerator nvidia-h100-80gb --nodes 4 --queue team --apply
     """

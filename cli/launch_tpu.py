@@ -58,13 +58,13 @@ def tpu(
 
     Asks for a queued resource, installs lm_trainer on all of its workers, starts `lmt train` there and shows the output
     of the first. When the TPU is taken away, another is asked for, and the run goes on from its newest checkpoint:
-    `trainer.log_dir` and `trainer.checkpointer.base_path` must outlive the TPU, as a mounted bucket does. The training
-    does not hang on this command; the same command again follows it.
+    `trainer.checkpointer.base_path` must outlive the TPU, as a bucket does. The training does not hang on this command;
+    the same command again follows it.
 
     Examples:
         lmt launch tpu my.yaml --accelerator v5p-128 --zone us-east5-a --dry-run
 
-        lmt launch tpu my.yaml --accelerator v6e-16 --zone europe-west4-a --spot --delete trainer.log_dir=/mnt/runs/logs
+        lmt launch tpu my.yaml --accelerator v6e-16 --zone europe-west4-a --spot --delete trainer.checkpointer.base_path=gs://b/runs
     """
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.config.render import to_yaml

@@ -28,7 +28,7 @@ def runs(
     """List runs with their state, step, last loss, last change and size, the one that changed last first.
 
     Without DIR they are looked for in logs/ and where the configurations in the working directory and in configs/ below
-    it say (`trainer.log_dir`). Size is that of the run directory and of its checkpoints. Reads files alone.
+    it say (`trainer.log_dir`). Size is that of the run directory and of its checkpoints, but for those in a bucket.
 
     Examples:
         lmt runs

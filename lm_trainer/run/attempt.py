@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.config import Config
@@ -90,7 +91,8 @@ def open_attempt(
         # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
         check_devices(config)
         # Around the directory: what failed before the first step leaves nothing.
-        stack.enter_context(Leftovers(directory.path, directory.checkpoints))
+        places = (directory.path, directory.checkpoints)
+        stack.enter_context(Leftovers(*(place for place in places if isinstance(place, Path))))
         stack.enter_context(directory)
         # Closed before the directory: its lock is held until the last save is on disk.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)

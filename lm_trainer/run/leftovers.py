@@ -19,7 +19,7 @@ class Leftovers:
     holds a step, a file of somebody else's, or a message.
 
     Args:
-        directories: of the run and of its checkpoints.
+        directories: those on this machine, of the run and of its checkpoints.
     """
 
     def __init__(self, *directories: Path):

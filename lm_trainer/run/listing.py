@@ -36,7 +36,7 @@ class RunListing:
     changed: float
     """Time of the last change, in seconds since 1970."""
     bytes: int
-    """Size of the run directory and of its checkpoints."""
+    """Size of the run directory and of its checkpoints, without those in a bucket."""
 
 
 def list_runs(directories: Iterable[Path]) -> list[RunListing]:
@@ -56,8 +56,10 @@ def _read(path: Path) -> RunListing:
     step, loss = _last_logged(path / METRICS)
     summary = _json(path / SUMMARY)
     checkpoints = checkpoints_of(path)
+    # In a bucket only the server would know.
+    places = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
-    sizes = {p: s for directory in (path, checkpoints) for p, s in _sizes(directory)}
+    sizes = {p: s for directory in places for p, s in _sizes(directory)}
     steps = _total_steps(path)
     state: Any = "stopped" if step else "not begun"
     if _held(path / ".lock"):
