@@ -7,13 +7,13 @@ and links and memory at the figures of their datasheet.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.devices import NODE, Bandwidths, device_platform
-from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token, ring_share
+from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token, ring_share
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
@@ -161,7 +161,11 @@ def _bytes_moved(work: Work) -> float:
         share = ring_share(work.spec, work.seq_len, work.sizes["context"]) if work.backend == "ring" else 1.0
         heads = sum(block.attention.num_heads for block in work.spec.blocks) / work.tensor
         scores = _SCORE_PASSES * _FLOAT32 * share * work.tokens * work.seq_len * heads
-    return work.params * passes + scores
+    # Rows go through a pipeline one by one, with every turn through the weights of the stage and their gradients.
+    stages = work.sizes["pipeline"]
+    layers = parameter_count(work.spec) - parameter_count(replace(work.spec, blocks=()))
+    again = 0 if stages == 1 else (work.plan.rows + stages - 2) * layers / (stages * work.tensor)
+    return (work.params + again) * passes + scores
 
 
 def _seconds_sent(work: Work, machine: Machine) -> float:

@@ -208,6 +208,9 @@ def test_devices_wait_for_those_with_more_microbatches_and_for_stages():
     staged = cost_of(sizes=sizes, shards=2)
     # Two rows flow through two stages in three turns.
     assert staged.idle == pytest.approx(even.compute / 2)
+    # Four microbatches, each of which takes the weights of a stage with it in every turn.
+    layers = 8 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)
+    assert staged.memory == pytest.approx(4 * (1000 + 2 * layers / 2) * (3 * 4 + 4 * 4) / 1e9)
 
 
 def test_more_nodes_send_by_their_adapters():
