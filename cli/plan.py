@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _COMPILED = 3
 """Layouts that a search compiles."""
+_REASON = 400
+"""Characters of what a compiler says when it ends the process."""
 
 
 def plan(
@@ -194,6 +196,9 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
 def _reason(stderr: str) -> str:
     """One line that says why a command failed: its own error, else that of the compiler that ended the process."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    marks = ("error: ", "Check failed", "Error")
+    if (own := next((line for line in lines if line.startswith("error: ")), None)) is not None:
+        return own.removeprefix("error: ")
+    marks = ("Check failed", "Error")
     found = next((line for mark in marks for line in lines if mark in line), lines[-1] if lines else "no output")
-    return found.removeprefix("error: ")[:300]
+    # Without the time, the thread and the place in the source that a log of a compiler begins its lines with.
+    return f"the compiler ends the process: {found.partition('] ')[2] or found}"[:_REASON]

@@ -17,7 +17,8 @@ from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
 from lm_trainer.plan.devices import budget
 from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
-from lm_trainer.plan.memory import StepMemory
+from lm_trainer.plan.memory import PhaseBytes, StepMemory
+from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
@@ -245,3 +246,38 @@ def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: 
     assert found["ranked"][0]["overrides"] == settings[:end]
     assert found["budget"]["bytes"] == budget("NVIDIA H100 80GB HBM3").bytes  # pyright: ignore[reportOptionalMemberAccess]
     assert [path.name for path in path.parent.iterdir()] == ["small.yaml"]
+
+
+def test_the_compilers_word_decides(path: Path):
+    config, group = load(path, [], RunConfig).config, parse_devices("4xH100")
+    guessed, asked = searched(config), list[tuple[str, ...]]()
+
+    def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
+        asked.append(overrides)
+        if len(asked) == 1:
+            raise UserError("no such register")
+        size = 10**15 if len(asked) == 2 else 1000
+        return CompiledLayout(PhaseBytes("step", {"state": size}), (1 / len(asked), 4 / len(asked)))
+
+    found = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(2, compile_one))
+    assert asked == [each.layout.overrides for each in guessed.ranked[:4]]
+    # Of those that fit the later one is faster, by the geometric mean of its bounds.
+    assert [each.layout.overrides for each in found.ranked] == [asked[3], asked[2]]
+    assert found.ranked[0].seconds == pytest.approx(2 / 4)
+    assert [each.refused for each in found.rejected] == ["no such register", None]
+    text = "\n".join(search_lines(found))
+    assert "left out: " in text
+    assert ": no such register" in text
+    assert "by the compiler, in step" in text
+    assert "0.25 to 1 s" in text
+
+
+def test_a_search_whose_layouts_all_are_refused_says_so(path: Path):
+    def refuse(overrides: tuple[str, ...]) -> CompiledLayout:
+        raise UserError("no such register")
+
+    config, group = load(path, [], RunConfig).config, parse_devices("2xH100")
+    found = search_layouts(config, group, Assumptions(vocab_size=VOCAB), compile_best=(1, refuse))
+    assert found.ranked == ()
+    assert "no layout can be compiled" in "\n".join(search_lines(found))
+    assert json.loads(json.dumps(found.as_dict()))["rejected"][0]["refused"] == "no such register"
