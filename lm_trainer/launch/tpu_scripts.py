@@ -90,8 +90,10 @@ rm -f exit
 {exports}setsid nohup bash -c {shlex.quote(train)} > log 2>&1 < /dev/null &
 echo $! > pid
 """,
+        # Not until the process is gone: one that nobody waits for stays in the table of processes after its end.
         "follow": f"""\
-tail -s 0.2 -n "+$1" --pid="$(cat pid)" -F log 2> /dev/null
+while [ ! -f exit ] && kill -0 "$(cat pid)" 2> /dev/null; do sleep 0.2; done &
+tail -s 0.2 -n "+$1" --pid=$! -F log 2> /dev/null
 echo "{EXIT_MARK}$(cat exit 2> /dev/null || echo {LOST})"
 """,
         "stop": """\

@@ -287,13 +287,15 @@ def test_a_refusal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command(run_lmt: RunLmt) -> None:
-    command = ("launch", "k8s", "gpt2_nano", "--image", "i")
-    done = run_lmt(*command, "--accelerator", "v6e-16", "trainer.seed=7")
+    done = run_lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-16", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)
     assert unknown(job_set, JOB_SET) == []
     assert yaml.safe_load(config["data"]["gpt2_nano.yaml"])["trainer"]["seed"] == 7
     assert job_set["metadata"]["name"] == "lmt-gpt2-nano"
-    done = run_lmt(*command, "--accelerator", "h100")
+
+
+def test_an_accelerator_that_is_not_known(run_lmt: RunLmt) -> None:
+    done = run_lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "h100")
     assert done.returncode == 2
     assert "neither a TPU" in done.stderr
