@@ -1,0 +1,166 @@
+"""Programs of training steps, as the compilers of TPUs and GPUs write them for devices that are only described."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.plan_error import VOCAB, config_of
+from lm_trainer.core.errors import UserError
+from lm_trainer.parallel.target_platform import compiling_for
+from lm_trainer.plan import parse_devices
+from lm_trainer.plan.memory import StepMemory
+from lm_trainer.plan.programs import ProgramWork
+from lm_trainer.plan.target import target_devices
+from lm_trainer.profile.devices import device_platform
+from lm_trainer.profile.hlo import dimensions, fused, parse, walk
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
+
+pytestmark = pytest.mark.aot
+
+ROWS, LENGTH, WIDTH, WIDE, LAYERS, HEADS, DEVICES = 2, 1024, 256, 1024, 4, 4, 4
+MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": WIDTH, "intermediate_dim": WIDE, "num_layers": LAYERS,
+         "num_heads": HEADS, "num_kv_heads": HEADS, "scan_layers": True, "attn_backend": "auto",
+         "gradient_checkpointing": True, "cross_entropy_block_size": 512}  # fmt: skip
+LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * WIDE
+"""Weights of a layer."""
+TARGETS = ("v5e:2x2", "4xH100")
+
+
+def config_for(determinism: str) -> RunConfig:
+    trainer = {"train_batch_size": 16, "per_device_parallelism": ROWS, "mp": "p=f32,c=bfloat16"}
+    return config_of({"model": MODEL, "trainer": {**trainer, "determinism": determinism}})
+
+
+@cache
+def described(target: str) -> Sequence[Any]:
+    """The devices, or a skipped test where there is no compiler for them."""
+    try:
+        return target_devices(parse_devices(target))
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@dataclass(frozen=True)
+class Step:
+    """The programs of a step on four devices."""
+
+    memory: StepMemory
+    peak: int
+    works: dict[str, ProgramWork]
+    texts: dict[str, str]
+
+
+@cache
+def step_of(target: str, determinism: str) -> Step:
+    devices, platform, texts = described(target), device_platform(parse_devices(target).kind), dict[str, str]()
+    with compiling_for(platform):
+        memory = StepMemory(config_for(determinism), VOCAB, devices, platform, texts)
+        peak = memory.plan(memory.compile()).peak.bytes
+    runs = memory.runs()
+    works = {name: ProgramWork.of(name, runs[name], text) for name, text in texts.items()}
+    return Step(memory, peak, works, texts)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("determinism", "name"), [("elastic", "microbatch"), ("layerwise", "layer 0 gradient")])
+def test_a_microbatch_is_one_program_on_every_device_and_mesh(target: str, determinism: str, name: str):
+    devices, platform = described(target), device_platform(parse_devices(target).kind)
+    found = set()
+    for places in (devices[:1], devices[3:], devices[:2], devices):
+        with compiling_for(platform):
+            step = build_program(config_for(determinism), VOCAB, places).step
+            batch = random_batch(1, LENGTH, VOCAB)
+            phases = step.phases(batch, step.plans.at(0), platform)
+            program = next(phase.program for phase in phases if phase.program.name == name)
+            found.add(program.compile().fingerprint())
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_programs_send_what_is_planned_and_no_more(target: str):
+    works, others = step_of(target, "layerwise").works, (DEVICES - 1) / DEVICES
+    for name, work in works.items():
+        sent = sum(work.sent.values())
+        if name.startswith("gather"):
+            # A TPU's compiler gathers small arrays by adding zeros.
+            assert work.sent.keys() <= {"all-gather", "all-reduce"}
+            # Tables of tokens travel in float32, weights of layers in bfloat16.
+            size = 2 * LAYER if "layer" in name else 4 * VOCAB * WIDTH
+            assert sent == pytest.approx(others * size, rel=0.1), name
+        elif name.startswith("reduce"):
+            assert work.sent.keys() <= {"all-to-all", "all-gather", "all-reduce"}
+            # Two microbatches of a device are one sum, in float32.
+            numbers = LAYER if "layer" in name else VOCAB * WIDTH
+            assert sent <= 1.1 * 4 * others * numbers, name
+        elif name == "norm":
+            assert sent <= 64 * 1024
+        else:
+            assert sent == 0, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
+def test_products_are_in_the_precision_that_was_asked_for(target: str, determinism: str):
+    found = [each for text in step_of(target, determinism).texts.values() for each in products(text)]
+    # Forward and backward of four kinds of weights at least, or the text was not understood.
+    assert len(found) >= 12
+    assert [line for line, dtypes in found if dtypes == {"f32"}] == []
+
+
+def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
+    """Matrix products, and the dtypes of their operands."""
+    program = parse(hlo)
+    for op, of, _ in walk(program):
+        for one, inside in ((op, of), *fused(program, op)):
+            if one.opcode in ("dot", "convolution"):
+                dtypes = {inside[name].shape.split("[")[0] for name in one.operands[:2]}
+                yield f"{one.shape} {one.opcode} {one.rest[:120]}", dtypes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_is_fused(target: str):
+    step, scores = step_of(target, "layerwise"), ROWS * HEADS * LENGTH * LENGTH
+    assert sum(step.works["layer 0"].kernels.values()) == 1
+    assert sum(step.works["layer 0 gradient"].kernels.values()) >= 2
+    for name in ("layer 0", "layer 0 gradient"):
+        assert max(sizes(step.texts[name])) < scores, name
+
+
+def sizes(hlo: str) -> Iterator[int]:
+    """Elements of the arrays that a program holds in memory."""
+    for op, _, _ in walk(parse(hlo)):
+        yield math.prod(dimensions(op.shape))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("determinism", ["layerwise", "fast"])
+def test_nothing_is_whole_that_is_cut(target: str, determinism: str):
+    step = step_of(target, determinism)
+    whole = [sorted((LAYERS, WIDTH, WIDE)), sorted((LAYERS, WIDTH, HEADS, WIDTH // HEADS))]
+    for name, text in step.texts.items():
+        for op, _, _ in walk(parse(text)):
+            assert sorted(dimensions(op.shape)) not in whole, f"{name}: {op.shape} {op.opcode}"
+    numbers = LAYERS * LAYER + 2 * VOCAB * WIDTH
+    assert step.memory.state["parameters"] == pytest.approx(4 * numbers / DEVICES, rel=0.02)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
+def test_the_compiler_takes_no_more_memory_than_the_plan(target: str, determinism: str):
+    step, group = step_of(target, determinism), parse_devices(target)
+    config = config_for(determinism)
+    # XLA plans for a CPU as `lmt plan` has it do.
+    model = config.model.model_copy(update={"attn_backend": "xla", "flash_attention_block_size": 128})
+    planned = StepMemory(
+        config.model_copy(update={"model": model}), VOCAB, jax.devices()[:4], device_platform(group.kind)
+    )
+    assert step.peak <= 1.1 * planned.plan(planned.compile()).peak.bytes
