@@ -241,13 +241,15 @@ class _Clock:
         return max(self._writer.deadline(self._started) - time.monotonic(), 0.1)
 
     def check(self) -> None:
-        """Raises `TimeoutError` past the deadline."""
+        """Raises `MachineError` past the deadline, with what the server says by then."""
         now = time.monotonic()
         if now >= self._writer.deadline(self._started):
-            raise MachineError(
-                f"it was not complete after {now - self._started:.0f} s; check the network and the server, or set "
-                f"trainer.checkpointer.retry_for"
-            )
+            try:
+                self._writer.directory.try_out()
+                reason = "the server answers, but not fast enough; set trainer.checkpointer.retry_for"
+            except MachineError as error:
+                reason = str(error)
+            raise MachineError(f"it was not complete after {now - self._started:.0f} s: {reason}")
         if now - self._started > _SLOW_SECONDS and not self._told:
             self._told = True
             logger.warning(

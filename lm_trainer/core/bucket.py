@@ -26,10 +26,12 @@ _PROBE_SECONDS = 10.0
 _OPERATION_SECONDS = 120.0
 # Of TensorStore, for each request, below the deadline of the whole operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
-_LONGEST = 400
+_FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
+_LONGEST = 300
 """Characters of an error that a message quotes."""
 
 _ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
+_ANSWER = re.compile(r" \[(http_response|x-amz|tensorstore_spec).*", re.DOTALL)
 _DENIED = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
@@ -134,12 +136,20 @@ class Bucket:
 
     @functools.cached_property
     def _kv(self) -> Any:
+        return self._open(context())
+
+    def _open(self, opened_in: Any) -> Any:
         import tensorstore as ts
 
         try:
-            return ts.KvStore.open(self.spec(), context=context()).result(_OPERATION_SECONDS)
+            # The bucket as a whole: some servers list more than they were asked for, which whole names tell.
+            whole = SCHEMES[self._scheme](self.bucket, "")
+            return ts.KvStore.open(whole, context=opened_in).result(_OPERATION_SECONDS)
         except Exception as error:
             self._fail("open", "", error)
+
+    def _name(self, key: str) -> str:
+        return f"{self.path}/{key}" if self.path else key
 
     def read(self, key: str) -> bytes | None:
         """Returns an object, or None if there is none."""
@@ -147,7 +157,7 @@ class Bucket:
 
     def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
         """Returns an object, or None, and the generation that a conditional write may name."""
-        result = self._result("read", key, self._kv.read(key))
+        result = self._result("read", key, self._kv.read(self._name(key)))
         generation = bytes(result.stamp.generation)
         # A server that names no generation gives zero, which is none: a write that names it is unconditional.
         return (result.value if result.state == "value" else None), generation if any(generation) else b""
@@ -163,12 +173,12 @@ class Bucket:
             if_generation: what the object must be at; `MISSING`: it must not exist.
             seconds: until the deadline.
         """
-        future = self._kv.write(key, value, if_equal=if_generation)
+        future = self._kv.write(self._name(key), value, if_equal=if_generation)
         return bytes(self._result("write", key, future, seconds).generation)
 
     def delete(self, *keys: str, seconds: float = _OPERATION_SECONDS) -> None:
         """Deletes objects, those of them that exist."""
-        for key, future in [(key, self._kv.write(key, None)) for key in keys]:
+        for key, future in [(key, self._kv.write(self._name(key), None)) for key in keys]:
             self._result("delete", key, future, seconds)
 
     def delete_below(self, key: str) -> None:
@@ -179,14 +189,15 @@ class Bucket:
         """Returns the names of all objects below `key`, relative to it, sorted."""
         import tensorstore as ts
 
-        start = f"{key}/" if key else ""
+        start = "".join(f"{part}/" for part in (self.path, key) if part)
         # "0" is the character after "/".
-        within = ts.KvStore.KeyRange(start, f"{key}0") if key else ts.KvStore.KeyRange()
+        within = ts.KvStore.KeyRange(start, f"{start[:-1]}0") if start else ts.KvStore.KeyRange()
         found = self._result("list", key, self._kv.list(within), seconds)
-        return sorted(name.decode()[len(start) :] for name in found)
+        names = {name.decode() for name in found}
+        return sorted(name.removeprefix(start) for name in names if name.startswith(start))
 
     def probe(self, setting: str) -> None:
-        """Finds at once whether objects can be written, listed, read and deleted here.
+        """Finds at once whether objects can be written, listed and deleted here.
 
         Args:
             setting: the name of the setting by which the user can choose another place.
@@ -194,14 +205,21 @@ class Bucket:
         Raises:
             UserError: when they cannot, for a bucket that does not exist for example.
         """
-        key = f".probe/{os.getpid()}-{time.time_ns()}"
         try:
-            self.write(key, b"probe", seconds=_PROBE_SECONDS)
-            if key.partition("/")[2] not in self.list(".probe", seconds=_PROBE_SECONDS):
-                raise MachineError(f"{self}: what was written does not appear in the list of objects")
-            self.delete(key, seconds=_PROBE_SECONDS)
+            self.try_out()
         except MachineError as error:
             raise UserError(f"{error}; or choose another place with {setting}") from None
+
+    def try_out(self) -> None:
+        """Raises `MachineError`, within a few seconds and with the reason, unless objects can be written and deleted."""
+        key = f".probe/{os.getpid()}-{time.time_ns()}"
+        tried = Bucket(str(self))
+        # Repeated a few times only, after which the last refusal comes to light.
+        tried._kv = tried._open(context(gcs_request_retries=_FEW, s3_request_retries=_FEW))
+        tried.write(key, b"probe", seconds=_PROBE_SECONDS)
+        if key.partition("/")[2] not in tried.list(".probe", seconds=_PROBE_SECONDS):
+            raise MachineError(f"{self}: what was written does not appear in the list of objects")
+        tried.delete(key, seconds=_PROBE_SECONDS)
 
     def _result(self, verb: str, key: str, future: Any, seconds: float = _OPERATION_SECONDS) -> Any:
         try:
@@ -322,7 +340,7 @@ def explain(error: BaseException, place: Bucket, seconds: float) -> str:
             f"({place.spec().get('endpoint') or os.environ.get('TENSORSTORE_GCS_HTTP_URL') or 'that of the cloud'})"
         )
     text = f"{error} {error.__context__ or ''}".strip()
-    reason = " ".join(without_credentials(reason_of(text)).split())[:_LONGEST]
+    reason = " ".join(without_credentials(_ANSWER.sub("", reason_of(text))).split())[:_LONGEST]
     for pattern, remedy in (
         (_REGION, "the bucket is in another region; set AWS_REGION"),
         (_CLOCK, "the clock of this machine is wrong; set it"),

@@ -13,7 +13,7 @@ from tests.object_storage.servers import BUCKET, SERVERS, using
 PACKAGES = {"s3": "moto.server", "gs": "gcp_storage_emulator"}
 
 
-@pytest.fixture(scope="module", params=["s3"])
+@pytest.fixture(scope="module", params=sorted(SERVERS))
 def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     """The scheme of a server that runs, and that this process is pointed to."""
     pytest.importorskip(PACKAGES[request.param])
