@@ -39,6 +39,7 @@ _IN_FLIGHT_BYTES = 2 << 30
 _SLOW_SECONDS = 60.0
 """Time after which a save that still goes on is spoken of."""
 _READ_SECONDS = 600.0
+_DELETE_SECONDS = 20.0
 _DAMAGED = re.compile(r"(FAILED_PRECONDITION|DATA_LOSS|OUT_OF_RANGE)\b.*\b(data|byte)\b", re.DOTALL)
 """Errors of TensorStore about an object that came whole, and holds another number of bytes than its chunk."""
 
@@ -102,6 +103,8 @@ class BucketWriter:
     Every process writes its shards, and the first one the record, when the others have said that theirs are there.
     """
 
+    remedy = "mend it"
+
     def __init__(self, steps: BucketSteps, holder: Holder):
         self.directory = steps.directory
         self._steps, self._holder = steps, holder
@@ -113,6 +116,8 @@ class BucketWriter:
             self.directory.probe("trainer.checkpointer.base_path")
             self._sweep()
         wait_for_all("checkpoint directory")
+        # Remembered: a server that does not answer must not hold up the steps between two saves.
+        self._present = set(steps.committed())
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         # Drawn by the first process: all write below one name.
@@ -144,12 +149,13 @@ class BucketWriter:
             raise
         self._agree(layout["prefix"], clock)
         if is_lead():
-            self._holder.before_commit()
+            self._holder.before_commit(clock.left())
             clock.check()
             self.directory.write(marker(step), _text(record), seconds=clock.left())
         elif jax.process_count() > 1:
             while self._prefixes(marker(step)) != [layout["prefix"]]:
                 clock.sleep()
+        self._present.add(step)
 
     def _agree(self, prefix: str, clock: _Clock) -> None:
         """Waits until every process has written its shards; by objects, since this thread must not use JAX's."""
@@ -166,6 +172,9 @@ class BucketWriter:
     def wait(self) -> None:
         """Nothing: the result of a save is all there is to wait for."""
 
+    def present(self) -> list[int]:
+        return sorted(self._present)
+
     def hurry(self, seconds: float) -> None:
         self._hurry_until = min(self._hurry_until, time.monotonic() + seconds)
 
@@ -173,12 +182,18 @@ class BucketWriter:
         """Nothing: objects that no record names take no part, and go at the next start."""
 
     def delete(self, steps: list[int]) -> None:
+        self._present.difference_update(steps)
         for step in steps if is_lead() else ():
+            self._trash.submit(self._delete, step)
+
+    def _delete(self, step: int) -> None:
+        try:
             prefixes = self._prefixes(marker(step))
-            self.directory.delete(marker(step))
+            self.directory.delete(marker(step), seconds=_DELETE_SECONDS)
             for prefix in prefixes:
-                self._trash.submit(self._remove, prefix)
-        wait_for_all("old checkpoints are gone")
+                self._remove(prefix)
+        except MachineError as error:
+            logger.warning("%s; what is left goes at the next start", error)
 
     def move_aside(self, step: int) -> str:
         names = set(self.directory.list(_STEPS)) if is_lead() else set()
@@ -189,6 +204,7 @@ class BucketWriter:
             # The copy first: a record that is damaged still says where the arrays lie.
             self.directory.write(f"{_STEPS}/{name}", self.directory.read(marker(step)) or b"")
             self.directory.delete(marker(step))
+        self._present.discard(step)
         return f"{self.directory}/{_STEPS}/{name}"
 
     def moved(self) -> None:
@@ -207,7 +223,7 @@ class BucketWriter:
 
     def _remove(self, prefix: str) -> None:
         try:
-            self.directory.delete_below(prefix)
+            self.directory.delete_below(prefix, seconds=_DELETE_SECONDS)
         except MachineError as error:
             logger.warning("%s; what is left goes at the next start", error)
 

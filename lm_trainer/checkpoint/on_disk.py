@@ -60,6 +60,8 @@ class DiskSteps:
 class DiskWriter:
     """Writer of such steps; see `lm_trainer.checkpoint.steps.Writer`."""
 
+    remedy = "make room or mend the disk"
+
     def __init__(self, steps: DiskSteps, none_usable: NoneUsable):
         self._steps, self._none_usable = steps, none_usable
         self.directory = steps.directory
@@ -85,6 +87,9 @@ class DiskWriter:
 
     def wait(self) -> None:
         self._orbax.wait()
+
+    def present(self) -> list[int]:
+        return self._steps.committed()
 
     def hurry(self, seconds: float) -> None:
         """Nothing: a disk is not asked again."""

@@ -52,6 +52,8 @@ def describe(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 def root_cause(error: BaseException) -> str:
     """Finds the innermost message of a chain of exceptions: Orbax wraps the reason in misleading ones."""
+    if isinstance(error, MachineError):
+        return str(error)
     seen: set[BaseException] = {error}
     # A thread that raises the error of another once more can close the chain to a ring, and waiting a second time for
     # a save that failed brings up the `MachineError` of the first time.

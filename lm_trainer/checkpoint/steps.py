@@ -26,8 +26,12 @@ class Holder(Protocol):
         """Raises `MachineError` when another process has got in; costs nothing."""
         ...
 
-    def before_commit(self) -> None:
-        """Called, from any thread, before a step appears in a bucket; raises where it must not."""
+    def before_commit(self, seconds: float) -> None:
+        """Called, from any thread, before a step appears in a bucket; raises where it must not.
+
+        Args:
+            seconds: that are left for it.
+        """
         ...
 
 
@@ -36,7 +40,7 @@ class Nobody:
 
     def check_held(self) -> None: ...
 
-    def before_commit(self) -> None: ...
+    def before_commit(self, seconds: float) -> None: ...
 
 
 class Steps(Protocol):
@@ -75,12 +79,21 @@ class Writer(Protocol):
     @property
     def directory(self) -> Place: ...
 
+    @property
+    def remedy(self) -> str:
+        """Advice to the user for a save that failed."""
+        ...
+
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         """Copies the arrays off the devices and writes them in the background; the result is there when the step is."""
         ...
 
     def wait(self) -> None:
         """Returns when nothing is being written any more."""
+        ...
+
+    def present(self) -> list[int]:
+        """Lists the complete steps in order, without asking a server."""
         ...
 
     def hurry(self, seconds: float) -> None:

@@ -192,7 +192,7 @@ class CheckpointStore:
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint but the newest."""
         stay = self._earlier | self._kept
-        old = [s for s in self.steps()[:-1] if not is_permanent(s, self._config.keep) and s not in stay]
+        old = [s for s in self._writer.present()[:-1] if not is_permanent(s, self._config.keep) and s not in stay]
         # Every process has to list the steps before the first of them is deleted.
         wait_for_all("old checkpoints are known")
         self._writer.delete(old)
@@ -201,15 +201,8 @@ class CheckpointStore:
         self._writer.discard_unfinished()
         return MachineError(
             f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
-            f"{self._untouched()}; make room or mend the disk and start again"
+            f"The checkpoints of steps {self._writer.present()} are untouched; {self._writer.remedy} and start again"
         )
-
-    def _untouched(self) -> str:
-        try:
-            return f"The checkpoints of steps {self.steps()} are untouched"
-        # The bucket that cannot be written may not answer either.
-        except MachineError:
-            return "The checkpoints before it are untouched"
 
 
 def _steps_of(directory: Place, config: CheckpointerConfig | None = None) -> Steps:

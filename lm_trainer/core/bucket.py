@@ -36,6 +36,7 @@ _DENIED = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
 )
 _ABSENT = re.compile(r"NOT_FOUND|NoSuchBucket|\b404\b")
+_UNREACHABLE = re.compile(r"CURL error|UNAVAILABLE")
 _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|\b301\b")
 _CLOCK = re.compile(r"RequestTimeTooSkewed")
 
@@ -181,9 +182,9 @@ class Bucket:
         for key, future in [(key, self._kv.write(self._name(key), None)) for key in keys]:
             self._result("delete", key, future, seconds)
 
-    def delete_below(self, key: str) -> None:
-        """Deletes every object below a key."""
-        self.delete(*(f"{key}/{name}" for name in self.list(key)))
+    def delete_below(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> None:
+        """Deletes every object below a key; the deadline is that of each request."""
+        self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
 
     def list(self, key: str = "", *, seconds: float = _OPERATION_SECONDS) -> list[str]:
         """Returns the names of all objects below `key`, relative to it, sorted."""
@@ -211,7 +212,7 @@ class Bucket:
             raise UserError(f"{error}; or choose another place with {setting}") from None
 
     def try_out(self) -> None:
-        """Raises `MachineError`, within a few seconds and with the reason, unless objects can be written and deleted."""
+        """Raises `MachineError`, soon and with the reason, unless objects can be written and deleted."""
         key = f".probe/{os.getpid()}-{time.time_ns()}"
         tried = Bucket(str(self))
         # Repeated a few times only, after which the last refusal comes to light.
@@ -334,14 +335,14 @@ def reason_of(error: object) -> str:
 
 def explain(error: BaseException, place: Bucket, seconds: float) -> str:
     """Says why a request to object storage failed, and what can be done about it, in one line."""
+    endpoint = place.spec().get("endpoint") or os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "that of the cloud"
+    check = f"check the network and the endpoint ({without_credentials(endpoint)})"
     if isinstance(error, TimeoutError):
-        return (
-            f"the server has not answered within {seconds:.0f} s; check the network and the endpoint "
-            f"({place.spec().get('endpoint') or os.environ.get('TENSORSTORE_GCS_HTTP_URL') or 'that of the cloud'})"
-        )
+        return f"the server has not answered within {seconds:.0f} s; {check}"
     text = f"{error} {error.__context__ or ''}".strip()
     reason = " ".join(without_credentials(_ANSWER.sub("", reason_of(text))).split())[:_LONGEST]
     for pattern, remedy in (
+        (_UNREACHABLE, f"the server cannot be reached; {check}"),
         (_REGION, "the bucket is in another region; set AWS_REGION"),
         (_CLOCK, "the clock of this machine is wrong; set it"),
         (_DENIED, "the server refuses; check the credentials and what they permit (write, list, read, delete)"),

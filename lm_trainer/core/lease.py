@@ -53,8 +53,8 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> Self:
-        while not self._take():
-            self._wait_for_end()
+        while not (self._take() or self._outlast()):
+            pass
         self._thread.start()
         return self
 
@@ -87,11 +87,11 @@ class Lease:
             return False
         return self._write(MISSING if content is None else generation)
 
-    def _wait_for_end(self) -> None:
-        """Returns when the lease can be tried again, and raises if its holder lives."""
-        first, _ = self._directory.read_versioned(_KEY)
+    def _outlast(self) -> bool:
+        """Takes the lease when nobody has renewed it long enough; False: try again; raises if its holder lives."""
+        first, generation = self._directory.read_versioned(_KEY)
         if first is None or _has_ended(_parsed(first)):
-            return
+            return False
         started = time.monotonic()
         while time.monotonic() - started < ENDS_AFTER:
             if self._waiting is not None and time.monotonic() - started > 2 * RENEWED_EVERY:
@@ -99,13 +99,13 @@ class Lease:
             time.sleep(1)
             now, generation = self._directory.read_versioned(_KEY)
             if now is None:
-                return
+                return False
             if now != first:
                 raise UserError(
                     f"{self._directory} is in use by {_who(_parsed(now))}; wait for it, stop it, or set trainer.id to "
                     f"another name"
                 )
-        self._write(generation)
+        return self._write(generation)
 
     def _write(self, generation: bytes) -> bool:
         """Writes the lease over the given generation; True if this process then holds it."""

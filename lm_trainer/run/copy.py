@@ -22,6 +22,8 @@ COPY = "run"
 _ORIGIN = ".copy"
 _EVERY = 20.0
 """Seconds between two copies of what has changed."""
+_LAST_SECONDS = 10.0
+"""Time that each file may take when the run ends."""
 _SHARE = 0.1
 """The most of the time that copying may take: a file of metrics that has grown large is copied less often."""
 _LARGEST = 64 << 20
@@ -77,12 +79,15 @@ class RunCopy:
         self._stop.set()
         self._thread.join()
         try:
-            self.push()
+            self.push(_LAST_SECONDS)
         except MachineError as error:
             logger.warning("%s; the metrics of the last steps are in %s alone", error, self._path)
 
-    def push(self) -> None:
+    def push(self, seconds: float = 60.0) -> None:
         """Copies what has changed.
+
+        Args:
+            seconds: that each file may take.
 
         Raises:
             MachineError: when the bucket cannot be written.
@@ -91,7 +96,7 @@ class RunCopy:
             changed = {name: state for name, state in _states(self._path).items() if self._known.get(name) != state}
             # Whose copy it is comes last: a copy that was broken off is then still taken for the older one.
             for name in sorted(changed, key=lambda name: name == _ORIGIN):
-                self._to.write(name, _content(self._path / name))
+                self._to.write(name, _content(self._path / name), seconds=seconds)
                 self._known[name] = changed[name]
 
     def _keep_up(self) -> None:

@@ -122,15 +122,18 @@ class RunDirectory:
             )
         copy.fetch()
 
-    def before_commit(self) -> None:
+    def before_commit(self, seconds: float) -> None:
         """Makes sure that the checkpoint that is about to appear in a bucket belongs there, beside what led to it.
+
+        Args:
+            seconds: that each request may take.
 
         Raises:
             MachineError: when another process has taken the run over, or the bucket cannot be written.
         """
         if self._lease is not None and self._copy is not None:
             # The copy first: metrics up to the checkpoint's step are there when a resume finds it.
-            self._copy.push()
+            self._copy.push(seconds)
             self._lease.confirm()
 
     def check_held(self) -> None:

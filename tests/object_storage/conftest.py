@@ -8,12 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from lm_trainer.core.bucket import Bucket
+from tests.object_storage.proxy import Proxy, proxied
 from tests.object_storage.servers import BUCKET, SERVERS, using
 
 PACKAGES = {"s3": "moto.server", "gs": "gcp_storage_emulator"}
 
 
-@pytest.fixture(scope="module", params=sorted(SERVERS))
+@pytest.fixture(scope="module", params=["s3", pytest.param("gs", marks=pytest.mark.slow)])
 def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
     """The scheme of a server that runs, and that this process is pointed to."""
     pytest.importorskip(PACKAGES[request.param])
@@ -25,3 +26,24 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
 def bucket(scheme: str) -> Bucket:
     """An empty directory in object storage."""
     return Bucket(f"{scheme}://{BUCKET}/{secrets.token_hex(4)}/run")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The endpoint of an S3 server."""
+    pytest.importorskip(PACKAGES["s3"])
+    with SERVERS["s3"]() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[Proxy]:
+    """A proxy in front of it, to which this process is pointed."""
+    with proxied(server) as running, using("s3", running.endpoint):
+        yield running
+
+
+@pytest.fixture
+def behind(proxy: Proxy) -> Bucket:
+    """An empty directory behind the proxy."""
+    return Bucket(f"s3://{BUCKET}/{secrets.token_hex(4)}/run")

@@ -1,0 +1,75 @@
+"""The lock of a run in object storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lm_trainer.core import lease as module
+from lm_trainer.core.bucket import Bucket
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.lease import Lease
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENEWED_EVERY", 0.3)
+    monkeypatch.setattr(module, "ENDS_AFTER", 2.0)
+
+
+def lock(bucket: Bucket, **changes: object) -> None:
+    """Puts the lock of another process there."""
+    here = module._here()
+    holder = {"token": "other", "count": 1, "time": time.time(), **here, "host": "elsewhere", **changes}
+    bucket.write(".lock", json.dumps(holder).encode())
+
+
+def test_a_second_process_is_refused_while_the_first_renews(bucket: Bucket) -> None:
+    second = Lease(bucket)
+    with Lease(bucket), pytest.raises(UserError, match=rf"in use by process {os.getpid()} on .*trainer\.id"):
+        second.__enter__()
+    with Lease(bucket):
+        pass
+    assert bucket.list() == []
+
+
+def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket) -> None:
+    lock(bucket)
+    said: list[str] = []
+    started = time.monotonic()
+    with Lease(bucket, said.append) as lease:
+        assert time.monotonic() - started > 2
+        lease.confirm()
+    assert "waiting for process" in said[0]
+
+
+def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    lock(bucket, pid=ended.pid, host=module._here()["host"])
+    started = time.monotonic()
+    with Lease(bucket):
+        assert time.monotonic() - started < 1.5
+
+
+def test_a_damaged_lock_holds_nobody_off(bucket: Bucket) -> None:
+    bucket.write(".lock", b"{")
+    with Lease(bucket) as lease:
+        lease.confirm()
+
+
+def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket) -> None:
+    with Lease(bucket) as lease:
+        lease.check()
+        lock(bucket)
+        deadline = time.monotonic() + 10
+        while lease._lost is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(MachineError, match=r"taken over by process .* on elsewhere"):
+            lease.check()
+    assert b"elsewhere" in (bucket.read(".lock") or b"")
