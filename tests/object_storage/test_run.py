@@ -1,0 +1,162 @@
+"""A run in a bucket: killed in any phase, resumed in an empty directory from the bucket alone, with equal numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lm_trainer.core.bucket import Bucket
+from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
+from tests.object_storage.servers import environment
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+pytestmark = pytest.mark.slow
+
+
+class Runs(NamedTuple):
+    """Attempts at one run, each in a directory of its own, as on machines that are taken away."""
+
+    directory: Path
+    base: Bucket
+    endpoint: str
+
+    def start(self, machine: str, *overrides: str) -> subprocess.Popen[str]:
+        here = self.directory / machine
+        here.mkdir(exist_ok=True)
+        env = {**os.environ, **environment("s3", self.endpoint), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "cli", "train", str(self.directory / "run.yaml"), *overrides]
+        return subprocess.Popen(command, cwd=here, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def complete(self, machine: str, *overrides: str) -> str:
+        process = self.start(machine, *overrides)
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode == 0, said[-3000:]
+        return said
+
+    def metrics(self, machine: str) -> list[dict[str, Any]]:
+        text = (self.directory / machine / "logs" / "run" / "metrics.jsonl").read_text()
+        return [
+            {key: value for key, value in json.loads(line).items() if key in ("step", "train/loss", "fingerprint")}
+            for line in text.splitlines()
+        ]
+
+
+@pytest.fixture
+def runs(behind: Bucket, proxy: Proxy, tmp_path: Path) -> Runs:
+    text = " ".join(f"{word} {word * word}" for word in range(4000))
+    (tmp_path / "train.txt").write_text(text)
+    config = {
+        "model": {"type": "gpt2", "seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2},
+        "data": {"tokenizer": "bytes", "num_workers": 0, "train_urls": [str(tmp_path / "train.txt")]},
+        "trainer": {
+            "id": "run",
+            "train_batch_size": 8,
+            "num_train_steps": STEPS,
+            "sample_tokens": 0,
+            "tracker": [],
+            "log_jaxprs": False,
+            "log_xla_hlo": False,
+            "cpu_threads": 1,
+            "jax_compilation_cache_dir": str(tmp_path / "compiled"),
+            "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
+            "checkpointer": {"base_path": str(behind.parent), "save_interval": "50ms", "keep": [{"every": 10}]},
+        },
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    return Runs(tmp_path, behind, proxy.endpoint)
+
+
+def newly(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
+    """True once so many requests of a kind have come from now on."""
+    start = len(proxy.requests)
+    return lambda: sum(m == method and part in path for m, path in proxy.requests[start:]) >= count
+
+
+PHASES = [
+    *(("PUT", "/arrays/", count) for count in (3, 40, 90)),
+    *(("PUT", "/steps/", count) for count in (1, 2, 3)),
+    *(("DELETE", "/steps/", count) for count in (1, 2)),
+    *(("DELETE", "/arrays/", count) for count in (1, 9)),
+    ("PUT", "/run/metrics.jsonl", 2),
+    ("PUT", "/.lock", 1),
+]
+
+
+def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_numbers(runs: Runs, proxy: Proxy) -> None:
+    runs.complete("undisturbed", f"trainer.checkpointer.base_path={runs.directory}/local")
+    for number, (method, part, count) in enumerate(PHASES):
+        reached = newly(proxy, method, part, count)
+        process = runs.start(f"machine-{number}", "trainer.steps_per_log=1")
+        while process.poll() is None and not reached():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        shutil.rmtree(runs.directory / f"machine-{number}")
+    proxy.fault = sometimes(PASSING, share=0.1)
+    said = runs.complete("last")
+    assert "resumed at step" in said
+    assert runs.metrics("last") == runs.metrics("undisturbed")
+    proxy.fault = None
+    # Nothing is left of what was cut off, and another machine reads the same metrics.
+    there = runs.base.list()
+    assert {name.split("/")[1].split("-")[0] for name in there if name.startswith("arrays/")} == {
+        "10",
+        "20",
+        "30",
+        "40",
+    }
+    copied = (runs.base.read("run/metrics.jsonl") or b"").decode()
+    assert copied == (runs.directory / "last" / "logs" / "run" / "metrics.jsonl").read_text()
+    assert ".lock" not in there
+    assert not any(b"a-secret-key" in (runs.base.read(name) or b"") for name in there if "arrays/" not in name)
+
+
+def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_step(runs: Runs, proxy: Proxy) -> None:
+    saved = newly(proxy, "PUT", "/steps/", 1)
+    process = runs.start("a", "trainer.num_train_steps=100000")
+    while process.poll() is None and not saved():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=100)[0]
+    assert process.returncode == 75, said[-2000:]
+    assert "everything is saved" in said
+
+    saved = newly(proxy, "PUT", "/steps/", 1)
+    process = runs.start("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
+    while process.poll() is None and not saved():
+        time.sleep(0.01)
+    proxy.fault = refuse(503)
+    said = process.communicate(timeout=100)[0]
+    proxy.fault = None
+    assert process.returncode == 1, said[-2000:]
+    assert "a checkpoint could not be written" in said.splitlines()[-1]
+    assert "Traceback" not in said
+
+
+def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) -> None:
+    flat = ("trainer.checkpointer.append_run_id_to_base_path=false", "trainer.num_train_steps=100000")
+    saved = newly(proxy, "PUT", "/steps/", 1)
+    first = runs.start("a", *flat)
+    while first.poll() is None and not saved():
+        time.sleep(0.01)
+    second = runs.start("b", *flat)
+    said = second.communicate(timeout=100)[0]
+    assert second.returncode == 2, said
+    assert "is in use by process" in said
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    other = runs.start("c", *flat, "trainer.id=other")
+    said = other.communicate(timeout=100)[0]
+    assert other.returncode == 2
+    assert "holds the checkpoints of the run run" in said
