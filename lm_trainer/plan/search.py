@@ -291,26 +291,32 @@ def _kind(layout: Layout) -> tuple[Any, ...]:
 
 
 def _compiled(found: Search, count: int, compile_one: Compile) -> Search:
-    """The ranking by the devices' own compiler: of the first `count` of those that fit by its word."""
+    """The ranking by the devices' own compiler: of the first `count` of those that fit by its word, and beside them of
+    the one that changes no bit.
+    """
+    limit = None if found.budget is None else found.budget.bytes
     fitting, rejected = list[Candidate](), list[Candidate]()
     for candidate in found.ranked:
         if len(fitting) == count:
             break
-        limit = None if found.budget is None else found.budget.bytes
-        try:
-            word = compile_one(candidate.layout.overrides)
-        except UserError as error:
-            rejected.append(replace(candidate, refused=str(error)))
-            continue
-        compiled = replace(candidate, compiled=word, memory=word.memory, limit=limit)
-        (fitting if compiled.fits else rejected).append(compiled)
-    ranked = tuple(sorted(fitting, key=lambda each: each.seconds))
-    settled = {id(each.layout): each for each in (*fitting, *rejected)}
-    same = None if found.same_numbers is None else settled.get(id(found.same_numbers.layout), found.same_numbers)
+        judged = _judged(candidate, limit, compile_one)
+        (fitting if judged.fits else rejected).append(judged)
+    same = found.same_numbers
+    if same is not None:
+        settled = {each.layout.overrides: each for each in (*fitting, *rejected)}
+        same = settled.get(same.layout.overrides) or _judged(same, limit, compile_one)
     return replace(
         found,
-        ranked=ranked,
+        ranked=tuple(sorted(fitting, key=lambda each: each.seconds)),
         rejected=tuple(rejected),
         same_numbers=same if same is not None and same.fits else None,
-        nearest=None if ranked else min(rejected, key=lambda each: each.memory.bytes, default=found.nearest),
+        nearest=None if fitting else min(rejected, key=lambda each: each.memory.bytes, default=found.nearest),
     )
+
+
+def _judged(candidate: Candidate, limit: int | None, compile_one: Compile) -> Candidate:
+    try:
+        word = compile_one(candidate.layout.overrides)
+    except UserError as error:
+        return replace(candidate, refused=str(error))
+    return replace(candidate, compiled=word, memory=word.memory, limit=limit)
