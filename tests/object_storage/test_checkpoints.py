@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError
+from lm_trainer.data.cache.kvstore import KvStore
 from tests.checkpoint.test_store import NEVER, arrays, like, sharded
 
 
@@ -130,3 +132,35 @@ def test_a_save_that_failed_is_known_when_it_is_asked_for(bucket: Bucket, monkey
 
 def fail(*args: object, **kwargs: object) -> None:
     raise MachineError("no more room")
+
+
+def test_a_record_is_that_of_the_moment_of_the_save(bucket: Bucket) -> None:
+    losses = {"validation": 2.0}
+    wait = threading.Event()
+    store = CheckpointStore(bucket, NEVER, Waiting(wait))
+    store.save(1, arrays(1, sharded(8)), {"eval_losses": losses})
+    # As an evaluation does between the call and the end of a save.
+    losses["validation"] = 1.0
+    wait.set()
+    store.wait()
+    restored = store.restore(like(sharded(8)))
+    store.close()
+    assert restored is not None
+    assert restored.record["eval_losses"] == {"validation": 2.0}
+
+
+class Waiting:
+    def __init__(self, event: threading.Event):
+        self._event = event
+
+    def check_held(self) -> None: ...
+
+    def before_commit(self, seconds: float) -> None:
+        assert self._event.wait(seconds)
+
+
+def test_a_cache_of_tokens_lies_there_too(bucket: Bucket) -> None:
+    store = KvStore(f"{bucket}/cache")
+    store.write("part", b"tokens")
+    assert store.list() == ["part"]
+    assert bucket.read("cache/part") == b"tokens"

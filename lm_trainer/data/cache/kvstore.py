@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import tensorstore as ts
 
+from lm_trainer.core.bucket import Bucket, is_bucket
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
 
@@ -56,7 +57,8 @@ class KvStore:
             spec: Any = {"driver": "file", "path": f"{self.local}/"}
         else:
             self.url = url.rstrip("/")
-            spec = f"{self.url}/"
+            # With the endpoints and credentials that other files in buckets are found by.
+            spec = Bucket(self.url).spec() if is_bucket(self.url) else f"{self.url}/"
         try:
             self._kv = ts.KvStore.open(spec).result()
         except (ValueError, OSError, NotImplementedError) as error:
