@@ -59,6 +59,10 @@ def list_files(urls: Sequence[str], key: str) -> list[File]:
     return [file for _, files in match_files(urls, key) for file in files]
 
 
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+"""The extra of lm_trainer that brings what the URLs of a scheme need."""
+
+
 def match_files(urls: Sequence[str], key: str) -> list[tuple[str, list[File]]]:
     """Lists files as `list_files` does, as (path, URL or glob; its files)."""
     names = [name for url in urls for name in ([url] if is_file(url) else expand_braces(url))]
@@ -94,6 +98,8 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
     except ImportError as error:
         if url.startswith(("http://", "https://")):
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
+        if (extra := _EXTRAS.get(url.partition("://")[0])) is not None:
+            raise UserError(f"{key}: {url} needs a package; run: pip install 'lm_trainer[{extra}]'") from None
         raise UserError(f"{key}: {url} needs a package that is not installed: {error}") from None
     except Exception as error:
         # A chained URL is opened as it is parsed, and each file system fails in a way of its own.
