@@ -24,7 +24,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause, sealed
 from lm_trainer.checkpoint.steps import Holder, NoneUsable
 from lm_trainer.core.bucket import Bucket, context, explain
-from lm_trainer.core.errors import MachineError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.parallel.processes import gather, is_lead, wait_for_all
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,9 @@ class BucketSteps:
         def part(index: Any) -> np.ndarray:
             try:
                 return np.asarray(parts[_key(index, like.shape)].result(timeout=_READ_SECONDS))
+            except UserError:
+                # Of the handler of a stop signal.
+                raise
             except Exception as error:
                 reason = explain(error, self.directory, _READ_SECONDS)
                 if _DAMAGED.search(str(error)):

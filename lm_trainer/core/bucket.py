@@ -146,6 +146,8 @@ class Bucket:
             # The bucket as a whole: some servers list more than they were asked for, which whole names tell.
             whole = SCHEMES[self._scheme](self.bucket, "")
             return ts.KvStore.open(whole, context=opened_in).result(_OPERATION_SECONDS)
+        except UserError:
+            raise
         except Exception as error:
             self._fail("open", "", error)
 
@@ -225,6 +227,10 @@ class Bucket:
     def _result(self, verb: str, key: str, future: Any, seconds: float = _OPERATION_SECONDS) -> Any:
         try:
             return future.result(timeout=seconds)
+        except UserError:
+            # Of the handler of a stop signal, which came while the server was waited for.
+            future.cancel()
+            raise
         except Exception as error:
             future.cancel()
             self._fail(verb, key, error, seconds)

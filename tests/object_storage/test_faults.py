@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -11,7 +14,8 @@ import pytest
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.errors import MachineError, Preempted, UserError
+from lm_trainer.health.signals import StopRequest
 from tests.checkpoint.test_store import NEVER, arrays, like, sharded
 from tests.object_storage.proxy import PASSING, Fault, Proxy, cut, delay, drop, lose_answer, only, refuse, sometimes
 from tests.object_storage.servers import using
@@ -138,3 +142,10 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_down_are_said_at_the_st
         CheckpointStore(Bucket("s3://another-bucket/run"), NEVER)
     with using("s3", "http://127.0.0.1:9"), pytest.raises(UserError, match=r"cannot be reached.*127\.0\.0\.1:9"):
         CheckpointStore(Bucket("s3://a-bucket/run"), NEVER)
+
+
+def test_a_stop_signal_while_a_server_is_waited_for_keeps_its_exit_code(behind: Bucket, proxy: Proxy) -> None:
+    proxy.fault = delay(1)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with StopRequest(), pytest.raises(Preempted, match="stopped by SIGTERM before the first step"):
+        behind.read("x")

@@ -46,9 +46,12 @@ class Runs(NamedTuple):
 
     def metrics(self, machine: str) -> list[dict[str, Any]]:
         text = (self.directory / machine / "logs" / "run" / "metrics.jsonl").read_text()
+        rows = [json.loads(line) for line in text.splitlines()]
+        # Which steps are saved between the permanent ones is decided by the clock.
         return [
-            {key: value for key, value in json.loads(line).items() if key in ("step", "train/loss", "fingerprint")}
-            for line in text.splitlines()
+            {key: row[key] for key in ("step", "train/loss", "fingerprint") if key in row}
+            for row in rows
+            if "fingerprint" not in row or row["step"] % 10 == 0
         ]
 
 
