@@ -282,6 +282,25 @@ def test_jax_is_set_up_and_compiled_programs_are_kept(tmp_path: Path) -> None:
     assert list((tmp_path / "compiled").iterdir()), "a program that is compiled in no time is kept as well"
 
 
+TEXT = """
+import sys
+from lm_trainer.core.runtime import configure_jax
+
+configure_jax({"jax_persistent_cache_min_compile_time_secs": 0}, sys.argv[1], int(sys.argv[2]))
+import jax, jax.numpy as jnp
+print(jax.jit(lambda x: jnp.tanh(x) + jnp.sin(x)).lower(jnp.zeros((1024, 256))).compile().as_text())
+"""
+
+
+def test_a_program_is_not_read_that_was_compiled_for_another_number_of_threads(tmp_path: Path) -> None:
+    def text(cache: str, threads: int) -> str:
+        command = [sys.executable, "-c", TEXT, str(tmp_path / cache), str(threads)]
+        return subprocess.run(command, env=lmt_environment(), capture_output=True, text=True, check=True).stdout
+
+    first = text("shared", 1)
+    assert text("shared", 8) == text("other", 8) != first
+
+
 def test_directories_may_be_paths() -> None:
     config = TrainerConfig.model_validate(
         {"log_dir": Path("a/b"), "initialize_from": Path("c"), "checkpointer": {"base_path": Path("d")}}
