@@ -71,7 +71,7 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
     """The configuration as it is, and with one setting changed, by the setting; `tokens` are those of a microbatch."""
     model = config.model
     yield "as configured", config
-    # Layer by layer everything inside a layer is computed again, whatever the policy.
+    # Layer by layer, what a policy keeps is no temporary memory of a program, which is what is compared.
     for policy in () if config.trainer.determinism == "layerwise" else POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
         # The configured policy is the first row already.

@@ -14,6 +14,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.model import recomputes_layers
 from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -68,7 +69,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         tokens_per_step=trainer.batch_schedule.at(0) * seq_len,
         flops_per_token=training_flops(flops_per_token(spec, seq_len), program.model),
         recomputed_flops_per_token=recomputed_flops_per_token(
-            spec, seq_len, every_layer=trainer.determinism == "layerwise"
+            spec, seq_len, every_layer=recomputes_layers(trainer, spec)
         ),
         device_kind=devices.flat[0].device_kind,
         device_count=devices.size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
-from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.spec import DecoderSpec, Remat
 from lm_trainer.nn.stack import run_layer
 
 
@@ -55,6 +56,9 @@ class LossParts:
     its place in the period; `layer` is its number, an int32 scalar."""
     leave: Callable[[Any, Stream, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
     """`leave(model, stream, batch, key)`: what the loss returns, from the stream after the last layer."""
+    saving_layer: Callable[[Any, int, Stream, Batch, jax.Array, jax.Array | None], Stream] | None = None
+    """As `layer`, for a derivative that computes only that again which the model says; None: it computes everything
+    again."""
 
 
 def hidden_after_layers(model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None) -> jax.Array:
@@ -83,14 +87,20 @@ def token_loss_parts(
         x_BSD = model.enter(laid(batch.tokens), laid(batch.positions), dtype=dtype, key=key)
         return Stream(x_BSD, zero_router_stats() if spec.num_routers else None)
 
-    def layer(
-        model: Decoder, place: int, stream: Stream, batch: Batch, layer: jax.Array, key: jax.Array | None
+    def layer_with(  # noqa: PLR0913 - as for `LossParts.layer`
+        remat: Remat,
+        model: Decoder,
+        place: int,
+        stream: Stream,
+        batch: Batch,
+        layer: jax.Array,
+        key: jax.Array | None,
     ) -> Stream:
         ring, laid = layout(batch)
         context = make_context(spec.blocks, laid(batch.positions), laid(batch.segments), ring=ring)
         block: Any = model.blocks[str(place)]
         key = model.part_keys(key).blocks
-        return Stream(*run_layer(block, stream.x_BSD, stream.stats, context, layer, key=key))
+        return Stream(*run_layer(block, stream.x_BSD, stream.stats, context, layer, key=key, remat=remat))
 
     def leave(
         model: Decoder, stream: Stream, batch: Batch, key: jax.Array | None
@@ -100,4 +110,5 @@ def token_loss_parts(
         h_BSD = hidden_after_layers(model, stream, batch, key)
         return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
 
-    return LossParts(len(spec.blocks), spec.period, enter, layer, leave)
+    saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
+    return LossParts(len(spec.blocks), spec.period, enter, partial(layer_with, "none"), leave, saving)

@@ -284,6 +284,11 @@ class DecoderSpec:
     pass, which computes the input of each layer again. 0: the input of each layer is kept."""
 
     @property
+    def saves_inside_layers(self) -> bool:
+        """True where `remat` keeps values of the inside of a layer, on the device and for each layer by itself."""
+        return self.remat != "full" and not isinstance(self.remat, OffloadPolicy) and not self.remat_groups
+
+    @property
     def residual_std(self) -> float:
         """Standard deviation of initial weights that write to the residual stream.
 

@@ -79,7 +79,7 @@ def run_blocks(  # noqa: PLR0913 - what a pass through the layers shares
     )
 
 
-def run_layer(
+def run_layer(  # noqa: PLR0913 - as for `run_blocks`
     block: Block,
     x_BSD: jax.Array,
     stats: RouterStats | None,
@@ -87,6 +87,7 @@ def run_layer(
     layer: jax.Array,
     *,
     key: jax.Array | None,
+    remat: Remat = "none",
 ) -> tuple[jax.Array, RouterStats | None]:
     """One layer as `run_blocks` computes it: the stream after it, and the sums of router statistics up to it.
 
@@ -97,10 +98,11 @@ def run_layer(
         context: of all layers.
         layer: its number, an int32 scalar.
         key: that of all layers; None switches dropout off.
+        remat: what a derivative of this call computes again. There is no barrier between it and this call.
     """
-    x_BSD, _, stats = _apply(
-        block, (x_BSD, None, stats), context, layer, None if key is None else jax.random.fold_in(key, layer)
-    )
+    apply = _rematerialised(remat, in_loop=True)
+    layer_key = None if key is None else jax.random.fold_in(key, layer)
+    x_BSD, _, stats = apply(block, (x_BSD, None, stats), context, layer, layer_key)
     return x_BSD, stats
 
 

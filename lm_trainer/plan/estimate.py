@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
@@ -25,7 +27,7 @@ from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import loss_function, trace_model
+from lm_trainer.run.model import loss_function, recomputes_layers, trace_model
 from lm_trainer.run.program import build_program, shard_state
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.groups import compute_shardings
@@ -33,7 +35,7 @@ from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import programs_and_results
 from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.part_functions import PartFunctions, find_reads
+from lm_trainer.step.part_functions import SCALAR, PartFunctions, Reads, find_reads
 from lm_trainer.step.state import abstract_state
 from lm_trainer.step.state_sharding import StateSharding
 
@@ -145,19 +147,24 @@ def _one_program(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
 def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
     config, model, sharding, plan = given.config, given.model, given.sharding, given.plan
     spec = config.model.spec(given.vocab_size)
-    functions = PartFunctions(model, loss_function(config).parts(spec), None, model.trainable)
-    reads = find_reads(functions, model.shapes, random_batch(plan.rows, config.model.seq_len, given.vocab_size))
+    # Any key will do, with which dropout has its masks.
+    key: Any = np.zeros(2, np.uint32)
+    functions = PartFunctions(model, loss_function(config).parts(spec), key, model.trainable)
+    rows = random_batch(plan.rows, config.model.seq_len, given.vocab_size)
+    reads = find_reads(functions, model.shapes, rows)
     together = given.shares.most
     running, _ = programs_and_results(given.shares, sharding.mesh, given.platform)
     rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
+    inside = 0
+    if not recomputes_layers(config.trainer, spec):
+        counts = [len(spec.blocks[place :: spec.period]) for place in range(spec.period)]
+        inside = sum(n * _bytes(_handed_on(functions, j, reads, model, rows)) for j, n in enumerate(counts))
+    cut = math.prod(sharding.mesh.shape[axis] for axis in MODEL_PARALLEL_AXES)
     read = [name for part in (reads.enter, *reads.places, reads.leave) for name in part]
     shared = {
         "gradients": Shares(plan.count // given.shares.count, 1).most_held
         * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
-        "activations between layers": together
-        * (len(spec.blocks) + 1)
-        * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(reads.stream))
-        // math.prod(sharding.mesh.shape[axis] for axis in MODEL_PARALLEL_AXES),
+        "activations of layers": together * ((len(spec.blocks) + 1) * _bytes(reads.stream) // cut + inside),
     }
     for name, part, at_once in ((LEAVE, reads.leave, 1), (LAYER, reads.places[0], LAYERS_AT_ONCE)):
         gathered = _gathered(given, part, layered=name == LAYER)
@@ -174,6 +181,21 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
                 "temporary": running * given.temporary[name],
             },
         )
+
+
+def _handed_on(functions: PartFunctions, place: int, reads: Reads, model: ModelDef, rows: Batch) -> Any:
+    """The shapes of the values that the layer at a place of the period hands on to its derivative."""
+    layer = functions.saving_layer(place)
+    if layer is None:
+        return []
+    params = {
+        name: jax.ShapeDtypeStruct(model.shapes[name].shape[1:], dtype) for name, dtype in reads.places[place].items()
+    }
+    return jax.eval_shape(layer.forward, params, reads.stream, rows, SCALAR, SCALAR, SCALAR)[1]
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _gathered(given: _Given, part: Mapping[str, Any], *, layered: bool) -> dict[str, jax.ShapeDtypeStruct]:

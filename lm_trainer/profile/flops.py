@@ -112,7 +112,7 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     """Operations per token that the spec's rematerialisation adds to a training step, as `FlopsCount` counts them.
 
     With `every_layer` each layer is computed again once and as a whole, whatever the spec says: so a step does that
-    computes a gradient layer by layer.
+    computes a gradient layer by layer and cannot keep what the spec keeps.
 
     Hardware FLOPs utilisation (HFU) is MFU with these added to the operations of a training step (PaLM: Chowdhery et
     al. 2022, arXiv 2204.02311, appendix B). As usual, the whole forward pass of a block counts that keeps nothing,

@@ -17,6 +17,7 @@ from lm_trainer.nn.loss_parts import LossParts, token_loss_parts
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.model_def import ModelDef
 
 INIT_KEY, DROPOUT_KEY, ADAPTER_KEY = 0, 1, 2
@@ -104,3 +105,11 @@ class NextTokenLoss:
     def parts(self, spec: DecoderSpec) -> LossParts:
         """The same loss in parts, for decoders of `spec`."""
         return token_loss_parts(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
+
+
+def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
+    """Tells whether the step computes each layer of a model again, once and as a whole, whatever the model says."""
+    if trainer.determinism != "layerwise":
+        return False
+    shared = (trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size)
+    return not spec.saves_inside_layers or max(shared) > 1

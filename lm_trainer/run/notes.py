@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
-from lm_trainer.models.base import DecoderConfig
+from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
+from lm_trainer.run.model import recomputes_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 
 
@@ -71,13 +72,13 @@ def _rules_without_effect(trainer: TrainerConfig) -> Iterator[str]:
         )
 
 
-def recomputation_note(trainer: TrainerConfig, model: DecoderConfig) -> str | None:
+def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
     """A line about a choice of what to recompute that the step does not make; None where there is none."""
-    if trainer.determinism != "layerwise" or (model.remat == "full" and not model.remat_groups):
+    if not recomputes_layers(trainer, spec) or (spec.remat == "full" and not spec.remat_groups):
         return None
     return (
-        "model.gradient_checkpointing has no effect with trainer.determinism: layerwise, which always computes the "
-        "inside of a layer again"
+        "model.gradient_checkpointing has no effect here: trainer.determinism: layerwise keeps what is inside a layer "
+        "on the device that computes it, or computes it again; not in host memory, nor for groups of layers or devices"
     )
 
 

@@ -32,7 +32,7 @@ from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.initial_weights import choose_vocab_size
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
-from lm_trainer.run.model import trace_model
+from lm_trainer.run.model import recomputes_layers, trace_model
 from lm_trainer.run.notes import recomputation_note
 from lm_trainer.run.pretrained import HfStart, find_start
 from lm_trainer.run.program import Program, plan_run
@@ -190,7 +190,7 @@ def _place_state(
     model = trace_model(config, vocab_size)
     if pretrained is not None:
         model = pretrained.attach(model)
-    _describe(config, model, data, attempt.progress)
+    _describe(config, vocab_size, model, data, attempt.progress)
     # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:
@@ -204,12 +204,12 @@ def _place_state(
     program = plan_run(config, attempt.config, model)
     state = attempt.start(program, program.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
-    again = recomputed_flops_per_token(spec, seq_len, every_layer=config.trainer.determinism == "layerwise")
+    again = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)
     return PreparedRun(config, attempt, data, program, state, facts, flops, again, hub_name)
 
 
-def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress) -> None:
+def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
     plan = config.trainer.resolve().microbatches.at(0)
     so_far = "" if data.complete else " so far"
     progress.note(
@@ -218,7 +218,7 @@ def _describe(config: RunConfig, model: ModelDef, data: Data, progress: Progress
     )
     if so_far:
         progress.note(describe_build(data))
-    if note := recomputation_note(config.trainer, config.model):
+    if note := recomputation_note(config.trainer, config.model.spec(vocab_size)):
         progress.note(note)
 
 

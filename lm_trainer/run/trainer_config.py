@@ -94,11 +94,10 @@ class TrainerConfig(Config):
     """Compute matrix products in 8 bits; null: as `mp` says."""
     determinism: Numeric[Literal["elastic", "layerwise", "fast"]] = "elastic"
     """`elastic`: the same bits on any number of devices; each holds all parameters while it computes. `layerwise`: the
-    same promise with the memory of FSDP: each holds the parameters of one layer at a time, whose inside is always
-    computed again for the gradient (`gradient_checkpointing` has no effect). The bits of the two differ in the last
-    digits. `fast`: one program for all devices, in which XLA adds in an order of its own; bits then depend on the
-    devices, and with per_device_parallelism -1 a device computes all its rows at once. It is there to measure what the
-    others cost."""
+    same promise with the memory of FSDP: each holds the parameters of one layer at a time. The bits of the two may
+    differ in the last digits. `fast`: one program for all devices, in which XLA adds in an order of its own; bits then
+    depend on the devices, and with per_device_parallelism -1 a device computes all its rows at once. It is there to
+    measure what the others cost."""
     microbatches_per_gather: Operational[PositiveInt | None] = None
     """With `determinism: layerwise`, the most microbatches of a device that share the gathered parameters of a layer:
     fewer keep fewer activations and gather more often, with the same bits. The next number that the fixed order of

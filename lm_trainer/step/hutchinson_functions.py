@@ -54,6 +54,9 @@ class HutchinsonFunctions:
         """The parameters that the estimate is of."""
         return self.plain.trainable
 
+    def saving_layer(self, place: int) -> None:
+        """None: the derivative of a gradient computes everything again."""
+
     def reads(self, shapes: Mapping[str, jax.ShapeDtypeStruct], batch: Batch) -> Reads:
         """As for `PartFunctions`."""
         return self.plain.reads(shapes, batch)

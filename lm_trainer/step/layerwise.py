@@ -11,7 +11,7 @@ are stored cut before the next layer is computed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from lm_trainer.step.model_def import Params
 from lm_trainer.step.part_functions import SCALAR
 from lm_trainer.step.per_group import PerGroupExecutable
 from lm_trainer.step.phases import Phase
+from lm_trainer.step.saving_layer import SavingLayer
 
 
 class _Gradients(NamedTuple):
@@ -50,8 +51,8 @@ class _Programs:
     """
 
     def __init__(self, parts: Parts, batch: Batch):
-        functions, stream = parts.functions, parts.stream(batch)
-        self.forward = LayerwiseForward(parts, batch)
+        functions, stream, saving = parts.functions, parts.stream(batch), parts.saving_layers()
+        self.forward = LayerwiseForward(parts, batch, saving)
 
         self.leave = parts.compile(
             functions.leave_gradient,
@@ -62,14 +63,8 @@ class _Programs:
         )
         # What entered the layer is not needed again: its derivative takes its memory.
         self.layers = [
-            parts.compile(
-                functions.layer_gradient(place),
-                part,
-                (stream, batch, SCALAR, stream, SCALAR, SCALAR),
-                ("stream", "sums"),
-                donated=(1,),
-            )
-            for place, part in enumerate(parts.places)
+            parts.compile(function, part, arguments, ("stream", "sums"), donated=(1,))
+            for part, (function, arguments) in zip(parts.places, _layer_gradients(parts, saving, batch), strict=True)
         ]
         self.enter = None
         if parts.enter.trained:
@@ -81,6 +76,21 @@ class _Programs:
         layers |= {f"layer {place} gradient": program for place, program in enumerate(self.layers)}
         others = {"enter": self.forward.enter, **layers, "leave gradient": self.leave}
         return others if self.enter is None else {**others, "enter gradient": self.enter}
+
+
+def _layer_gradients(
+    parts: Parts, saving: Sequence[SavingLayer] | None, batch: Batch
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The derivative of the layer at each place of the period, with the shapes of its arguments beside parameters."""
+    stream = parts.stream(batch)
+    for place, part in enumerate(parts.places):
+        if saving is None:
+            function, kept = parts.functions.layer_gradient(place), ()
+        else:
+            function, forward = saving[place].gradient, saving[place].forward
+            _, handed_on = jax.eval_shape(forward, part.shapes(), stream, batch, SCALAR, SCALAR, SCALAR)
+            kept = (handed_on,)
+        yield function, (stream, *kept, batch, SCALAR, stream, SCALAR, SCALAR)
 
 
 class LayerwiseSum:
@@ -190,7 +200,7 @@ class LayerwiseSum:
         params: Params,
         turn: Turn,
         layer: int,
-        streams: PerMicrobatch,
+        kept: PerMicrobatch,
         derivatives: PerMicrobatch,
     ) -> tuple[PerMicrobatch, list[list[Sums]]]:
         parts = programs.forward.parts
@@ -199,7 +209,7 @@ class LayerwiseSum:
         return self._sum(
             turn,
             lambda i, j, rows, step, index: run(
-                i, gathered[i], streams[i][j], rows, number[i], derivatives[i][j], step, index
+                i, gathered[i], *kept[i][j], rows, number[i], derivatives[i][j], step, index
             ),
         )
 

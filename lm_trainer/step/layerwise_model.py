@@ -20,6 +20,7 @@ from lm_trainer.step.part import Part
 from lm_trainer.step.part_functions import SCALAR, PartFunctions
 from lm_trainer.step.part_sharing import place_on_group, share_part, stream_on_group
 from lm_trainer.step.per_group import PerGroupExecutable
+from lm_trainer.step.saving_layer import SavingLayer
 
 LAYERS_AT_ONCE = 2
 """Layers in the queue of a device, the one that is computed among them: arrays take memory once they are queued."""
@@ -68,6 +69,14 @@ class Parts:
         enter = share_part(self.functions.enter, self.enter, self.devices.groups[0].mesh, others, "stream")
         return jax.eval_shape(enter, self.enter.shapes(), *others)
 
+    def saving_layers(self) -> list[SavingLayer] | None:
+        """The layers at each place of the period with derivatives that are handed values; None where none are."""
+        # Where devices share a microbatch, each would have values of its own.
+        if self.devices.groups[0].mesh.size > 1:
+            return None
+        found = [self.functions.saving_layer(place) for place in range(self.period)]
+        return [layer for layer in found if layer is not None] or None
+
     def of_layer(self, number: int) -> Part:
         """The part of a layer."""
         return self.places[number % self.period]
@@ -110,7 +119,8 @@ class Parts:
             return part.on(group), *place_on_group(others, group.mesh)
 
         def results(group: ModelParallelGroup) -> Any:
-            kinds = {"stream": stream_on_group(group.mesh), "sums": part.sums_on(group), "scalars": group.sharding()}
+            kinds: dict[str, Any] = dict.fromkeys(("scalars", "kept"), group.sharding())
+            kinds |= {"stream": stream_on_group(group.mesh), "sums": part.sums_on(group)}
             return jax.tree.map(lambda kind: kinds[kind], returns)
 
         shared = share_part(function, part, groups[0].mesh, others, returns)
@@ -158,14 +168,18 @@ class LayerwiseForward:
     Args:
         parts: of the loss.
         batch: the shapes of a microbatch.
+        saving: for each place of the period a layer that hands values on to its derivative; none of them does without.
     """
 
-    def __init__(self, parts: Parts, batch: Batch):
+    def __init__(self, parts: Parts, batch: Batch, saving: Sequence[SavingLayer] | None = None):
         self.parts, functions, stream = parts, parts.functions, parts.stream(batch)
+        self._saves = saving is not None
         self.enter = parts.compile(functions.enter, parts.enter, (batch, SCALAR, SCALAR), "stream")
         arguments = (stream, batch, SCALAR, SCALAR, SCALAR)
+        returns = "stream" if saving is None else ("stream", "kept")
         self.layers = [
-            parts.compile(functions.layer(place), part, arguments, "stream") for place, part in enumerate(parts.places)
+            parts.compile(functions.layer(place) if saving is None else saving[place].forward, part, arguments, returns)
+            for place, part in enumerate(parts.places)
         ]
 
     def __call__(self, params: Params, turn: Turn, kept: list[PerMicrobatch] | None = None) -> PerMicrobatch:
@@ -174,15 +188,18 @@ class LayerwiseForward:
         Args:
             params: all parameters, as the state has them.
             turn: the microbatches.
-            kept: gets the streams before each layer.
+            kept: gets for each layer what its derivative is given: the streams before it, in a tuple, with the values
+                that it hands on.
         """
         parts, queue = self.parts, Queue()
         gathered = parts.enter.gather(params, parts.row(0))
         streams = turn.each(lambda i, _, rows, step, index: self.enter(i, gathered[i], rows, step, index))
         for layer in range(parts.num_layers):
+            before, results = streams, self._layer(params, turn, layer, streams)
+            streams = _of_each(lambda result: result[0], results) if self._saves else results
             if kept is not None:
-                kept.append(streams)
-            streams = self._layer(params, turn, layer, streams)
+                handed_on = _of_each(lambda result: result[1:] if self._saves else (), results)
+                kept.append(_of_each(lambda x, more: (x, *more), before, handed_on))
             queue.push(streams)
         return streams
 
@@ -192,6 +209,10 @@ class LayerwiseForward:
         return turn.each(
             lambda i, j, rows, step, index: run(i, gathered[i], streams[i][j], rows, number[i], step, index)
         )
+
+
+def _of_each(function: Callable[..., Any], *values: PerMicrobatch) -> PerMicrobatch:
+    return [[function(*each) for each in zip(*of_group, strict=True)] for of_group in zip(*values, strict=True)]
 
 
 class Queue:

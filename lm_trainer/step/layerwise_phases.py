@@ -15,7 +15,7 @@ from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.part import Part
 from lm_trainer.step.phases import Phase, Size, StepProgram
 
-_GATHERED, _STREAMS, _OF_PART = "gathered layers", "activations between layers", "gradients of a layer"
+_GATHERED, _STREAMS, _OF_PART = "gathered layers", "activations of layers", "gradients of a layer"
 
 
 def layerwise_phases(

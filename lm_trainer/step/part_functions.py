@@ -18,6 +18,7 @@ from lm_trainer.step.gradient import Sums
 from lm_trainer.step.logged import logged_shapes, with_found
 from lm_trainer.step.logged_parts import LoggedParts
 from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.saving_layer import SavingLayer
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Those of parameters by name."""
@@ -55,12 +56,19 @@ class PartFunctions:
 
     def layer(self, place: int) -> Callable[..., Stream]:
         """`layer(params, stream, batch, number, step, index)`: the stream after a layer at this place of the period."""
+        return self._layer(place, self.parts.layer)
 
+    def saving_layer(self, place: int) -> SavingLayer | None:
+        """`layer`, with a derivative that is handed values; None where that computes all of them again."""
+        run = self.parts.saving_layer
+        return None if run is None else SavingLayer(self._layer(place, run), self.trainable)
+
+    def _layer(self, place: int, run: Callable[..., Stream]) -> Callable[..., Stream]:
         def layer(
             params: Params, stream: Stream, batch: Batch, number: jax.Array, step: jax.Array, index: jax.Array
         ) -> Stream:
             model = self.model.merge_some(params)
-            return self.parts.layer(model, place, stream, batch, number, self.key(step, index))
+            return run(model, place, stream, batch, number, self.key(step, index))
 
         if (logged := self.logged) is None:
             return layer

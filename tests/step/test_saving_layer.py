@@ -1,0 +1,121 @@
+"""Layers that hand values on to their derivatives: the numbers of those that compute all again, and the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from lm_trainer.plan.devices import DeviceGroup
+from lm_trainer.plan.estimate import LAYER, LEAVE, estimate_microbatches
+from lm_trainer.profile.roofline import operations
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.notes import recomputation_note
+from lm_trainer.run.program import build_program
+from lm_trainer.step.executable import Executables
+from lm_trainer.step.state import to_host
+from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, config_of
+
+SETTINGS = [
+    False,
+    "dots_no_batch",
+    pytest.param("dots", marks=pytest.mark.slow),
+    pytest.param({"save_block_internals": ["attention", "mlp"]}, marks=pytest.mark.slow),
+]
+
+
+def config_with(model: dict[str, Any], remat: Any, **trainer: Any) -> RunConfig:
+    return config_of({**model, "gradient_checkpointing": remat}, **trainer)
+
+
+def stepped(config: RunConfig, devices: int) -> tuple[str, dict[str, np.ndarray]]:
+    """The hash of the programs, and the parameters after two steps."""
+    program, batch = build_program(config, VOCAB, jax.devices()[:devices]), random_batch(8, 16, VOCAB)
+    programs, state = program.step.compile(batch).fingerprint(), program.init()
+    for _ in range(2):
+        state, _ = program.take_step(state, batch)
+    return programs, to_host(state.params)
+
+
+@pytest.mark.parametrize("remat", SETTINGS, ids=str)
+def test_two_steps_on_one_and_on_four_devices(remat: Any) -> None:
+    mixed = {"mp": "p=f32,c=bfloat16"}
+    _, expected = stepped(config_with(GPT2, True, **mixed), 1)
+    hash_of_one, one = stepped(config_with(GPT2, remat, **mixed), 1)
+    hash_of_four, four = stepped(config_with(GPT2, remat, **mixed), 4)
+    assert hash_of_one == hash_of_four
+    for name, x in expected.items():
+        np.testing.assert_array_equal(four[name], one[name])
+        np.testing.assert_allclose(one[name], x, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [LLAMA, GEMMA2, MIXTRAL], ids=lambda model: model["type"])
+def test_families(model: dict[str, Any]) -> None:
+    _, expected = stepped(config_with(model, True), 1)
+    _, found = stepped(config_with(model, False), 2)
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
+
+
+def programs_of(model: dict[str, Any], remat: Any) -> Executables:
+    config = config_with(model, remat)
+    program = build_program(config, VOCAB, jax.devices()[:1])
+    found = program.step.compile(random_batch(8, 16, VOCAB))
+    assert isinstance(found, Executables)
+    return found
+
+
+def flops(programs: Executables, name: str) -> float:
+    return sum(op.flops for op in operations(programs.by_name[name].hlo(), ()))
+
+
+def test_the_derivative_computes_no_product_of_the_layer_again() -> None:
+    """A product has two derivatives, each a product of the same size."""
+    all_again, some_again, none_again = (programs_of(LLAMA, remat) for remat in (True, "dots_no_batch", "dots"))
+    forward = flops(all_again, "layer 0")
+    assert flops(none_again, "layer 0 gradient") == 2 * forward
+    # The product of the last weights follows from nothing else that is computed, and nobody needs its result.
+    assert 2 * forward < flops(some_again, "layer 0 gradient") < flops(all_again, "layer 0 gradient") < 3 * forward
+
+
+def activations(config: RunConfig) -> int:
+    """Bytes of activations of layers that one device holds, by the plan."""
+    plan, no_temporary = config.trainer.resolve().microbatches.at(0), {LAYER: 0, LEAVE: 0}
+    phase = estimate_microbatches(config, VOCAB, DeviceGroup(8, "cpu"), plan, no_temporary)
+    return phase.parts["activations of layers"]
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2, GEMMA2, MIXTRAL], ids=lambda model: model["type"])
+@pytest.mark.parametrize("remat", [False, "dots_no_batch"], ids=str)
+def test_what_is_handed_on_grows_with_the_rows(model: dict[str, Any], remat: Any) -> None:
+    """So no weights are among it, of which each microbatch and layer would hold a copy."""
+    first, second = (
+        activations(config_with(model, remat, train_batch_size=8 * rows, elastic_shards=8)) for rows in (1, 2)
+    )
+    # Statistics of a router are sums over the rows, a few numbers.
+    assert second == pytest.approx(2 * first, rel=2e-3)
+
+
+def test_the_plan_counts_what_is_handed_on() -> None:
+    config = config_with(LLAMA, "dots", train_batch_size=8, elastic_shards=8)
+    results = jax.tree.leaves(programs_of(LLAMA, "dots").by_name["layer 0"].compiled.out_info)
+    stream = 16 * LLAMA["hidden_dim"] * 4
+    returned = sum(x.size * x.dtype.itemsize for x in results)
+    # The stream before the first layer, and after each.
+    assert activations(config) == LLAMA["num_layers"] * returned + stream
+
+
+def test_a_choice_that_is_not_made_is_said() -> None:
+    def note(remat: Any, **trainer: Any) -> str | None:
+        config = config_with(LLAMA, remat, **trainer)
+        return recomputation_note(config.trainer, config.model.spec(VOCAB))
+
+    for made in (note(True), note(False), note("dots"), note("offload", determinism="elastic")):
+        assert made is None
+    for ignored in (note("offload"), note("nested"), note("dots", context_axis_size=2)):
+        assert ignored is not None
+        assert "gradient_checkpointing has no effect here" in ignored
