@@ -69,7 +69,7 @@ class SavingLayer:
         return before, Sums({}, {name: x[None] for name, x in grads.items()})
 
     def _differentiated(self, params: Params, stream: Stream, *others: Any) -> tuple[Stream, Any]:
-        """What `jax.vjp` returns, whose derivative is a tree of the values that it keeps."""
+        """The results of `jax.vjp`, whose derivative is a tree of the values that it keeps."""
 
         def function(chosen: Params, stream: Stream) -> Stream:
             return self.layer({**params, **chosen}, stream, *others)
