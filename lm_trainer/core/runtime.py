@@ -106,11 +106,11 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
     set_cpu_threads(cpu_threads)
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
-    # Programs that compile faster than this are compiled again sooner than they are read.
     if _cpu_only():
         # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
         # them: with another number of threads one would run, and record the hash of, a program that was not made here.
         directory = f"{directory}/{_asked_threads() or available_cores()}-threads"
+    # Programs that compile faster than this are compiled again sooner than they are read.
     values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
     for name, value in {**values, **settings}.items():
         # Some settings may not be touched once the backends run, not even to the value that they have.

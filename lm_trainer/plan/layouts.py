@@ -12,6 +12,8 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.fit import possible_rows
 from lm_trainer.profile.devices import NODE
 from lm_trainer.run.config import RunConfig, changed_keys, numeric_identity
+from lm_trainer.run.model import keeps_inside_layers
+from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_parallel import check_length, check_model
 
@@ -131,19 +133,32 @@ def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[d
                 continue
             if kind == "fast" and any(plan.count % batch_shards(abstract) for plan in plans):
                 continue
-            for more in _memory_settings(config, kind, max(plans, key=lambda plan: plan.count), abstract):
+            largest = max(plans, key=lambda plan: plan.count)
+            for more in _memory_settings(config, chosen.model_copy(update={"determinism": kind}), largest, abstract):
                 for attention in _backends(config):
                     step = {"trainer.determinism": kind, "trainer.microbatches_per_gather": None}
                     yield {**common, **step, **more, **attention}
 
 
-def _memory_settings(config: RunConfig, kind: str, plan: MicrobatchPlan, mesh: Any) -> Iterator[dict[str, Any]]:
+def _memory_settings(
+    config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any
+) -> Iterator[dict[str, Any]]:
     """Settings that trade memory for computation or traffic, from least memory on."""
-    if kind != "layerwise":
-        own, value = config.model.remat, config.model.gradient_checkpointing
+    own, value = config.model.remat, config.model.gradient_checkpointing
+    policies = [value]
+    if trainer.determinism != "layerwise" or keeps_inside_layers(trainer):
         # Of several words for one policy that of the configuration.
-        values = {policy: value if policy == own else named for policy, named in _REMAT.items()} | {own: value}
-        yield from ({"model.gradient_checkpointing": each} for each in values.values())
+        words = {policy: value if policy == own else named for policy, named in _REMAT.items()} | {own: value}
+        policies = [*words.values()]
+    for policy in policies:
+        for gathers in _gathers(config, trainer, plan, mesh):
+            yield {"model.gradient_checkpointing": policy, **gathers}
+
+
+def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any) -> Iterator[dict[str, Any]]:
+    """The numbers of microbatches that may share what is gathered."""
+    if trainer.determinism != "layerwise":
+        yield {}
         return
     most = plan.shares(mesh).most
     now = config.trainer.microbatches_per_gather

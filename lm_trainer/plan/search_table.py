@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lm_trainer.plan.search import MARGIN, Candidate, Search
 from lm_trainer.plan.table import columns, count_of, size_of
+from lm_trainer.run.model import keeps_inside_layers
 
 _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but products", "none": "keeps everything"}
 
@@ -60,6 +61,8 @@ def _layout(each: Candidate) -> str:
     if trainer.determinism == "layerwise":
         together = trainer.microbatches_per_gather
         parts.append("one gather for all" if together is None else f"one gather for {together}")
+    if trainer.determinism == "layerwise" and not keeps_inside_layers(trainer):
+        parts.append(_RECOMPUTED["full"])
     else:
         parts.append(_RECOMPUTED.get(model.remat if isinstance(model.remat, str) else "", "recomputes as configured"))
     return "; ".join([*parts, f"attention {model.attn_backend or 'xla'}"])

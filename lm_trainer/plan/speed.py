@@ -14,6 +14,7 @@ from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.devices import NODE, Bandwidths, device_platform
 from lm_trainer.profile.flops import flops_per_token, parameter_count, recomputed_flops_per_token, ring_share
+from lm_trainer.run.model import recomputes_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
@@ -119,7 +120,7 @@ class Work:
 
     @property
     def recomputes(self) -> bool:
-        return self.layerwise or self.spec.remat != "none"
+        return recomputes_layers(self.trainer, self.spec) or self.spec.remat != "none"
 
     @property
     def itemsize(self) -> int:
@@ -136,7 +137,8 @@ def step_cost(work: Work, machine: Machine) -> StepCost:
     # The head stays whole on every device that shares the heads and the width of the MLP.
     divided = (count.forward - count.head) / work.tensor + count.head
     flops = (work.training_flops - hidden) * divided / count.forward
-    again = recomputed_flops_per_token(work.spec, work.seq_len, every_layer=work.layerwise) / work.tensor
+    every_layer = recomputes_layers(work.trainer, work.spec)
+    again = recomputed_flops_per_token(work.spec, work.seq_len, every_layer=every_layer) / work.tensor
     compute, recompute = (work.tokens * each / machine.flops for each in (flops, again))
     # Of all devices, if microbatches could be cut; the busiest one has whole ones.
     even = work.plan.count / work.shards

@@ -109,7 +109,9 @@ class NextTokenLoss:
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
     """Tells whether the step computes each layer of a model again, once and as a whole, whatever the model says."""
-    if trainer.determinism != "layerwise":
-        return False
-    shared = (trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size)
-    return not spec.saves_inside_layers or max(shared) > 1
+    return trainer.determinism == "layerwise" and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
+
+
+def keeps_inside_layers(trainer: TrainerConfig) -> bool:
+    """Tells whether a step layer by layer can keep what is inside of layers: not where devices share a microbatch."""
+    return max(trainer.model_axis_size, trainer.context_axis_size, trainer.expert_axis_size) == 1

@@ -147,6 +147,7 @@ LLAMA = {"type": "llama", "seq_len": 256, "hidden_dim": 256, "intermediate_dim":
         ({}, {"model_axis_size": 2, "tensor_parallel_axes": ["heads", "mlp"]}),
         ({}, {"determinism": "fast"}),
         ({}, {"determinism": "layerwise"}),
+        ({"gradient_checkpointing": "dots_no_batch"}, {"determinism": "layerwise"}),
     ],
 )
 def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[str, Any]):
