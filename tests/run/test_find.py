@@ -27,6 +27,7 @@ def run(in_tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", ["a", "logs/a", "checkpoints/a"])
 def test_checkpoints_are_found_by_id_and_by_either_directory(run: Path, in_tmp_path: Path, name: str) -> None:
     directory, step = find_checkpoints(name)
+    assert isinstance(directory, Path)
     assert (directory.absolute(), step) == (in_tmp_path / "checkpoints" / "a", None)
 
 
