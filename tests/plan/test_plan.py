@@ -186,7 +186,8 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     [
         ("llama3_70b", "64xH100", ()),
         ("llama_1b", "1xL4", ("--memory", "22GB", "trainer.determinism=layerwise", "optimizer.state_dtype=bfloat16",
-                              "trainer.train_batch_size=16", "trainer.per_device_parallelism=2")),
+                              "model.gradient_checkpointing=true", "trainer.train_batch_size=16",
+                              "trainer.per_device_parallelism=2")),
     ],
 )  # fmt: skip
 def test_large_models_fit_on_the_devices_that_they_are_for(
