@@ -63,7 +63,9 @@ def test_a_damaged_lock_holds_nobody_off(bucket: Bucket) -> None:
         lease.confirm()
 
 
-def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket) -> None:
+def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket, scheme: str) -> None:
+    if scheme == "gs":
+        pytest.skip("the emulator of GCS heeds no precondition, so that a renewal overwrites the other's lock")
     with Lease(bucket) as lease:
         lease.check()
         lock(bucket)

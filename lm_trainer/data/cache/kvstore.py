@@ -9,33 +9,18 @@ from typing import Annotated, Any, NoReturn
 
 import tensorstore as ts
 
-from lm_trainer.core.bucket import Bucket, is_bucket
+from lm_trainer.core.bucket import Bucket, is_bucket, reason_of
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
 
 CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
 """A directory, or a URL for which TensorStore has a driver."""
 
-MISSING = b"\x02"
-"""The generation of a key that does not exist."""
-
 # TensorStore has one type of error for every failure, so only the text tells a full disk from a refused write.
 _FULL = re.compile(r"RESOURCE_EXHAUSTED|No space left|Disk quota|File too large|os_error_code='(28|27|122)'")
 _REFUSED = re.compile(
     r"PERMISSION_DENIED|FAILED_PRECONDITION|UNAUTHENTICATED|NOT_FOUND|INVALID_ARGUMENT|Errno (13|20|30)"
 )
-
-_ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
-
-
-def reason_of(error: object) -> str:
-    """Returns TensorStore's reason for a failure in plain text.
-
-    TensorStore escapes paths in its messages, and ends the directories in them by zero bytes.
-    """
-    text = str(error).split(" [source locations")[0].encode()
-    plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
-    return plain.replace(b"\0", b"/").decode(errors="replace")
 
 
 class KvStore:

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorstore as ts
 
+from lm_trainer.core.bucket import reason_of
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.cache.format import part_key
-from lm_trainer.data.cache.kvstore import KvStore, reason_of
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lm_trainer.core.bucket import MISSING
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import MANIFEST, fingerprint
-from lm_trainer.data.cache.kvstore import MISSING, KvStore
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
