@@ -89,7 +89,7 @@ def test_after_a_stop_signal_a_save_ends_within_the_grace_period(behind: Bucket,
     store.save(2, arrays(2, sharded(8)), {})
     with pytest.raises(MachineError, match="SlowDown"):
         store.wait()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 60
     proxy.fault = None
     assert committed_steps(behind) == [1]
 

@@ -48,13 +48,14 @@ def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket) -
     assert "waiting for process" in said[0]
 
 
-def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket) -> None:
+def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENDS_AFTER", 60.0)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     lock(bucket, pid=ended.pid, host=module._here()["host"])
     started = time.monotonic()
     with Lease(bucket):
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 30
 
 
 def test_a_damaged_lock_holds_nobody_off(bucket: Bucket) -> None:
