@@ -113,6 +113,7 @@ class BucketWriter:
         self._steps, self._holder = steps, holder
         self._seconds = steps.config.retry_for.total_seconds()
         self._hurry_until = float("inf")
+        self._deletes = True
         self._saves = ThreadPoolExecutor(1, "save")
         self._trash = ThreadPoolExecutor(1, "trash")
         if is_lead():
@@ -159,6 +160,7 @@ class BucketWriter:
             while self._prefixes(marker(step)) != [layout["prefix"]]:
                 clock.sleep()
         self._present.add(step)
+        self._deletes = True
 
     def _agree(self, prefix: str, clock: _Clock) -> None:
         """Waits until every process has written its shards; by objects, since this thread must not use JAX's."""
@@ -190,12 +192,16 @@ class BucketWriter:
             self._trash.submit(self._delete, step)
 
     def _delete(self, step: int) -> None:
+        # Each would wait for its deadline while the server is away, and the end of the run for all of them.
+        if not self._deletes:
+            return
         try:
-            prefixes = self._prefixes(marker(step))
+            prefixes = self._prefixes(marker(step), _DELETE_SECONDS)
             self.directory.delete(marker(step), seconds=_DELETE_SECONDS)
             for prefix in prefixes:
                 self._remove(prefix)
         except MachineError as error:
+            self._deletes = False
             logger.warning("%s; what is left goes at the next start", error)
 
     def move_aside(self, step: int) -> str:
@@ -217,10 +223,10 @@ class BucketWriter:
         self._saves.shutdown()
         self._trash.shutdown()
 
-    def _prefixes(self, key: str) -> list[str]:
+    def _prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
         """The directory of the arrays of a step, in a list; empty where its record cannot be read."""
         try:
-            return [_parsed(self.directory.read(key) or b"")["layout"]["prefix"]]
+            return [_parsed(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]]
         except (CheckpointError, KeyError, TypeError):
             return []
 

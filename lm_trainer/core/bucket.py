@@ -154,13 +154,13 @@ class Bucket:
     def _name(self, key: str) -> str:
         return f"{self.path}/{key}" if self.path else key
 
-    def read(self, key: str) -> bytes | None:
+    def read(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> bytes | None:
         """Returns an object, or None if there is none."""
-        return self.read_versioned(key)[0]
+        return self.read_versioned(key, seconds=seconds)[0]
 
-    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
+    def read_versioned(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> tuple[bytes | None, bytes]:
         """Returns an object, or None, and the generation that a conditional write may name."""
-        result = self._result("read", key, self._kv.read(self._name(key)))
+        result = self._result("read", key, self._kv.read(self._name(key)), seconds)
         generation = bytes(result.stamp.generation)
         # A server that names no generation gives zero, which is none: a write that names it is unconditional.
         return (result.value if result.state == "value" else None), generation if any(generation) else b""
