@@ -67,6 +67,8 @@ path_argument = partial(typer.Argument, callback=_check_local)
 """An argument that takes a path; every such argument is one, so that none takes a URL for a directory's name."""
 place_argument = partial(typer.Argument, callback=_check_place)
 """An argument that takes a path or a URL of object storage."""
+place_option = partial(typer.Option, callback=_check_place)
+"""An option that takes a path or a URL of object storage, as `path_argument`."""
 path_option = partial(typer.Option, callback=_check_local)
 """An option that takes a path, as `path_argument`."""
 config_argument = partial(typer.Argument, callback=_find_config)

@@ -72,9 +72,9 @@ class SetConfig(Config):
     own below `cache/` for every combination of source and tokenizer. With a directory named here, another source or
     tokenizer is refused. May be a `gs://` or `s3://` URL."""
 
-    ignored_keys: ClassVar[Mapping[str, Ignored]] = {
-        "tags": Ignored("every set of configs is evaluated by itself, under its name; no averages over tags are taken"),
-    }
+    tags: Operational[list[str]] = []
+    """Groups that the set belongs to in evaluation, such as `code` or `web/forums`: besides the figures of every set,
+    evaluations report averages over the sets of each group, and of each group of groups."""
     refused_keys: ClassVar[Mapping[str, str]] = {
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
@@ -204,7 +204,6 @@ class DataConfig(SetConfig):
     """Holds the last rows of the training text out, so many, as validation text; for all sets, or by name."""
 
     ignored_keys: ClassVar[Mapping[str, Ignored]] = {
-        **SetConfig.ignored_keys,
         "mixture_block_size": Ignored("the proportions of a mixture hold after any number of rows, without blocks"),
         "permutation_type": Ignored("the permutation is always a Feistel network", ("feistel",)),
         "enforce_eos": Ignored("every document ends with the end-of-document token", (True,)),

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.moe import RouterStats
-from lm_trainer.parallel.collectives import batch_parts, group_sum
+from lm_trainer.parallel.collectives import batch_parts, group_sum, whole_on_one
 
 
 class LossTerms(NamedTuple):
@@ -98,6 +98,37 @@ def hidden_loss(
     metrics |= {f"router_{name}": jax.lax.stop_gradient(value) for name, value in means._asdict().items()}
     # Adds 0 to the value, and the gradient of the penalty to the gradient.
     return loss + (means.penalty - jax.lax.stop_gradient(means.penalty)), weight, metrics
+
+
+def token_nll(
+    model: Decoder, batch: Batch, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As `token_loss` without dropout, with `nll`, float32 [B, S], as the other sum: -log p(target) of each position.
+
+    Where devices share a microbatch, all of its positions are in it, on one of them, and zeros on the others.
+    """
+    h_BSD, _ = model.hidden_and_stats(
+        jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype
+    )
+    return hidden_nll(model, h_BSD, batch, block_size=block_size)
+
+
+def hidden_nll(
+    model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """As `token_nll`, from what `Decoder.hidden` returns."""
+    settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
+    h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
+    blocks, w_VD = _in_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
+
+    def body(nothing: tuple[()], block: Any) -> tuple[tuple[()], jax.Array]:
+        h_CD, targets_C, _ = block
+        return nothing, _softmax(h_CD, w_VD, targets_C, settings.softcap).of_tokens(CROSS_ENTROPY).nll
+
+    nll = _fold(body, (), blocks)[1]
+    nll_BS = _out_of_blocks(nll, h_ND.shape[0], settings.parts).reshape(h_BSD.shape[:2])
+    weights_BS = jnp.asarray(batch.weights).astype(jnp.float32)
+    return jnp.sum(weights_BS * nll_BS), jnp.sum(weights_BS), {"nll": whole_on_one(nll_BS)}
 
 
 def weighted_nll(

@@ -20,7 +20,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_context
 from lm_trainer.nn.attention_dispatch import goes_round
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, hidden_loss, hidden_nll
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.ring_layout import from_zigzag, to_zigzag
 from lm_trainer.nn.spec import DecoderSpec, Remat
@@ -75,6 +75,21 @@ def token_loss_parts(
     terms: LossTerms = CROSS_ENTROPY,
 ) -> LossParts:
     """`lm_trainer.nn.loss.token_loss` in parts, for decoders of `spec`; the other arguments as there."""
+    return _decoder_parts(spec, dtype, partial(hidden_loss, block_size=block_size, terms=terms))
+
+
+def token_nll_parts(spec: DecoderSpec, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None) -> LossParts:
+    """`lm_trainer.nn.loss.token_nll` in parts, for decoders of `spec`; the other arguments as there."""
+
+    def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> Any:
+        del stats
+        return hidden_nll(model, h_BSD, batch, block_size=block_size)
+
+    return _decoder_parts(spec, dtype, head)
+
+
+def _decoder_parts(spec: DecoderSpec, dtype: DTypeLike, head: Callable[..., Any]) -> LossParts:
+    """A loss in parts: `head(model, hidden states, statistics of routers, batch)` of what comes after the layers."""
 
     def layout(batch: Batch) -> tuple[bool, Callable[[Any], jax.Array]]:
         """True where attention goes round a ring, and the way to its layout, in which the stream then is."""
@@ -108,7 +123,7 @@ def token_loss_parts(
         if layout(batch)[0]:
             stream = stream._replace(x_BSD=from_zigzag(stream.x_BSD))
         h_BSD = hidden_after_layers(model, stream, batch, key)
-        return hidden_loss(model, h_BSD, stream.stats, batch, block_size=block_size, terms=terms)
+        return head(model, h_BSD, stream.stats, batch)
 
     saving = partial(layer_with, spec.remat) if spec.saves_inside_layers else None
     return LossParts(len(spec.blocks), spec.period, enter, partial(layer_with, "none"), leave, saving)

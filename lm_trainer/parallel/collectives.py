@@ -74,6 +74,20 @@ def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return _gather(x, axis, dim)
 
 
+def whole_on_one(x_BS: jax.Array) -> jax.Array:
+    """Puts together what each device has for its rows and positions: [all B, all S] on one of them, zeros on the rest.
+
+    The sum over the devices is then what one of them has.
+    """
+    axes = sharded_axes()
+    if not axes:
+        return x_BS
+    # Rows are cut over `pipeline` first, and each piece over `expert`.
+    for axis, dim in (("context", 1), ("expert", 0), ("pipeline", 0)):
+        x_BS = all_gather(x_BS, axis, dim)
+    return jnp.where(sum(axis_index(axis) for axis in axes) == 0, x_BS, 0.0)
+
+
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Sums over `axis` and returns this device's shard of the sum along `dim`; its gradient is `all_gather`."""
     return x if axis_size(axis) == 1 else _scatter_sum(x, axis, dim)

@@ -14,7 +14,7 @@ from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
-from lm_trainer.run.find import checkpoints_of, find_run
+from lm_trainer.run.find import checkpoints_of, find_run, root_of
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
@@ -112,18 +112,10 @@ class RunRecord:
         earlier = any(step <= change["step"] for change in self.changes)
         return numeric_identity(self.config(step)) if earlier else self.identity
 
-    @property
+    @cached_property
     def root(self) -> Path:
         """The directory in which the run was started, from which relative paths of its configuration count."""
-        return self.path.parents[len(Path(self._log_dir).parts)] if self._is_below_root() else Path.cwd()
-
-    @cached_property
-    def _log_dir(self) -> str:
-        return self.config(self.last).trainer.log_dir
-
-    def _is_below_root(self) -> bool:
-        tail = Path(self._log_dir) / self.id
-        return not tail.is_absolute() and ".." not in tail.parts and self.path.parts[-len(tail.parts) :] == tail.parts
+        return root_of(self.path, self.config(self.last).trainer.log_dir)
 
     def config(self, step: int, overrides: Sequence[str] = ()) -> RunConfig:
         """Loads the configuration with which a step was computed.

@@ -170,13 +170,15 @@ def _size(model: ModelDef, *, trained: bool) -> int:
     return sum(math.prod(x.shape) for name, x in model.shapes.items() if (name in model.trainable) == trained)
 
 
-def load_whole(run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
+def load_whole(
+    run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+) -> LoadedModel:
     """As `load_model`; an adapter is merged into the model that it was trained on.
 
     Raises:
         UserError: also when that model is not there or not the same any more.
     """
-    loaded = load_model(run, step, devices=devices)
+    loaded = load_model(run, step, devices=devices, averaged=averaged)
     lora = loaded.config.adapter
     if lora is None:
         return loaded

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.batches import DataWait, EvalData
 from lm_trainer.run.hooks import is_due
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
+from lm_trainer.run.set_groups import group_metrics, groups_of
 from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.evaluate import means
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 
@@ -38,23 +46,51 @@ class Evaluations:
         return is_due(self._every, step)
 
     def run(self, state: TrainState) -> None:
-        """Evaluates all sets, each as soon as it is tokenised.
+        """Evaluates all sets, each as soon as it is tokenised, and then reports the means over groups of them.
 
         Raises:
             UserError: when a set will not come.
             Preempted: when a stop signal comes while one is waited for.
         """
+        sums: dict[str, dict[str, dict[str, float]]] = {}
         for name, data in self._sets:
-            self._run(state, data, name)
+            for weights, found in self._run(state, data, name).items():
+                sums.setdefault(weights, {})[name or ""] = found
+        groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
+        for weights, of_sets in sums.items():
+            for group, members in groups.items():
+                self._metrics.evaluated_group(state.step, _joined(weights, group), group_metrics(of_sets, members))
 
-    def _run(self, state: TrainState, data: EvalData, name: str | None) -> None:
+    def _run(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
         # The line of the step stands before that of its evaluation.
         self._metrics.flush()
         self._data_wait.wait(data, state)
         evaluate = self._program.evaluate
         self._progress.phase(f"evaluating{f' on {name}' if name else ''}")
+        found = {}
         for weights, params in self._program.weights(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
             watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
-            means = evaluate(params, watched)
-            self._metrics.evaluated(state.step, "/".join(filter(None, (weights, name))), means)
+            sums = found[weights] = evaluate.sums(params, watched, _byte_counter(data))
+            self._metrics.evaluated(state.step, _joined(weights, name), _metrics(sums))
+        return found
+
+
+def _joined(weights: str, name: str | None) -> str:
+    return "/".join(filter(None, (weights, name)))
+
+
+def _metrics(sums: dict[str, float]) -> dict[str, float]:
+    """The means over tokens, and `bpb`, bits of all targets over the bytes of their text, where these are known."""
+    of_tokens = means({name: x for name, x in sums.items() if name != "bytes"})
+    if not sums.get("bytes"):
+        return of_tokens
+    return {**of_tokens, "bpb": sums["loss"] / math.log(2) / sums["bytes"]}
+
+
+def _byte_counter(data: EvalData) -> Callable[[Batch], dict[str, float]]:
+    """Counts the bytes of text that the targets of a batch stand for, where the held-out set knows them."""
+    bytes_V = getattr(data, "token_bytes", None)
+    if bytes_V is None:
+        return lambda _: {}
+    return lambda batch: {"bytes": float(np.sum(bytes_V[batch.targets] * batch.weights))}

@@ -75,6 +75,18 @@ def _in_bucket(path: Bucket) -> tuple[Bucket, int | None]:
     raise UserError(f"{path}: there is no checkpoint directory of a run")
 
 
+def root_of(run_dir: Path, log_dir: str) -> Path:
+    """The directory in which a run was started, from which relative paths of its configuration count.
+
+    Args:
+        run_dir: absolute.
+        log_dir: trainer.log_dir of its configuration; of an absolute one, the working directory is taken.
+    """
+    tail = Path(log_dir) / run_dir.name
+    below = not tail.is_absolute() and ".." not in tail.parts and run_dir.parts[-len(tail.parts) :] == tail.parts
+    return run_dir.parents[len(Path(log_dir).parts)] if below else Path.cwd()
+
+
 def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
     """Finds the checkpoint directory that is meant, and the step, if one was named.
 

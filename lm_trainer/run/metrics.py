@@ -127,6 +127,12 @@ class MetricLogger:
         # The time since the last step is that of the evaluation.
         self._meter.pause()
 
+    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
+        """Records the means over several sets after `step` steps; `name` is that of the group, "" for all sets."""
+        self._trackers.log({"/".join(filter(None, ("eval", name, key))): x for key, x in found.items()}, step=step)
+        shown = f"step {step}: eval{f'/{name}' if name else ''}: "
+        self._progress.note(shown + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+
     def pause(self) -> None:
         """Leaves the time until the next step is done out of its speed; records the step before it."""
         self.flush()

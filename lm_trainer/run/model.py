@@ -12,8 +12,8 @@ from flax import nnx
 from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
-from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss
-from lm_trainer.nn.loss_parts import LossParts, token_loss_parts
+from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
+from lm_trainer.nn.loss_parts import LossParts, token_loss_parts, token_nll_parts
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.run.config import RunConfig
@@ -105,6 +105,26 @@ class NextTokenLoss:
     def parts(self, spec: DecoderSpec) -> LossParts:
         """The same loss in parts, for decoders of `spec`."""
         return token_loss_parts(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
+
+
+@dataclass(frozen=True)
+class TokenNll:
+    """The loss of each token, for a `Decoder`: a `LossFn` with `nll` among its metrics, as `token_nll` returns it."""
+
+    dtype: Any
+    """Precision of the computation."""
+    block_size: int | None = None
+    """As for `token_loss`."""
+
+    def __call__(
+        self, model: nnx.Module, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        del key
+        return token_nll(model, batch, dtype=self.dtype, block_size=self.block_size)  # pyright: ignore[reportArgumentType]
+
+    def parts(self, spec: DecoderSpec) -> LossParts:
+        """The same in parts, for decoders of `spec`."""
+        return token_nll_parts(spec, dtype=self.dtype, block_size=self.block_size)
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:

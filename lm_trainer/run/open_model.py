@@ -33,7 +33,7 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     Raises:
         UserError: when there is no such model, or it is damaged.
     """
-    path = _local_model(source)
+    path = local_model(source)
     if path is not None:
         if step is not None:
             raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
@@ -41,7 +41,7 @@ def open_model(source: str, *, step: int | None = None, devices: Sequence[Any] |
     return _text_model(load_whole(source, step, devices=devices))
 
 
-def _local_model(source: str) -> Path | None:
+def local_model(source: str) -> Path | None:
     """The directory in Hugging Face's layout that is meant, or a local copy of one in a bucket; None: it is a run."""
     if not is_bucket(source):
         path = local_path(source)
@@ -70,7 +70,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
     Raises:
         UserError: also when there is nothing to merge.
     """
-    if not merge and _local_model(source) is None:
+    if not merge and local_model(source) is None:
         loaded = load_model(source, step)
         if loaded.config.adapter is None:
             return _text_model(loaded)
@@ -84,7 +84,7 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
             loaded.name,
             _facts(loaded),
         )
-    if merge and (_local_model(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
+    if merge and (local_model(source) is not None or read_config(find_checkpoints(source)[0]).adapter is None):
         raise UserError(f"{source} has no adapter, so there is nothing to merge; leave --merge away")
     return open_model(source, step=step)
 

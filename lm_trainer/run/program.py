@@ -29,7 +29,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, evaluation_loss, loss_function, trace_model
+from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
@@ -271,7 +271,7 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
 def _in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
     """The loss in parts, for `determinism: layerwise`; refuses what that cannot do."""
     built = nnx.eval_shape(model.build)
-    if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss)):
+    if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):
         raise UserError(
             "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
             "or loss of your own; use elastic"

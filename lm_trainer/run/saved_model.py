@@ -56,15 +56,17 @@ class LoadedModel:
     """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
 
 
-def load_model(run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None) -> LoadedModel:
+def load_model(
+    run: str | Place, step: int | None = None, *, devices: Sequence[Any] | None = None, averaged: bool = True
+) -> LoadedModel:
     """Reads the weights of a run's newest checkpoint that is intact, or of the given step.
 
-    Where the run keeps an average of its weights, it is the average.
 
     Args:
         run: a run id, a run directory (`logs/ID`), a checkpoint directory (`checkpoints/ID`) or one step in it.
         step: which checkpoint; None: the newest.
         devices: over which the weights are cut, of this process; None: all of them.
+        averaged: the average where the run keeps one of its weights, else the weights that were trained.
 
     Raises:
         UserError: when there is no such run or step, or no checkpoint is intact.
@@ -79,7 +81,7 @@ def load_model(run: str | Place, step: int | None = None, *, devices: Sequence[A
     problems = []
     for candidate in [wanted] if wanted is not None else reversed(steps):
         try:
-            return _load_step(directory, candidate, config, devices or jax.local_devices())
+            return _load_step(directory, candidate, config, devices or jax.local_devices(), averaged)
         except CheckpointError as error:
             problems.append(f"step {candidate}: {error}")
             logger.error("%s: the checkpoint of step %d cannot be used: %s", directory, candidate, error)
@@ -100,10 +102,10 @@ def read_vocabulary(run: str | Place) -> tuple[int, Tokenizer]:
     raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
-def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence[Any]) -> LoadedModel:
+def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence[Any], averaged: bool) -> LoadedModel:
     record = read_record(directory, step)
     vocab_size = record["vocab_size"]
-    prefix = AVERAGED if any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
+    prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in record["shapes"]) else PARAMS
     if config.adapter is None:
         model = ModelDef.trace(lambda: config.model.build(vocab_size, rngs=nnx.Rngs(0)))
         # No device need hold the whole model: it may be one that was trained on many.
@@ -140,8 +142,8 @@ def _saved_dtype(record: Mapping[str, Any], name: str, default: Any) -> Any:
     return default if described is None else jax.numpy.dtype(described.split("[")[0])
 
 
-def read_config(directory: Place) -> RunConfig:
-    """The configuration that a checkpoint directory was written with.
+def read_config(directory: Place, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration that a checkpoint directory was written with, with `KEY=VALUE` settings over it.
 
     Raises:
         UserError: when it is missing or no longer valid.
@@ -150,7 +152,9 @@ def read_config(directory: Place) -> RunConfig:
     from lm_trainer.run.config import RunConfig
 
     # Without trackers, whose packages need not be installed where the weights are used.
-    return load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]"], RunConfig).config
+    return load(
+        local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig
+    ).config
 
 
 def write_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -55,33 +55,69 @@ class Evaluator:
         return self._devices.local_rows(self._plan)
 
     def __call__(self, params: Params, batches: Iterable[Batch]) -> dict[str, float]:
-        """The weighted means over all tokens of all batches; NaN when nothing has a weight.
+        """The weighted means over all tokens of all batches; arguments as for `sums`, results as of `means`."""
+        return means(self.sums(params, batches))
+
+    def sums(
+        self, params: Params, batches: Iterable[Batch], counts: Callable[[Batch], dict[str, float]] = lambda _: {}
+    ) -> dict[str, float]:
+        """The weighted sums over all tokens of all batches; empty without any batch.
 
         Args:
             params: all parameters.
             batches: this process's rows of each global batch.
+            counts: what the host counts in its rows of a batch, to be among the sums.
 
         Returns:
-            `loss` in nats, and what else the loss function reports.
+            `loss` in nats, `weight`, and what else the loss function reports.
         """
         ready = self._sums.ready(params)
-        parts: dict[str, list[jax.Array]] = {}
+        parts: dict[str, list[jax.Array | float]] = {}
         for batch in batches:
             self._compile(batch)
-            for sums in self._sums(ready, self._devices.put(batch, self._plan)):
+            for name, count in counts(batch).items():
+                parts.setdefault(name, []).append(count)
+            for _, sums in self._sums(ready, self._devices.put(batch, self._plan)):
                 for name, x in sums.items():
                     parts.setdefault(name, []).append(x)
         # A group of several processes counts in one of them; it is the only group of each.
         counted = np.float32(self._devices.groups[0].is_lead)
         found = {name: counted * np.asarray(values) for name, values in sorted(parts.items())}
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
-        sums = {name: math.fsum(gather(values).ravel().tolist()) for name, values in found.items()}
-        weight = sums.pop("weight", 0.0)
-        return {name: total / weight if weight else math.nan for name, total in sums.items()} or {"loss": math.nan}
+        return {name: math.fsum(gather(values).ravel().tolist()) for name, values in found.items()}
+
+    def rows(self, params: Params, batches: Iterable[Batch]) -> Iterator[dict[str, np.ndarray]]:
+        """Arrays that the loss function reports instead of sums, put together for the rows of each batch.
+
+        Args:
+            params: all parameters.
+            batches: this process's rows of each global batch.
+
+        Yields:
+            Name -> [rows, ...], the rows of the batch of this process.
+        """
+        ready = self._sums.ready(params)
+        waiting: tuple[int, list[tuple[jax.Array, dict[str, jax.Array]]]] | None = None
+        for batch in batches:
+            self._compile(batch)
+            placed = self._devices.put(batch, self._plan)
+            # The devices compute the next batch while the host takes this one.
+            waiting, done = (len(batch.tokens), list(self._sums(ready, placed))), waiting
+            if done is not None:
+                yield _in_order(*done)
+        if waiting is not None:
+            yield _in_order(*waiting)
 
     def _compile(self, batch: Batch) -> None:
         if not self._sums.compiled:
             self._sums.compile(self._plan.rows_like(batch))
+
+
+def means(sums: Mapping[str, float]) -> dict[str, float]:
+    """The means from the sums of `Evaluator.sums`: `loss` in nats, and what else there is; NaN without any weight."""
+    weight = sums.get("weight", 0.0)
+    found = {name: total / weight if weight else math.nan for name, total in sums.items() if name != "weight"}
+    return found or {"loss": math.nan}
 
 
 class _Sums(Protocol):
@@ -96,7 +132,15 @@ class _Sums(Protocol):
     def ready(self, params: Params) -> Any:
         """The parameters as `__call__` takes them."""
 
-    def __call__(self, ready: Any, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]: ...
+    def __call__(self, ready: Any, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
+        """The number of each microbatch, and what the loss function reports of it."""
+        ...
+
+
+def _in_order(rows: int, found: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
+    ordered = [sums for _, sums in sorted(found, key=lambda each: int(each[0]))]
+    names = [name for name, x in ordered[0].items() if x.ndim]
+    return {name: np.concatenate([np.asarray(sums[name]) for sums in ordered])[:rows] for name in names}
 
 
 class _WholeModel:
@@ -130,11 +174,11 @@ class _WholeModel:
     def ready(self, params: Params) -> list[Params]:
         return self._devices.params_on_groups(params)
 
-    def __call__(self, ready: list[Params], batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+    def __call__(self, ready: list[Params], batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
         for i, microbatches in enumerate(batch.microbatches):
             for rows, index in zip(microbatches, batch.indices[i], strict=True):
                 # The program has a place for a step, and asks nothing of it.
-                yield self._executable(i, ready[i], rows, index, index)
+                yield index, self._executable(i, ready[i], rows, index, index)
 
 
 class _Layerwise:
@@ -160,13 +204,16 @@ class _Layerwise:
     def ready(self, params: Params) -> Params:
         return params
 
-    def __call__(self, ready: Params, batch: PlacedBatch) -> Iterator[dict[str, jax.Array]]:
+    def __call__(self, ready: Params, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
         assert self._programs is not None, "compiled before"
         forward, leave = self._programs
         for turn in turns(batch, self._devices, 0):
             streams = forward(ready, turn)
             gathered = forward.parts.leave.gather(ready, forward.parts.row(0))
             sums = turn.each(
-                lambda i, j, rows, step, index, p=gathered, x=streams: leave(i, p[i], x[i][j], rows, step, index)
+                lambda i, j, rows, step, index, p=gathered, x=streams: (
+                    index,
+                    leave(i, p[i], x[i][j], rows, step, index),
+                )
             )
             yield from (each for group in sums for each in group)

@@ -25,6 +25,7 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.shuffle import FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.tokenize.build import Build
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild
 
@@ -290,7 +291,7 @@ def test_a_closed_iterator_gives_nothing_more(stream: TokenStream) -> None:
 class TestEvalSet:
     @pytest.fixture
     def evals(self, stream: TokenStream) -> EvalSet:
-        return EvalSet("validation", stream, SEQ_LEN, EOS, 10, 100)
+        return EvalSet("validation", stream, SEQ_LEN, ByteTokenizer(), 10)
 
     def test_every_token_is_predicted_once(self, evals: EvalSet, tokens: np.ndarray) -> None:
         batches = list(evals.batches(BATCH, rows=range(BATCH)))

@@ -225,16 +225,17 @@ class TestData:
         data = opened(make_config(num_validation_sequences={"a": 5}))
         evals = data.validation()["a"]
         assert isinstance(evals, EvalSet)
-        assert evals.num_chunks == 5
+        assert evals.num_rows == 5
         stream = data.caches["a/train"].stream
-        assert evals.num_tokens == len(stream) - evals.first_chunk * SEQ_LEN
+        assert evals.num_tokens == len(stream) - evals.first_token
         (batch,) = evals.batches(5, rows=range(5))
-        tail = stream.tail(evals.first_chunk * SEQ_LEN)
+        tail = stream.tail(evals.first_token)
         np.testing.assert_array_equal(batch.tokens[batch.segments >= 0], tail)
         assert evals.num_documents == (tail == 256).sum()
-        assert evals.text_bytes >= (tail != 256).sum(), "replacement characters may stand for cut ones"
+        assert evals.token_bytes is not None
+        assert evals.token_bytes[tail].sum() == (tail != 256).sum(), "the end of a document has no bytes"
         rows = data.train_sets[0].num_rows
-        assert rows == evals.first_chunk
+        assert rows * SEQ_LEN == evals.first_token
         assert {row for name, row, _ in origins(data, 5 * rows) if name == "a"} == set(range(rows))
         with pytest.raises(UserError, match="num_validation_sequences holds 10000 rows out"):
             opened(make_config(num_validation_sequences={"a": 10_000}))

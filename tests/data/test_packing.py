@@ -191,7 +191,7 @@ def test_packing_is_chosen_by_the_configuration(make_config: Callable[..., DataC
     (train,) = held_out.train_sets
     assert isinstance(train.rows, PackedRows)
     plan = train.rows.plan
-    assert (plan.starts_P + plan.lengths_P).max() == evals.first_chunk * 512 - 1
+    assert (plan.starts_P + plan.lengths_P).max() == evals.first_token - 1
 
 
 @pytest.fixture

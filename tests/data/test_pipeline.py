@@ -53,6 +53,7 @@ class TestEmbedded:
         (evals,) = data.validation().values()
         assert isinstance(evals, EvalSet)
         assert evals.name == "validation"
+        assert evals.text_bytes is not None
         assert evals.num_tokens < evals.text_bytes < 10 * evals.num_tokens
         batches = list(evals.batches(16, rows=range(16)))
         assert len(batches) == evals.num_batches(16)

@@ -30,32 +30,30 @@ class Chunks:
     stream: TokenStream
     seq_len: int
     eos_id: int
+    stride: int | None = None
+    """Tokens from the beginning of a chunk to that of the next; None: `seq_len`."""
+    first_token: int = 0
+    """The token with which chunk 0 begins."""
+
+    def starts(self, rows_B: np.ndarray) -> np.ndarray:
+        """The token with which each chunk begins, int64 [B]."""
+        return self.first_token + np.asarray(rows_B, np.int64) * (self.stride or self.seq_len)
 
     @property
     def num_rows(self) -> int:
         return len(self.stream) // self.seq_len
 
     def read(self, rows_B: np.ndarray) -> Batch:
-        return read_chunks(self.stream, rows_B, self.seq_len, self.eos_id)
+        return read_mixed([(np.arange(len(rows_B)), self, rows_B)])
 
     def spans(self, row: int) -> list[tuple[int, int]]:
         return [(row * self.seq_len, self.seq_len)]
 
 
-def read_chunks(stream: TokenStream, chunks_B: np.ndarray, seq_len: int, eos_id: int) -> Batch:
-    """Reads some chunks as rows; a chunk beyond the end of the stream is all padding.
-
-    Args:
-        stream: the tokens.
-        chunks_B: int [B], numbers of chunks.
-        seq_len: S.
-        eos_id: ends every document of the stream.
-    """
-    return read_mixed([(np.arange(len(chunks_B)), Chunks(stream, seq_len, eos_id), chunks_B)])
-
-
 def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     """Reads one batch from the chunks of several streams that have the same S and the same EOS.
+
+    A chunk beyond the end of its stream is all padding.
 
     Args:
         parts: (rows of the batch, chunks, numbers of the chunks that stand in those rows) for each stream.
@@ -70,7 +68,7 @@ def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     mask_BT = np.empty_like(tokens_BT) if masked else None
     available_B = np.empty(rows, np.int64)
     for here, chunks, numbers in parts:
-        stream, starts_N = chunks.stream, np.asarray(numbers, np.int64) * seq_len
+        stream, starts_N = chunks.stream, chunks.starts(numbers)
         available_B[here] = np.maximum(len(stream) - starts_N, 0)
         _read_runs(stream, starts_N, tokens_BT, here, fill=eos_id)
         if mask_BT is not None and stream.loss_mask is not None:

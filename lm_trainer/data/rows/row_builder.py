@@ -5,19 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
+from lm_trainer.data.formats import TextFormat
+from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.order import Rows, TrainSet
 from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
 from lm_trainer.data.shuffle import seed_of
+from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.open_cache import MissingTokens, OpenCache
-from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.data.tokenizer import HfTokenizer
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class RowBuilder:
     """Cuts the text of all sets into rows, and gives each set its order."""
 
     config: DataConfig
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     seq_len: int
     seed: int
 
@@ -88,26 +94,44 @@ class RowBuilder:
             held_out = config.of_set(config.num_validation_sequences, name)
             if cache is not None and train is not None and held_out is not None:
                 raise UserError(f"{title} has validation text of its own; remove data.num_validation_sequences for it")
-            # The defaults of the lambdas bind the values of this turn of the loop; the lambdas may be called after it.
             if cache is not None:
-                yield from _once_built(title, cache, lambda title=title, cache=cache: self._whole(title, cache))
+                yield from self._once_built(name, title, cache, partial(self._whole, name, title, cache))
             elif held_out is not None and train is not None:
-                make = lambda title=title, train=train, held_out=held_out: self._tail(title, train, held_out)  # noqa: E731
-                yield from _once_built(title, train, make)
+                yield from self._once_built(name, title, train, partial(self._tail, name, title, train, held_out))
 
-    def _whole(self, title: str, cache: OpenCache) -> EvalSet:
-        documents, text_bytes = cache.ledger.num_documents, sum(cache.ledger.text_bytes)
-        return EvalSet(title, cache.stream, self.seq_len, self.tokenizer.eos_id, documents, text_bytes)
+    def _once_built(
+        self, name: str, title: str, cache: OpenCache, make: Callable[[], EvalSet]
+    ) -> Iterator[EvalSet | PendingEvalSet]:
+        if not cache.finished:
+            yield PendingEvalSet(title, cache, make, tuple(self.config.sets[name].tags))
+        elif (made := make()).num_tokens:
+            yield made
 
-    def _tail(self, title: str, train: OpenCache, held_out: int) -> EvalSet:
+    def _whole(self, name: str, title: str, cache: OpenCache) -> EvalSet:
+        return self._eval_set(name, title, cache, cache.ledger.num_documents, 0)
+
+    def _tail(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
         """Returns the last rows of a training text."""
-        # The ledger counts whole parts alone, so the documents and bytes of these rows are counted from their tokens.
-        eos_id = self.tokenizer.eos_id
-        first = _first_held_out_chunk(train.stream, self.seq_len, held_out)
-        tokens = train.stream.tail(first * self.seq_len)
-        text_bytes = len(self.tokenizer.decode(tokens[tokens != eos_id].tolist()).encode())
-        documents = int((tokens == eos_id).sum())
-        return EvalSet(title, train.stream, self.seq_len, eos_id, documents, text_bytes, first)
+        first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
+        # The ledger counts whole parts alone, so the documents of these rows are counted from their tokens.
+        documents = int((train.stream.tail(first) == self.tokenizer.eos_id).sum())
+        return self._eval_set(name, title, train, documents, first)
+
+    def _eval_set(self, name: str, title: str, cache: OpenCache, documents: int, first: int) -> EvalSet:
+        config = self.config.sets[name]
+        plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
+        return EvalSet(
+            title,
+            cache.stream,
+            self.seq_len,
+            self.tokenizer,
+            documents,
+            # Templates of other formats add text of their own.
+            text_bytes=sum(cache.ledger.text_bytes) if plain and not first else None,
+            tags=tuple(config.tags),
+            is_text=not isinstance(config.format, IdsFormat),
+            first_token=first,
+        )
 
 
 @dataclass
@@ -119,6 +143,7 @@ class PendingEvalSet:
     make: Callable[[], EvalSet]
     _made: EvalSet | None = None
 
+    tags: tuple[str, ...] = ()
     growing = True
 
     def missing(self) -> MissingTokens | None:
@@ -132,19 +157,20 @@ class PendingEvalSet:
         self.cache.check()
         return self.cache.missing(None)
 
+    @property
+    def token_bytes(self) -> np.ndarray | None:
+        """As of `EvalSet`; waits until the set is complete."""
+        return self._complete().token_bytes
+
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """Waits until the set is complete, and returns its batches as `EvalSet.batches` does."""
+        return self._complete().batches(batch_size, rows=rows, max_batches=max_batches)
+
+    def _complete(self) -> EvalSet:
         while self.missing() is not None:
             time.sleep(POLL_SECONDS)
         self._made = self._made or self.make()
-        return self._made.batches(batch_size, rows=rows, max_batches=max_batches)
-
-
-def _once_built(title: str, cache: OpenCache, make: Callable[[], EvalSet]) -> Iterator[EvalSet | PendingEvalSet]:
-    if not cache.finished:
-        yield PendingEvalSet(title, cache, make)
-    elif (made := make()).num_tokens:
-        yield made
+        return self._made
 
 
 def _num_certain_chunks(stream: TokenStream, seq_len: int, held_out: int | None) -> int:

@@ -49,7 +49,17 @@ def plan_caches(config: DataConfig, on_progress: OnProgress | None = None, ray: 
         UserError: for missing data, or a tokenizer that was trained by another recipe.
     """
     directory, caches = find_caches(config)
-    tokenizer = prepare_tokenizer(config, directory, caches, on_progress)
+    return plan_builds(config, directory, caches, prepare_tokenizer(config, directory, caches, on_progress), ray)
+
+
+def plan_builds(
+    config: DataConfig,
+    directory: str,
+    caches: Mapping[str, CacheSpec],
+    tokenizer: HfTokenizer,
+    ray: RayConfig | None = None,
+) -> CachePlan:
+    """Plans some caches of a configuration for a tokenizer, run as `data.tokenizer_backend` says."""
     missing = [cache.shards for cache in caches.values() if not Ledger.read(KvStore(cache.url)).finished]
     tokenizer = choose_backend(tokenizer, config.tokenizer_backend, missing, _built_with(caches))
     return CachePlan(directory, tokenizer, _builds(config, caches, tokenizer, ray))

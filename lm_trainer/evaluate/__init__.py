@@ -1,0 +1,1 @@
+"""Evaluation of models that are there: losses on texts, comparisons, tasks."""

@@ -1,0 +1,147 @@
+"""A model that is there, with its parameters where they are computed with.
+
+Shape letters: B rows of a batch, S positions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lm_trainer.config.loader import load
+from lm_trainer.config.render import to_yaml
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.runtime import configure_jax
+from lm_trainer.core.tree import named_leaves
+from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.export.huggingface import read_hf, read_hf_config
+from lm_trainer.run.adapters import load_whole
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.find import find_checkpoints
+from lm_trainer.run.model import TokenNll, trace_model
+from lm_trainer.run.open_model import local_model
+from lm_trainer.run.program import plan_program
+from lm_trainer.run.saved_model import read_config
+from lm_trainer.step.evaluate import Evaluator
+from lm_trainer.step.groups import DeviceGroups
+from lm_trainer.step.model_def import Params
+
+MAX_ROW = 2048
+"""Tokens in a row for models that say nothing of training here; they may read a hundred times as many."""
+
+_TOKENS_AT_ONCE = 8192
+"""Tokens in a microbatch of such models."""
+
+_ONE_PROCESS = (
+    "trainer.distributed.initialize_jax_distributed=false",
+    "trainer.replica_ici_axis_size=1",
+    "trainer.replica_dcn_axis_size=1",
+)
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """A model that gives the losses of tokens."""
+
+    name: str
+    step: int | None
+    """Step of the checkpoint; None for a model that is no run's."""
+    config: RunConfig
+    """Configuration of its run; of another model its `model` section, and the defaults for the rest."""
+    tokenizer: HfTokenizer
+    row: int
+    """Tokens in a row."""
+    groups: DeviceGroups
+    losses: Evaluator
+    params: Params
+
+    def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
+        """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
+        return (found["nll"] for found in self.losses.rows(self.params, batches))
+
+
+def open_eval_model(
+    source: str,
+    *,
+    step: int | None = None,
+    averaged: bool = True,
+    context: int | None = None,
+    overrides: Sequence[str] = (),
+) -> EvalModel:
+    """Reads a model and plans its evaluation on the devices of this process.
+
+    Args:
+        source: as for `lm_trainer.run.open_model.open_model`.
+        step: which checkpoint of a run; None: the newest that is intact.
+        averaged: the averaged weights of a run that keeps them, instead of those that were trained.
+        context: tokens in a row; None: as in training, or `MAX_ROW` of a model that was trained elsewhere.
+        overrides: settings over those of the run, as `trainer.max_devices=2`.
+
+    Raises:
+        UserError: when there is no such model, it is damaged, or the devices cannot share it.
+    """
+    path = local_model(source)
+    if path is not None:
+        if step is not None:
+            raise UserError(f"{source} is a model in Hugging Face's layout and has no steps; leave --step away")
+        return _of_files(path, context, overrides)
+    directory, _ = find_checkpoints(source)
+    config = read_config(directory, [*_ONE_PROCESS, *overrides])
+    _configure(config)
+    loaded = load_whole(source, step, averaged=averaged)
+    # An adapter is merged by now.
+    config = config.model_copy(update={"adapter": None})
+    return _place(loaded.name, loaded.step, config, loaded.vocab_size, loaded.tokenizer, loaded.params, context)
+
+
+def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
+    row = context or min(read_hf_config(path)[0].seq_len, MAX_ROW)
+    rows = max(_TOKENS_AT_ONCE // row, 1)
+    model = read_hf_config(path)[0]
+    # Written and read again, so that overrides are checked as for a run.
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / f"{path.name}.yaml"
+        file.write_text(to_yaml(RunConfig(model=model)))  # pyright: ignore[reportArgumentType]
+        settings = (f"trainer.train_batch_size={8 * rows}", "trainer.tracker=[]")
+        config = load(file, [*settings, *_ONE_PROCESS, *overrides], RunConfig).config
+    _configure(config)
+    text = read_hf(path)
+    return _place(text.name, None, config, text.vocab_size, text.tokenizer, text.params, row)
+
+
+def _configure(config: RunConfig) -> None:
+    trainer = config.trainer
+    configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
+
+
+def _place(  # noqa: PLR0913 - a model is all of these
+    name: str,
+    step: int | None,
+    config: RunConfig,
+    vocab_size: int,
+    tokenizer: Any,
+    params: Mapping[str, Any],
+    context: int | None,
+) -> EvalModel:
+    most = config.model.spec(vocab_size).num_positions
+    if context is not None and not 1 <= context <= most:
+        raise UserError(f"--context {context}: the model reads 1 to {most} tokens")
+    trainer = config.trainer
+    loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
+    model = trace_model(config, vocab_size)
+    program = plan_program(trainer, config.optimizer, model, loss, seq_len=config.model.seq_len)
+    storage, dtype = program.sharding.storage, trainer.mp.param_dtype
+    placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in named_leaves(dict(params)).items()}
+    row = context or config.model.seq_len
+    return EvalModel(name, step, config, tokenizer, row, program.step.devices, program.evaluate, placed)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x if x.dtype == dtype else x.astype(dtype)

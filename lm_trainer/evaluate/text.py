@@ -1,0 +1,125 @@
+"""Evaluation of a model on texts: of its own run, of a configuration, or of files."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lm_trainer.config.loader import load
+from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import url_problem
+from lm_trainer.data.config import DataConfig
+from lm_trainer.data.held_out import open_held_out
+from lm_trainer.data.tokenize.progress import OnProgress
+from lm_trainer.evaluate.compare import SetComparison, compare
+from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
+from lm_trainer.evaluate.model import EvalModel
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.find import find_run, root_of
+
+_YAML = (".yaml", ".yml")
+
+
+class Text(NamedTuple):
+    """The text to evaluate on."""
+
+    config: DataConfig
+    root: Path
+    """The directory from which relative paths count."""
+
+
+class TextOptions(NamedTuple):
+    """Options of an evaluation on texts."""
+
+    stride: int | None = None
+    """Tokens from the beginning of a row to that of the next; None: rows lie end to end, as in training."""
+    max_batches: int | None = None
+    """Batches of each set; None: all."""
+
+
+class TextLosses(NamedTuple):
+    """A model's losses on texts."""
+
+    sets: list[SetLosses]
+    groups: list[Group]
+    notes: list[str]
+
+
+def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
+    """Finds the text to evaluate on.
+
+    Args:
+        source: the model, as the user named it.
+        model: of a run, whose own held-out text is taken if no other is named.
+        data: a configuration, or files of text; see `data.validation_urls`.
+
+    Raises:
+        UserError: where there is none.
+    """
+    if len(data) == 1 and data[0].endswith(_YAML):
+        if problem := url_problem(data[0]):
+            raise UserError(f"--data: {problem}")
+        return Text(load(Path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
+    if data:
+        return Text(_of_files(data), Path.cwd())
+    if model.step is None:
+        raise UserError(
+            f"{source} is no run and has no text of its own to be evaluated on; name some: --data FILE, a "
+            f"configuration with a data section or files of text"
+        )
+    root = Path.cwd()
+    # Of a checkpoint directory alone it is not known where the run was started.
+    with contextlib.suppress(UserError):
+        root = root_of(find_run(source), model.config.trainer.log_dir)
+    return Text(model.config.data, root)
+
+
+def _of_files(files: Sequence[str]) -> DataConfig:
+    """Each file as a set of its own; nothing is trained on, but a configuration says what would be."""
+    names = [re.sub(r"[^\w.-]+", "-", Path(file).stem).lstrip(".-") or "text" for file in files]
+    if len({*names}) < len(names):
+        names = [re.sub(r"[^\w.-]+", "-", file).lstrip(".-") for file in files]
+    sets = {name: {"train_urls": [f], "validation_urls": [f]} for name, f in zip(names, files, strict=True)}
+    return DataConfig.model_validate({"configs": sets, "train_weights": dict.fromkeys(sets, 1), "tokenizer": "bytes"})
+
+
+def evaluate_text(
+    model: EvalModel, text: Text, options: TextOptions, on_progress: OnProgress | None = None
+) -> TextLosses:
+    """Computes a model's losses on all held-out sets of a text.
+
+    Raises:
+        UserError: where no text is held out, or a stride is longer than a row.
+    """
+    stride = options.stride
+    if stride is not None and not 1 <= stride <= model.row:
+        raise UserError(f"--stride {stride}: a row has {model.row} tokens; write 1 to {model.row}")
+    with contextlib.chdir(text.root):
+        opened = open_held_out(text.config, model.tokenizer, seq_len=model.row, stride=stride, on_progress=on_progress)
+        sets = [evaluate_set(model, each, max_batches=options.max_batches) for each in opened.sets]
+    return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)])
+
+
+def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:
+    """The paired differences of two models on the same text; raises as `compare`."""
+    return compare(a.sets, b.sets, same_tokens=first.tokenizer.identity() == second.tokenizer.identity())
+
+
+def _notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) -> list[str]:
+    notes = []
+    stride = options.stride or model.row
+    for each in sets:
+        if each.cut and stride == model.row:
+            share = f"{each.cut:,} of {len(each.held_out.ends_D):,} documents"
+            notes.append(
+                f"{each.name}: {share} do not stand in one row of {model.row} tokens, and go on in the next without "
+                f"what was before; --stride {max(model.row // 2, 1)} lets rows overlap"
+            )
+        if each.documents.bytes_D is None:
+            notes.append(f"{each.name}: token ids, of whose text nothing is known: no bits per byte")
+    if options.max_batches is not None:
+        notes.append(f"at most {options.max_batches} batches of each set (--max-batches)")
+    return notes

@@ -1,0 +1,197 @@
+"""`lmt eval` beside independent computations, beside training, and on other devices."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_trainer.evaluate.losses import ratio
+from lm_trainer.run.set_groups import groups_of
+from lm_trainer.trackers import read_metrics
+from tests.cli.conftest import Lmt, refused
+from tests.evaluate.conftest import TEXTS
+
+
+def evaluated(lmt: Lmt, *args: str | Path) -> dict[str, Any]:
+    result = lmt("eval", *args, "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {each["name"]: each for each in found["sets"]}
+
+
+def torch_nats(directory: Path, ids: list[int]) -> float:
+    """Nats of all ids but the first, by transformers."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].double()
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+
+
+def test_bits_per_byte_are_those_of_transformers_and_of_the_text(
+    lmt: Lmt, hf_model: Path, texts: dict[str, Path]
+) -> None:
+    files = [part for name in texts for part in ("--data", texts[name])]
+    found = by_name(evaluated(lmt, hf_model, *files, "--context", "128"))
+    for name, documents in TEXTS.items():
+        # The first byte of a document is predicted from nothing, and the end of the document is predicted.
+        nats = [torch_nats(hf_model, [*text.encode(), 256]) for text in documents]
+        size = sum(len(text.encode()) - 1 for text in documents)
+        assert found[name]["bytes"] == size
+        assert found[name]["bits_per_byte"] == pytest.approx(sum(nats) / math.log(2) / size, rel=1e-5)
+        assert found[name]["loss"] == pytest.approx(sum(nats) / (size + len(documents)), rel=1e-5)
+        assert found[name]["perplexity"] == pytest.approx(math.exp(found[name]["loss"]))
+        assert found[name]["documents"] == len(documents)
+
+
+def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
+    last = list(read_metrics(trained / "logs" / "run"))
+    of_training = {key: value for line in last if line["step"] == 6 for key, value in line.items()}
+    for weights, prefix in (("raw", "eval"), ("averaged", "eval/ema")):
+        found = evaluated(lmt, trained / "logs" / "run", "--weights", weights)
+        assert found["step"] == 6
+        for name, each in by_name(found).items():
+            assert each["loss"] == pytest.approx(of_training[f"{prefix}/{name}/loss"], rel=1e-6)
+            assert each["bits_per_byte"] == pytest.approx(of_training[f"{prefix}/{name}/bpb"], rel=1e-6)
+        groups = {group["name"]: group for group in found["groups"]}
+        assert {name: group["sets"] for name, group in groups.items()} == {
+            "": ["code", "prose"],
+            "web": ["code", "prose"],
+            "web/code": ["code"],
+            "odd": ["code"],
+        }
+        for name, group in groups.items():
+            key = f"{prefix}/{name}".rstrip("/")
+            assert group["micro_loss"] == pytest.approx(of_training[f"{key}/micro_loss"], rel=1e-6)
+            assert group["macro_loss"] == pytest.approx(of_training[f"{key}/macro_loss"], rel=1e-6)
+            assert group["micro_bits_per_byte"] == pytest.approx(of_training[f"{key}/micro_bpb"], rel=1e-6)
+            assert group["macro_bits_per_byte"] == pytest.approx(of_training[f"{key}/macro_bpb"], rel=1e-6)
+    code, prose = by_name(found)["code"], by_name(found)["prose"]
+    assert groups[""]["macro_loss"] == pytest.approx((code["loss"] + prose["loss"]) / 2)
+    tokens = code["tokens"] + prose["tokens"]
+    micro = (code["loss"] * code["tokens"] + prose["loss"] * prose["tokens"]) / tokens
+    assert groups["web"]["micro_loss"] == pytest.approx(micro)
+
+
+def test_devices_change_no_bit_and_axes_of_the_mesh_no_figure(lmt: Lmt, trained: Path) -> None:
+    run = trained / "logs" / "run"
+    one = evaluated(lmt, run, "trainer.max_devices=1")
+    assert evaluated(lmt, run, "trainer.max_devices=4") == one == evaluated(lmt, run, "trainer.max_devices=8")
+    for others in (("trainer.determinism=layerwise",), ("trainer.context_axis_size=2",)):
+        found = evaluated(lmt, run, *others)
+        assert evaluated(lmt, run, *others, "trainer.max_devices=2")["sets"] == found["sets"]
+        for a, b in zip(found["sets"], one["sets"], strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert a["tokens"] == b["tokens"]
+
+
+def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
+    lmt: Lmt, hf_model: Path, tmp_path: Path
+) -> None:
+    text, context, stride = "a stream of words that is longer than a row; " * 5, 48, 20
+    (tmp_path / "long.txt").write_text(text)
+    options = ("--data", "long.txt", "--context", str(context))
+    found = by_name(evaluated(lmt, hf_model, *options, "--stride", str(stride)))["long"]
+    ids = [*text.encode(), 256]
+    rows, nats, done = range(0, len(ids), stride), 0.0, 1
+    for start in rows:
+        end = min(start + context + 1, len(ids))
+        if end > done:
+            # Of a window, only what no earlier one has predicted.
+            window = ids[start:end]
+            nats += torch_nats(hf_model, window) - (torch_nats(hf_model, window[: done - start]) if start else 0.0)
+            done = end
+    assert found["tokens"] == len(ids) - 1
+    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    plain = lmt("eval", hf_model, *options)
+    assert "1 of 1 documents do not stand in one row of 48 tokens" in plain.stderr
+
+
+def test_standard_errors_are_those_of_resampled_documents() -> None:
+    rng = np.random.default_rng(0)
+    tokens_D = rng.integers(20, 400, 300).astype(float)
+    nats_D = tokens_D * rng.normal(3.0, 0.4, 300)
+    drawn = rng.integers(0, 300, (4000, 300))
+    resampled = nats_D[drawn].sum(1) / tokens_D[drawn].sum(1)
+    mean = ratio(nats_D, tokens_D)
+    assert mean.value == pytest.approx(nats_D.sum() / tokens_D.sum())
+    assert mean.error == pytest.approx(resampled.std(), rel=0.05)
+
+
+def test_groups_follow_the_slashes_of_tags() -> None:
+    found = groups_of({"a/b": ["x"], "a/c": [], "d": ["x", "y/z"]})
+    assert found == {
+        "": ["a/b", "a/c", "d"],
+        "a": ["a/b", "a/c"],
+        "x": ["a/b", "d"],
+        "y": ["d"],
+        "y/z": ["d"],
+    }
+    assert groups_of({"only": []}) == {}
+
+
+def test_a_model_does_not_differ_from_itself_and_is_told_from_another(
+    lmt: Lmt, trained: Path, texts: dict[str, Path]
+) -> None:
+    run, data = trained / "logs" / "run", ("--data", trained / "code.jsonl", "--data", texts["greek"])
+    same = evaluated(lmt, run, "--compare", run, *data)["differences"]
+    assert [(each["difference"], each["interval"]) for each in same] == [(0, [0, 0])] * 2
+    code, greek = evaluated(lmt, run, "--step", "6", "--weights", "raw", "--compare", run, *data)["differences"]
+    assert code["unit"] == greek["unit"] == "bits per byte"
+    other = by_name(evaluated(lmt, run, *data))["code"]
+    assert code["second"] == pytest.approx(code["first"] - code["difference"]) != code["first"]
+    assert other["documents"] == code["num_documents"] == 6
+    low, high = code["interval"]
+    assert low < code["difference"] < high
+    # The documents named are those whose parts of the difference are the largest.
+    assert len(code["worst"]) == 5
+    assert code["worst"][0]["where"].startswith(str(trained / "code.jsonl"))
+    table = lmt("eval", run, "--weights", "raw", "--compare", run, *data)
+    assert "paired by document" in table.stdout
+
+
+def test_documents_are_written_with_their_place(lmt: Lmt, trained: Path, tmp_path: Path) -> None:
+    found = evaluated(lmt, trained / "logs" / "run", "--documents", tmp_path / "documents.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
+    for each in found["sets"]:
+        own = [line for line in lines if line["set"] == each["name"]]
+        assert len(own) == each["documents"]
+        assert sum(line["nats"] for line in own) / sum(line["tokens"] for line in own) == pytest.approx(each["loss"])
+    assert lines[0]["where"].endswith("code.jsonl:1")
+
+
+def test_mistakes_are_told_in_a_line(lmt: Lmt, hf_model: Path, trained: Path, tmp_path: Path) -> None:
+    run = trained / "logs" / "run"
+    refused(lmt("eval", hf_model), "--data FILE")
+    refused(lmt("eval", hf_model, "--data", "nowhere.txt"), "nowhere.txt")
+    refused(lmt("eval", hf_model, "--step", "3", "--data", "x.txt"), "has no steps")
+    refused(lmt("eval", run, "--stride", "65"), "--stride 65", "64 tokens")
+    refused(lmt("eval", run, "--context", "4096"), "--context 4096", "64")
+    refused(lmt("eval", run, "--step", "5"), "no checkpoint of step 5")
+    (tmp_path / "empty.txt").write_text("")
+    refused(lmt("eval", run, "--data", "empty.txt"), "empty")
+    (tmp_path / "plain.yaml").write_text("data: {train_urls: [x.txt]}\n")
+    (tmp_path / "x.txt").write_text("text")
+    refused(lmt("eval", run, "--data", "plain.yaml"), "data.validation_urls")
+
+
+def test_token_ids_have_no_bytes(lmt: Lmt, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [*b"some text"]}) + "\n")
+    (tmp_path / "ids.yaml").write_text(
+        "data: {tokenizer: bytes, format: {type: ids}, train_urls: [ids.jsonl], validation_urls: [ids.jsonl]}\n"
+    )
+    result = lmt("eval", trained / "logs" / "run", "--data", "ids.yaml", "--json")
+    assert result.returncode == 0, result.stderr
+    (only,) = json.loads(result.stdout)["sets"]
+    assert only["bits_per_byte"] is None
+    assert only["loss"] > 0
+    assert "no bits per byte" in lmt("eval", trained / "logs" / "run", "--data", "ids.yaml").stderr
