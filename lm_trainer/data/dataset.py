@@ -16,7 +16,7 @@ from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
 from lm_trainer.data.rows.train_sets import TrainSets, whole_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
-from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.data.tokenizer import HfTokenizer
 
 
 class Data:
@@ -50,7 +50,7 @@ class Data:
         _ = self.train_sets, self.validation()
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> HfTokenizer:
         return self._row_builder.tokenizer
 
     @property

@@ -22,6 +22,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.huggingface import read_hf, read_hf_config
+from lm_trainer.nn.decoder import Decoder
 from lm_trainer.run.adapters import load_whole
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.find import find_checkpoints
@@ -30,8 +31,7 @@ from lm_trainer.run.open_model import local_model
 from lm_trainer.run.program import plan_program
 from lm_trainer.run.saved_model import read_config
 from lm_trainer.step.evaluate import Evaluator
-from lm_trainer.step.groups import DeviceGroups
-from lm_trainer.step.model_def import Params
+from lm_trainer.step.model_def import ModelDef, Params
 
 MAX_ROW = 2048
 """Tokens in a row for models that say nothing of training here; they may read a hundred times as many."""
@@ -58,9 +58,13 @@ class EvalModel:
     tokenizer: HfTokenizer
     row: int
     """Tokens in a row."""
-    groups: DeviceGroups
+    definition: ModelDef
     losses: Evaluator
     params: Params
+
+    def decoder(self) -> Decoder:
+        """The module with its parameters, where they lie."""
+        return self.definition.merge(self.params)
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
@@ -140,7 +144,7 @@ def _place(  # noqa: PLR0913 - a model is all of these
     storage, dtype = program.sharding.storage, trainer.mp.param_dtype
     placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in named_leaves(dict(params)).items()}
     row = context or config.model.seq_len
-    return EvalModel(name, step, config, tokenizer, row, program.step.devices, program.evaluate, placed)
+    return EvalModel(name, step, config, tokenizer, row, program.model, program.evaluate, placed)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

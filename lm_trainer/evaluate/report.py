@@ -8,7 +8,6 @@ from typing import Any
 
 from lm_trainer.evaluate.compare import SetComparison
 from lm_trainer.evaluate.losses import Mean, SetLosses
-from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.evaluate.text import TextLosses
 
 _HEADINGS = ("set", "documents", "tokens", "bytes", "loss", "perplexity", "bits/byte")
@@ -91,8 +90,8 @@ def table(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
     ]
 
 
-def as_json(model: EvalModel, found: TextLosses) -> dict[str, Any]:
-    """Everything that was found of a model, for JSON."""
+def as_json(found: TextLosses) -> dict[str, Any]:
+    """Everything that was found, for JSON."""
     groups = [
         {
             "name": group.name,
@@ -105,7 +104,7 @@ def as_json(model: EvalModel, found: TextLosses) -> dict[str, Any]:
         for group in found.groups
     ]
     sets = [_json_set(each) for each in found.sets]
-    return {"model": model.name, "step": model.step, "sets": sets, "groups": groups, "notes": found.notes}
+    return {"sets": sets, "groups": groups, "notes": found.notes}
 
 
 def _json_set(each: SetLosses) -> dict[str, Any]:

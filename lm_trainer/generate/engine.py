@@ -6,7 +6,7 @@ Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G n
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,9 @@ from lm_trainer.nn.decoder import Decoder
 
 _ROUND = 32
 """Lengths are rounded up to multiples of this, so that similar calls share one compiled program."""
+
+Stop = Callable[[int, Sequence[int]], bool]
+"""`stop(row, new tokens)`: true where a continuation has come to an end, such as a text in it."""
 
 
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
@@ -43,6 +46,34 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: Generat
     generation = Generation.prepare(model, prompts, settings)
     tokens_BG, counts_B = jax.device_get(generation.decode(*generation.prefill()))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
+
+
+def generate_stream(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerateSettings,
+    *,
+    stop: Stop = lambda *_: False,
+    chunk: int = 8,
+) -> Iterator[list[list[int]]]:
+    """Continues every prompt as `generate` does, with the same tokens, and yields what there is after every few tokens.
+
+    Args:
+        model: as for `generate`, as are `prompts` and `settings`.
+        prompts: there is at least one.
+        settings: the end of a continuation, and the choice of its tokens.
+        stop: asked for every row after each chunk.
+        chunk: tokens of each row between two looks.
+
+    Yields:
+        The new tokens of every row so far.
+
+    Raises:
+        UserError: as `generate`.
+    """
+    generation = Generation.prepare(model, prompts, settings)
+    for tokens_BG, counts_B in generation.decode_in_chunks(*generation.prefill(), chunk=chunk, stop=stop):
+        yield [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
 class Generation(NamedTuple):
@@ -94,7 +125,22 @@ class Generation(NamedTuple):
 
     def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes the new tokens, int32 [B, G], and how many of them count in each row, int32 [B]."""
-        return _decode(self.program, self.params, cache, logits_BV, self.lengths_B, self.inputs)
+        loop = _start(self.program, cache, logits_BV, self.inputs)
+        done = _decode(self.program, self.params, loop, self.lengths_B, self.inputs, self.program.buffer)
+        return done.tokens_BG, done.counts_B
+
+    def decode_in_chunks(
+        self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """As `decode`, with the tokens and counts so far after every `chunk` tokens."""
+        loop = _start(self.program, cache, logits_BV, self.inputs)
+        while not bool(np.all(loop.done_B)):
+            until = int(loop.step) + chunk
+            loop = _decode_chunk(self.program, self.params, loop, self.lengths_B, self.inputs, until)
+            tokens_BG, counts_B, done_B = jax.device_get((loop.tokens_BG, loop.counts_B, loop.done_B))
+            ended = [bool(done) or stop(i, tokens_BG[i, : counts_B[i]]) for i, done in enumerate(done_B)]
+            loop = loop._replace(done_B=jnp.asarray(ended))
+            yield tokens_BG, counts_B
 
 
 class _Program(NamedTuple):
@@ -119,6 +165,25 @@ class _Inputs(NamedTuple):
     eos_id: jax.Array
     limits_B: jax.Array
     """New tokens that each row may have."""
+
+
+class _Loop(NamedTuple):
+    """Decoding after some steps."""
+
+    step: jax.Array
+    tokens_BG: jax.Array
+    counts_B: jax.Array
+    """New tokens that count in each row."""
+    cache: KvCache
+    logits_BV: jax.Array
+    """Logits of the next token."""
+    done_B: jax.Array
+
+
+def _start(program: _Program, cache: KvCache, logits_BV: jax.Array, inputs: _Inputs) -> _Loop:
+    rows = logits_BV.shape[0]
+    tokens_BG = jnp.zeros((rows, program.buffer), jnp.int32)
+    return _Loop(jnp.int32(0), tokens_BG, jnp.zeros(rows, jnp.int32), cache, logits_BV, inputs.limits_B < 1)
 
 
 def _rounded(count: int, most: int) -> int:
@@ -149,15 +214,13 @@ def _prefill(program: _Program, params: Any, tokens_BT: jax.Array, lengths_B: ja
     return cache, model.logits(last_BD)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _decode(
-    program: _Program, params: Any, cache: KvCache, logits_BV: jax.Array, lengths_B: jax.Array, inputs: _Inputs
-) -> tuple[jax.Array, jax.Array]:
-    """New tokens [B, G], and the number of them that count in each row [B]."""
+def _decode_until(
+    program: _Program, params: Any, loop: _Loop, lengths_B: jax.Array, inputs: _Inputs, until: jax.Array | int
+) -> _Loop:
+    """Decodes up to the step `until`, or until all rows are done."""
     model: Decoder = nnx.merge(program.graphdef, params)
-    rows = logits_BV.shape[0]
     # A key for each row, so that its draws do not depend on how many rows there are.
-    row_keys = jax.vmap(functools.partial(jax.random.fold_in, inputs.key))(jnp.arange(rows))
+    row_keys = jax.vmap(functools.partial(jax.random.fold_in, inputs.key))(jnp.arange(loop.logits_BV.shape[0]))
 
     def choose(step: jax.Array, logits_BV: jax.Array) -> jax.Array:
         if program.greedy:
@@ -165,26 +228,21 @@ def _decode(
         filtered_BV = filter_logits(logits_BV, temperature=inputs.temperature, top_k=program.top_k, top_p=inputs.top_p)
         return draw(jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys), filtered_BV)
 
-    def unfinished(state: Any) -> jax.Array:
-        return jnp.any(~state[-1])
+    def unfinished(loop: _Loop) -> jax.Array:
+        return jnp.any(~loop.done_B) & (loop.step < until)
 
-    def body(state: Any) -> Any:
-        step, tokens_BG, counts_B, cache, logits_BV, done_B = state
-        next_B = choose(step, logits_BV)
-        tokens_BG = jax.lax.dynamic_update_slice(tokens_BG, next_B[:, None], (0, step))
+    def body(loop: _Loop) -> _Loop:
+        next_B = choose(loop.step, loop.logits_BV)
+        tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
-        counts_B = counts_B + ~done_B
-        done_B = done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
-        logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + step)[:, None], cache)
-        return step + 1, tokens_BG, counts_B, cache, logits_B1V[:, 0], done_B
+        counts_B = loop.counts_B + ~loop.done_B
+        done_B = loop.done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
+        logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
+        return _Loop(loop.step + 1, tokens_BG, counts_B, cache, logits_B1V[:, 0], done_B)
 
-    start = (
-        jnp.int32(0),
-        jnp.zeros((rows, program.buffer), jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        cache,
-        logits_BV,
-        inputs.limits_B < 1,
-    )
-    _, tokens_BG, counts_B, *_ = jax.lax.while_loop(unfinished, body, start)
-    return tokens_BG, counts_B
+    return jax.lax.while_loop(unfinished, body, loop)
+
+
+_decode = functools.partial(jax.jit, static_argnums=0)(_decode_until)
+# Between chunks nobody else has the cache, which then need not be copied.
+_decode_chunk = functools.partial(jax.jit, static_argnums=0, donate_argnums=2)(_decode_until)

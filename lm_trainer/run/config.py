@@ -16,6 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, keep_numeric
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.data import DataConfig
+from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
@@ -45,6 +46,12 @@ class RunConfig(Config):
     log_entropy: Operational[bool] = False
     """Evaluations also measure the mean entropy of the distributions that the model predicts, in nats; logged as
     `eval/entropy` or, of several sets, `eval/NAME/entropy`."""
+
+    eval_harness: Operational[HarnessConfig | None] = None
+    """Tasks of EleutherAI's lm-evaluation-harness that the model is asked while it trains; logged as
+    `lm_eval/TASK/METRIC`."""
+    eval_harness_steps: Operational[PositiveInt] = 10_000
+    """Steps between two times that the tasks are asked; they are after the last step as well."""
 
     initialize_from_hf: Numeric[bool | LocalPathOrHubName] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision

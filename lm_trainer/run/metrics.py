@@ -133,6 +133,12 @@ class MetricLogger:
         shown = f"step {step}: eval{f'/{name}' if name else ''}: "
         self._progress.note(shown + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
 
+    def asked(self, step: int, found: Mapping[str, float]) -> None:
+        """Records the results of tasks after `step` steps, under their names."""
+        self._trackers.log(found, step=step)
+        self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
+        self._meter.pause()
+
     def pause(self) -> None:
         """Leaves the time until the next step is done out of its speed; records the step before it."""
         self.flush()

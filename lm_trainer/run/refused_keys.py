@@ -6,7 +6,6 @@ _ADAPTER = (
     "use an `adapter` section, and `initialize_from_hf` or `trainer.initialize_from` for the model that it adapts"
 )
 _EXPORT = "use `hf_save_path`, which holds the adapter for `peft`; `lmt export-hf RUN OUT` merges it into the model"
-_HARNESS = "there is no evaluation harness here; export with `lmt export-hf RUN OUT` and evaluate what it wrote"
 
 REFUSED_AT_THE_TOP = {
     "model_configurator": _LADDER,
@@ -14,8 +13,6 @@ REFUSED_AT_THE_TOP = {
     "initialize_from_checkpoint_path": "use `trainer.initialize_from`, which loads weights alone",
     "data_seed": "the order of the data follows from `trainer.seed`; remove it",
     "epoch": "use `data.stop_strategy: first_exhausted` with `data.epochs`",
-    "eval_harness": _HARNESS,
-    "eval_harness_steps": _HARNESS,
     "lora": _ADAPTER,
     "peft_save_path": _EXPORT,
     "peft_hf_upload": "use `hf_upload`",

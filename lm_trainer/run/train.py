@@ -36,6 +36,7 @@ from lm_trainer.run.model import recomputes_layers, trace_model
 from lm_trainer.run.notes import recomputation_note
 from lm_trainer.run.pretrained import HfStart, find_start
 from lm_trainer.run.program import Program, plan_run
+from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import spread
 from lm_trainer.step.state import TrainState, to_host
@@ -108,11 +109,14 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         if config.hf_save_path is not None:
             exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name)
             options.exports = (stack.enter_context(exports),)
+        tasks = None if config.eval_harness is None else TaskEvaluation(config, data.tokenizer)
         sets = data.validation()
         options.eval_sets = [(each if len(sets) > 1 else None, held_out) for each, held_out in sets.items()]
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
         loop = stack.enter_context(open_loop(attempt, program, run.state, options)).parts
+        if tasks is not None:
+            tasks.add_to(loop, attempt.directory.path)
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None

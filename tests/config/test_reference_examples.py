@@ -158,7 +158,6 @@ def test_defaults_are_those_of_the_reference(tmp_path: Path) -> None:
         ("initialize_from_checkpoint_path: x", "initialize_from_checkpoint_path", "trainer.initialize_from"),
         ("data_seed: 3", "data_seed", "trainer.seed"),
         ("epoch: 3", "epoch", "data.epochs"),
-        ("eval_harness: {task_spec: [hellaswag]}", "eval_harness", "lmt export-hf RUN OUT"),
         ("lora: {r: 8}", "lora", "adapter"),
         ("max_seq_len: 8", "max_seq_len", "model.seq_len"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.engine import generate
+from lm_trainer.generate.engine import generate, generate_stream
 from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits
 from lm_trainer.models import Gpt2Config
 from lm_trainer.nn.decoder import Decoder
@@ -103,3 +104,17 @@ def test_a_text_ends_where_the_context_is_full(model, forward):
 def test_prompts_that_cannot_be_continued(model, prompt, message):
     with pytest.raises(UserError, match=f"prompt 1 .*{message}"):
         generate(model, [[1], prompt], GenerateSettings(max_new_tokens=1))
+
+
+def test_a_stream_has_the_tokens_of_the_whole(model: Decoder) -> None:
+    prompts, settings = [[5, 6, 7], [9], [3, 2, 1]], GenerateSettings(max_new_tokens=13, temperature=0.9, seed=4)
+    whole = generate(model, prompts, settings)
+    parts = list(generate_stream(model, prompts, settings, chunk=3))
+    assert parts[-1] == whole
+    assert len(parts) == 5
+    for earlier, later in itertools.pairwise(parts):
+        assert all(b[: len(a)] == a for a, b in zip(earlier, later, strict=True))
+    # The row that is stopped has no more tokens, and the others those that they had.
+    stopped = list(generate_stream(model, prompts, settings, chunk=3, stop=lambda row, _: row == 1))[-1]
+    assert [stopped[0], stopped[2]] == [whole[0], whole[2]]
+    assert stopped[1] == whole[1][:3]

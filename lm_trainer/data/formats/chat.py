@@ -119,6 +119,18 @@ class ChatFormat(FormatConfig):
         return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
 
 
+def compile_template(tokenizer: HfTokenizer) -> ChatTemplate:
+    """Compiles the chat template that came with a tokenizer.
+
+    Raises:
+        UserError: if there is none.
+    """
+    source = tokenizer.chat_template
+    if source is None:
+        raise UserError("the model's tokenizer has no chat template")
+    return _compile(source, tuple(tokenizer.named_tokens().items()), tuple(tokenizer.special_tokens()))
+
+
 # Compiling takes longer than writing out a conversation, and each batch of rows asks for the template anew.
 @lru_cache(maxsize=8)
 def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple[str, ...]) -> ChatTemplate:

@@ -63,8 +63,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise UserError(f"data.format.chat_template: the template is wrong: {error}") from None
 
-    def render(self, messages: list[Any], tools: list[Any] | None = None) -> Rendered:
-        """Writes messages out, and the tools that they may call.
+    def render(
+        self, messages: list[Any], tools: list[Any] | None = None, *, add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Writes messages out, and the tools that they may call; perhaps with the beginning of an answer.
 
         Raises:
             UnusableRow: if the template refuses them.
@@ -74,7 +76,7 @@ class ChatTemplate:
                 messages=self._quote(messages),
                 tools=self._quote(tools),
                 documents=None,
-                add_generation_prompt=False,
+                add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
         except UnusableRow:

@@ -103,7 +103,7 @@ class RowBuilder:
         self, name: str, title: str, cache: OpenCache, make: Callable[[], EvalSet]
     ) -> Iterator[EvalSet | PendingEvalSet]:
         if not cache.finished:
-            yield PendingEvalSet(title, cache, make, tuple(self.config.sets[name].tags))
+            yield PendingEvalSet(title, cache, make, tags=tuple(self.config.sets[name].tags))
         elif (made := make()).num_tokens:
             yield made
 

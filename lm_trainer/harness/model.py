@@ -1,0 +1,209 @@
+"""A decoder as lm-evaluation-harness asks models: what is likely, and what is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from lm_eval import utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats.chat import compile_template
+from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.generate.engine import generate_stream
+from lm_trainer.generate.sampling import GenerateSettings
+from lm_trainer.generate.score import Context, Score, score
+from lm_trainer.nn.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+MAX_GEN_TOKS = 256
+"""New tokens where a task does not say, as the harness has it."""
+
+_GENERATED_TOGETHER = 8
+_CHUNK = 16
+"""New tokens between two looks for the end of an answer."""
+
+
+class _Asked(NamedTuple):
+    """A continuation, and where its score belongs."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class HarnessModel(TemplateLM):
+    """The interface of `lm_eval.api.model.LM` for a decoder of this package.
+
+    Texts are encoded as `lm_eval`'s own model for transformers encodes them, so that results can be compared: special
+    tokens in a text are special, and the tokenizer's start token is put in front, if it has one.
+
+    Args:
+        model: with its parameters.
+        tokenizer: the model's.
+        dtype: of the computation.
+        max_length: tokens that the model reads at most; None: its context.
+    """
+
+    def __init__(
+        self, model: Decoder, tokenizer: HfTokenizer, *, dtype: Any = jnp.float32, max_length: int | None = None
+    ):
+        super().__init__()
+        self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
+        self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The end of a document."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token in front of a text without context: the start token, or the end of the document before."""
+        named = self._tokenizer.named_tokens().get("bos_token")
+        known = self._tokenizer.special_tokens()
+        start = self._tokenizer.eos_id if self._tokenizer.bos_id is None else self._tokenizer.bos_id
+        return start if named is None else known.get(named, start)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the tokenizer that differs between any two."""
+        return str(self._tokenizer.identity()["sha256"])
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Encodes a text as transformers' tokenizer does."""
+        del kwargs
+        ids = self._tokenizer.encode_template(string)[0]
+        bos = self._tokenizer.bos_id
+        if bos is None or add_special_tokens is False or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Log probabilities of continuations, and whether they are the likeliest ones."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        del kwargs
+        # Questions with several answers come as that many requests; each context is computed once.
+        asked = [self._asked(context, continuation) for _, context, continuation in requests]
+        answers: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+        for each in asked:
+            answers.setdefault(each.context, {})[each.continuation] = None
+        contexts = [Context(tokens, list(continuations)) for tokens, continuations in answers.items()]
+        found: dict[_Asked, Score] = {}
+        for number, scores in score(self._model, contexts, dtype=self._dtype):
+            of = contexts[number]
+            for continuation, value in zip(of.continuations, scores, strict=True):
+                found[_Asked(tuple(of.tokens), tuple(continuation))] = value
+        results = [(found[each].log_prob, found[each].is_greedy) for each in asked]
+        for (key, _, _), result in zip(requests, results, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, result)
+        return results
+
+    def _asked(self, context: Sequence[int], continuation: Sequence[int]) -> _Asked:
+        # The last token of all is predicted and never read; what is too long loses its beginning.
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise UserError(
+                f"a task asks for an answer of {len(continuation)} tokens, but the model reads at most "
+                f"{self.max_length}; leave the task away, or take a model with a longer context"
+            )
+        return _Asked(tuple(context[-room:]), tuple(continuation))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log probabilities of whole texts, in windows that each have all tokens that the model reads at once."""
+        del disable_tqdm
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            rolling = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            of_text = [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            windows += of_text
+            counts.append(len(of_text))
+        found = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continues each context up to one of its stop texts."""
+        del disable_tqdm
+        results: list[str] = [""] * len(requests)
+        arguments: list[Any] = [request.args for request in requests]
+        groups: dict[str, list[int]] = {}
+        for at, of_request in enumerate(arguments):
+            groups.setdefault(repr(of_request[1]), []).append(at)
+        for group in groups.values():
+            lengths = {at: len(self.tok_encode(arguments[at][0])) for at in group}
+            ordered = sorted(group, key=lambda at: -lengths[at])
+            for first in range(0, len(ordered), _GENERATED_TOGETHER):
+                batch = ordered[first : first + _GENERATED_TOGETHER]
+                texts = self._generate([str(arguments[at][0]) for at in batch], arguments[batch[0]][1])
+                for at, text in zip(batch, texts, strict=True):
+                    results[at] = text
+                    self.cache_hook.add_partial("generate_until", arguments[at], text)
+        return results
+
+    def _generate(self, contexts: Sequence[str], gen_kwargs: dict[str, Any]) -> list[str]:
+        kwargs: Any = normalize_gen_kwargs(gen_kwargs, MAX_GEN_TOKS)
+        until = handle_stop_sequences(kwargs.get("until"), eos=self._eos_text())
+        new = self._room(int(kwargs["max_gen_toks"]))
+        settings = GenerateSettings(
+            max_new_tokens=new,
+            temperature=float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0,
+            top_k=int(kwargs.get("top_k") or 0),
+            top_p=float(kwargs.get("top_p") or 1.0),
+            eos_id=self.eot_token_id,
+            dtype=self._dtype,
+        )
+        prompts = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
+
+        def stop(row: int, tokens: Sequence[int]) -> bool:
+            del row
+            text = self._tokenizer.decode(tokens)
+            return any(term and term in text for term in until)
+
+        # Rows are filled up, so that the last batch needs no program of its own.
+        filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
+        *_, written = generate_stream(self._model, filled, settings, stop=stop, chunk=_CHUNK)
+        return [
+            postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
+            for tokens in written[: len(prompts)]
+        ]
+
+    def _room(self, wanted: int) -> int:
+        """The new tokens that there is room for, with half of the context for the question at least."""
+        room = max(min(wanted, self.max_length // 2), 1)
+        if room < wanted:
+            logger.warning(
+                "a task asks for up to %d new tokens, but the model reads %d; it writes up to %d",
+                *(wanted, self.max_length, room),
+            )
+        return room
+
+    def _eos_text(self) -> str:
+        return next(text for text, index in self._tokenizer.special_tokens().items() if index == self.eot_token_id)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Writes a conversation out by the tokenizer's template."""
+        template = compile_template(self._tokenizer)
+        return template.render(list(chat_history), add_generation_prompt=add_generation_prompt).text
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the tokenizer's template."""
+        return compile_template(self._tokenizer).source if chat_template else None

@@ -1,0 +1,186 @@
+"""Asks a model the tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import socket
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.harness.config import HarnessConfig, TaskConfig
+from lm_trainer.harness.model import HarnessModel
+
+logger = logging.getLogger(__name__)
+
+_HUB_SECONDS = 5.0
+
+FEWSHOT_SEED = 1234
+"""Seed of the examples in front of questions, as the harness has it."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The results of a task, or of a group of tasks."""
+
+    name: str
+    """Its alias, where it has one."""
+    num_fewshot: int | None
+    num_questions: int | None
+    """None for a group."""
+    metrics: Mapping[str, float]
+    """Name -> value; with the filter of the answers behind a comma, where there is one."""
+    errors: Mapping[str, float]
+    """Name -> standard error, where it is known."""
+    samples: Sequence[Mapping[str, Any]]
+    """Every question with the model's answer, where they are asked for."""
+
+
+class Tasks:
+    """The tasks of a configuration, read once, which may be asked again and again.
+
+    Args:
+        config: names them.
+        num_fewshot: examples in front of each question, for all tasks but those that say that there are to be none.
+
+    Raises:
+        UserError: for a task that there is not, and data that cannot be read.
+    """
+
+    def __init__(self, config: HarnessConfig, *, num_fewshot: int | None = None):
+        self._config = config
+        specs = [each if isinstance(each, TaskConfig) else TaskConfig(task=each) for each in config.task_spec]
+        with _quiet():
+            self._loaded = _load(_manager(config, specs), specs)
+            for task in self._loaded["tasks"].values():
+                _set_examples(task, num_fewshot)
+
+    def ask(self, model: HarnessModel) -> list[TaskResult]:
+        """Asks a model all tasks; the same model gives the same answers.
+
+        Raises:
+            UserError: for answers that the model has no room for, and what the harness refuses.
+        """
+        config = self._config
+        with _quiet():
+            for task in self._loaded["tasks"].values():
+                task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            try:
+                results: Any = evaluate(
+                    lm=model,
+                    task_dict=self._loaded,
+                    limit=config.max_examples,
+                    bootstrap_iters=config.bootstrap_iters,
+                    log_samples=config.log_samples,
+                    apply_chat_template=config.apply_chat_template,
+                    fewshot_as_multiturn=config.fewshot_as_multiturn,
+                    confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+                )
+            except ValueError as error:
+                raise UserError(f"the harness refuses a task: {_first_line(error)}") from None
+        return [_result(name, results) for name in results["results"]]
+
+
+def _manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
+    """Lists the tasks there are: of the user's directory alone where that has all, since the harness has thousands."""
+    if config.include_path is not None:
+        own = TaskManager(include_path=config.include_path, include_defaults=False)
+        if all(spec.task in own.all_tasks for spec in specs):
+            return own
+    _go_offline_if_unreachable()
+    return TaskManager(include_path=config.include_path)
+
+
+def _go_offline_if_unreachable() -> None:
+    """Lets data be looked for on this machine alone where the hub cannot be reached: asking it takes half a minute."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return
+    endpoint = urllib.parse.urlsplit(constants.ENDPOINT)
+    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s); data are looked for on this machine alone", endpoint.netloc, error)
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+
+
+def _check_name(manager: TaskManager, name: str) -> None:
+    known = manager.all_tasks
+    if name in known or name.endswith((".yaml", ".yml")):
+        return
+    near = difflib.get_close_matches(name, known, 3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "; `lm_eval ls tasks` lists all"
+    raise UserError(f"the harness has no task {name}{hint}")
+
+
+def _load(manager: TaskManager, specs: Sequence[TaskConfig]) -> dict[str, dict[str, Any]]:
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
+    for spec in specs:
+        _check_name(manager, spec.task)
+        try:
+            found: Any = manager.load([spec.task])
+        # Data sets are read here, by a package that raises many kinds of errors, and tasks may run code of their own.
+        except Exception as error:
+            raise UserError(f"the task {spec.task} cannot be read: {_first_line(error)}") from None
+        if twice := sorted(found["tasks"].keys() & loaded["tasks"].keys()):
+            raise UserError(f"the task {twice[0]} is named twice, the second time by {spec.task}")
+        for task in found["tasks"].values():
+            for key, value in spec.settings().items():
+                task.set_config(key=key, value=value)
+        for kind, values in loaded.items():
+            values.update(found[kind])
+    return loaded
+
+
+def _set_examples(task: Any, num_fewshot: int | None) -> None:
+    own = task.get_config("num_fewshot")
+    if num_fewshot is not None and own != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    elif own is None:
+        task.set_config(key="num_fewshot", value=0)
+
+
+def _result(name: str, results: Mapping[str, Any]) -> TaskResult:
+    metrics, errors = {}, {}
+    for key, value in results["results"][name].items():
+        metric, _, kind = key.partition(",")
+        if not kind or not isinstance(value, int | float):
+            continue
+        shown = metric if kind == "none" else key
+        if metric.endswith("_stderr"):
+            errors[shown.replace("_stderr", "", 1)] = float(value)
+        else:
+            metrics[shown] = float(value)
+    counts = results.get("n-samples", {}).get(name, {})
+    alias = str(results["results"][name].get("alias") or name).strip(" -")
+    samples = results.get("samples", {}).get(name, [])
+    return TaskResult(alias, results.get("n-shot", {}).get(name), counts.get("effective"), metrics, errors, samples)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves the notes of the harness away; errors stay."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
+    before = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
