@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def measure(scratch: Path, repeats: int) -> list[str]:
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval import evaluator
+    from lm_eval.models import huggingface
     from lm_eval.tasks import TaskManager
 
     from benchmarks.setting import load, setting
@@ -50,14 +50,16 @@ def measure(scratch: Path, repeats: int) -> list[str]:
     model, tasks = _model(scratch / "model"), _tasks(scratch)
     read = read_hf(model)
     ours = HarnessModel(read.build(), read.tokenizer)  # pyright: ignore[reportArgumentType]
-    theirs = HFLM(pretrained=str(model), batch_size=8, dtype="float32", device="cpu")
+    peer: Any = huggingface.HFLM
+    simple_evaluate: Any = evaluator.simple_evaluate
+    theirs = peer(pretrained=str(model), batch_size=8, dtype="float32", device="cpu")
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     rows = []
     for name in NAMES:
         asked = Tasks(HarnessConfig(task_spec=(name,), include_path=str(tasks), bootstrap_iters=0))
         runs: dict[str, Callable[[], Any]] = {
             "lmt": lambda asked=asked: asked.ask(ours),
-            "transformers": lambda name=name: lm_eval.simple_evaluate(
+            "transformers": lambda name=name: simple_evaluate(
                 theirs, tasks=[name], task_manager=manager, bootstrap_iters=0
             ),
         }

@@ -1,11 +1,14 @@
 """`lmt generate`: text from a trained or an imported model."""
 
+import itertools
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cli.common import CheckpointOption, ModelArgument, path_option
+from lm_trainer.core.errors import UserError
 
 
 def generate(
@@ -23,19 +26,26 @@ def generate(
     top_p: Annotated[
         float, typer.Option(metavar="P", help="Only the likeliest tokens whose probabilities reach P.")
     ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End a continuation before this text; may be repeated.", show_default=False),
+    ] = None,
     num_samples: Annotated[int, typer.Option(metavar="N", help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same text.")] = 0,
     devices: Annotated[
         int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
     ] = 0,
     step: CheckpointOption = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: log p of every new token, in nats.")
+    ] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.
 
-    Prints each prompt with its continuation; a continuation ends where the model ends the document, after
-    --max-new-tokens, or where the model's context is full. Several devices hold a part of the model each; its numbers
-    depend on how many there are in their last digits.
+    Prints each prompt with its continuation, a single one while it is written; a continuation ends where the model ends
+    the document, before a text of --stop, after --max-new-tokens, or where the model's context is full. Several devices
+    hold a part of the model each; its numbers depend on how many there are in their last digits.
 
     For example:
 
@@ -45,20 +55,47 @@ def generate(
 
         lmt generate path/to/hf-model --prompt "Once upon a time" --json
     """
+    from lm_trainer.core.runtime import configure_jax, prepare_process
+
+    # Before anything imports jax, whose allocator and threads it sets.
+    prepare_process()
     import dataclasses
     import json
 
-    from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts
+    from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts, stream_text
     from lm_trainer.run.open_model import local_devices, open_model
 
+    # Programs that an earlier call compiled are read, which is most of the time to the first token.
+    configure_jax({}, None)
     # Both are checked before the model is read.
-    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        log_probs=logprobs,
+    )
+    if logprobs and not json_lines:
+        raise UserError("--logprobs: log probabilities are a part of --json; write it as well")
     prompts = read_prompts(prompt or [], prompt_file or [])
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
-    samples = continue_texts(source, prompts, sampling, num_samples=num_samples, devices=chosen)
+    if len(prompts) == num_samples == 1 and not json_lines:
+        pieces = stream_text(source, prompts[0], sampling, stop=stop or (), devices=chosen)
+        first = next(pieces, "")
+        for piece in itertools.chain([prompts[0] + first], pieces):
+            typer.echo(for_terminal(piece), nl=False)
+            sys.stdout.flush()
+        typer.echo()
+        return
+    samples = continue_texts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
-            typer.echo(json.dumps(dataclasses.asdict(sample), ensure_ascii=False))
+            typer.echo(json.dumps(_as_json(dataclasses.asdict(sample)), ensure_ascii=False))
         else:
             typer.echo(("\n---\n" if index else "") + for_terminal(sample.prompt + sample.text))
+
+
+def _as_json(sample: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in sample.items() if name != "logprobs" or value is not None}

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, config, data, diff, eval, generate, hf, ladder, launch, plan, replay, runs, train, verify
+from cli import bench, chat, config, data, diff, eval, generate, hf, ladder, launch, plan, replay, runs, train, verify
 from cli.common import OVERRIDES, report
 from lm_trainer.core.errors import UserError, disk_error
 
@@ -59,6 +59,7 @@ app.command("eval", context_settings=OVERRIDES)(eval.evaluate)
 app.command("export-hf")(hf.export_hf)
 app.command("import-hf")(hf.import_hf)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")

@@ -22,7 +22,7 @@ from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import place_spread
 
 if TYPE_CHECKING:
-    from lm_trainer.data.tokenizer import Tokenizer
+    from lm_trainer.data.tokenizer import HfTokenizer
     from lm_trainer.models.base import DecoderConfig
     from lm_trainer.nn.decoder import Decoder
 
@@ -54,7 +54,7 @@ class TextModel:
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     params: Mapping[str, Any]
     """Nested dicts of arrays, as `nnx.to_pure_dict` gives them: NumPy's, or such as several devices have parts of."""
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     name: str
     """For people: the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)

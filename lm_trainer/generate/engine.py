@@ -48,6 +48,14 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: Generat
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
+class Continuation(NamedTuple):
+    """The new tokens of a row so far."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    """Log p of each, before the logits are filtered; empty unless `GenerateSettings.log_probs` asks for them."""
+
+
 def generate_stream(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -55,7 +63,7 @@ def generate_stream(
     *,
     stop: Stop = lambda *_: False,
     chunk: int = 8,
-) -> Iterator[list[list[int]]]:
+) -> Iterator[list[Continuation]]:
     """Continues every prompt as `generate` does, with the same tokens, and yields what there is after every few tokens.
 
     Args:
@@ -66,14 +74,13 @@ def generate_stream(
         chunk: tokens of each row between two looks.
 
     Yields:
-        The new tokens of every row so far.
+        The continuation of every row.
 
     Raises:
         UserError: as `generate`.
     """
     generation = Generation.prepare(model, prompts, settings)
-    for tokens_BG, counts_B in generation.decode_in_chunks(*generation.prefill(), chunk=chunk, stop=stop):
-        yield [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
+    yield from generation.decode_in_chunks(*generation.prefill(), chunk=chunk, stop=stop)
 
 
 class Generation(NamedTuple):
@@ -106,6 +113,7 @@ class Generation(NamedTuple):
             buffer=_rounded(room, context),
             greedy=settings.temperature == 0,
             top_k=settings.top_k,
+            log_probs=settings.log_probs,
             dtype=jnp.dtype(settings.dtype),
         )
         inputs = _Inputs(
@@ -131,16 +139,22 @@ class Generation(NamedTuple):
 
     def decode_in_chunks(
         self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """As `decode`, with the tokens and counts so far after every `chunk` tokens."""
+    ) -> Iterator[list[Continuation]]:
+        """As `decode`, with what there is after every `chunk` tokens."""
         loop = _start(self.program, cache, logits_BV, self.inputs)
         while not bool(np.all(loop.done_B)):
             until = int(loop.step) + chunk
             loop = _decode_chunk(self.program, self.params, loop, self.lengths_B, self.inputs, until)
-            tokens_BG, counts_B, done_B = jax.device_get((loop.tokens_BG, loop.counts_B, loop.done_B))
-            ended = [bool(done) or stop(i, tokens_BG[i, : counts_B[i]]) for i, done in enumerate(done_B)]
+            tokens_BG, log_probs_BG, counts_B, done_B = jax.device_get(
+                (loop.tokens_BG, loop.log_probs_BG, loop.counts_B, loop.done_B)
+            )
+            rows = [
+                Continuation(tokens[:count].tolist(), log_probs[:count].tolist())
+                for tokens, log_probs, count in zip(tokens_BG, log_probs_BG, counts_B, strict=True)
+            ]
+            yield rows
+            ended = [bool(done) or stop(i, row.tokens) for i, (done, row) in enumerate(zip(done_B, rows, strict=True))]
             loop = loop._replace(done_B=jnp.asarray(ended))
-            yield tokens_BG, counts_B
 
 
 class _Program(NamedTuple):
@@ -153,6 +167,7 @@ class _Program(NamedTuple):
     """Tokens that a continuation has room for, the G of the shapes."""
     greedy: bool
     top_k: int
+    log_probs: bool
     dtype: np.dtype
 
 
@@ -172,6 +187,8 @@ class _Loop(NamedTuple):
 
     step: jax.Array
     tokens_BG: jax.Array
+    log_probs_BG: jax.Array
+    """float32: log p of each new token, before the logits are filtered; [B, 0] unless they are asked for."""
     counts_B: jax.Array
     """New tokens that count in each row."""
     cache: KvCache
@@ -183,7 +200,9 @@ class _Loop(NamedTuple):
 def _start(program: _Program, cache: KvCache, logits_BV: jax.Array, inputs: _Inputs) -> _Loop:
     rows = logits_BV.shape[0]
     tokens_BG = jnp.zeros((rows, program.buffer), jnp.int32)
-    return _Loop(jnp.int32(0), tokens_BG, jnp.zeros(rows, jnp.int32), cache, logits_BV, inputs.limits_B < 1)
+    log_probs_BG = jnp.zeros((rows, program.buffer if program.log_probs else 0), jnp.float32)
+    counts_B = jnp.zeros(rows, jnp.int32)
+    return _Loop(jnp.int32(0), tokens_BG, log_probs_BG, counts_B, cache, logits_BV, inputs.limits_B < 1)
 
 
 def _rounded(count: int, most: int) -> int:
@@ -234,11 +253,16 @@ def _decode_until(
     def body(loop: _Loop) -> _Loop:
         next_B = choose(loop.step, loop.logits_BV)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
+        log_probs_BG = loop.log_probs_BG
+        if program.log_probs:
+            log_p_BV = jax.nn.log_softmax(loop.logits_BV.astype(jnp.float32), axis=-1)
+            of_next_B1 = jnp.take_along_axis(log_p_BV, next_B[:, None], axis=-1)
+            log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = loop.counts_B + ~loop.done_B
         done_B = loop.done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
-        return _Loop(loop.step + 1, tokens_BG, counts_B, cache, logits_B1V[:, 0], done_B)
+        return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], done_B)
 
     return jax.lax.while_loop(unfinished, body, loop)
 

@@ -28,6 +28,8 @@ class GenerateSettings:
     """Ends a continuation; None: nothing does."""
     seed: int = 0
     """The seed of the draws."""
+    log_probs: bool = False
+    """Compute the log probability of each new token as well."""
     dtype: DTypeLike = jnp.float32
     """The dtype of the computation and of the cache."""
 

@@ -15,8 +15,11 @@ from lm_trainer.generate.sampling import GenerateSettings
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer
     from lm_trainer.export.huggingface import TextModel
+    from lm_trainer.generate.engine import Continuation
 
 MAX_PROMPT_BYTES = 16 * 2**20
+CHUNK = 4
+"""New tokens between two looks at what was written."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -53,8 +56,10 @@ class Sample:
     """The continuation alone."""
     tokens: list[int]
     """The ids behind `text`, without the end of the document."""
-    finish: Literal["document_end", "length"]
-    """The end: of the document by the model, or by a limit of length."""
+    finish: Literal["document_end", "stop", "length"]
+    """The end: of the document by the model, by a text that was to end it, or by a limit of length."""
+    logprobs: list[float] | None = None
+    """Log p of each of `tokens` in nats, by the model's own distribution; None unless they are asked for."""
 
 
 def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
@@ -96,32 +101,127 @@ def continue_texts(
     sampling: Sampling,
     *,
     num_samples: int = 1,
+    stop: Sequence[str] = (),
     devices: Sequence[Any] | None = None,
 ) -> Iterator[Sample]:
-    """Yields `num_samples` continuations of each prompt, in order, with `devices` as for `TextModel.build`.
+    """Yields `num_samples` continuations of each prompt, in order.
+
+    Args:
+        source: the model.
+        prompts: texts.
+        sampling: the end of a continuation, and the choice of its tokens.
+        num_samples: of each prompt.
+        stop: texts that end a continuation, and are no part of it.
+        devices: as for `TextModel.build`.
 
     Raises:
-        UserError: when `num_samples` is below 1, or a prompt is longer than the model's context.
+        UserError: when `num_samples` is below 1, a text of `stop` is empty, or a prompt is longer than the model's
+            context.
     """
     # Imports JAX, which other commands that print text do not need.
-    from lm_trainer.generate.engine import generate
+    from lm_trainer.generate.engine import generate_stream
 
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
-    tokenizer, context = source.tokenizer, source.config.seq_len
-    rows = []
-    for prompt in prompts:
-        ids = _encode(tokenizer, prompt)
-        if len(ids) > context:
-            start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
-            raise UserError(
-                f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it"
-            )
-        rows += [(prompt, ids)] * num_samples
+    if "" in stop:
+        raise UserError("--stop '': an empty text would end everything; leave it away")
+    tokenizer = source.tokenizer
+    rows = [row for prompt in prompts for row in [(prompt, _checked_ids(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
-    outputs = generate(source.build(devices), [ids for _, ids in rows], replace(sampling, eos_id=tokenizer.eos_id))
+    *_, outputs = generate_stream(
+        source.build(devices),
+        [ids for _, ids in rows],
+        replace(sampling, eos_id=tokenizer.eos_id),
+        stop=lambda _, tokens: cut_at(tokenizer.decode(tokens), stop)[1],
+        chunk=CHUNK if stop else sampling.max_new_tokens,
+    )
     for (prompt, ids), new in zip(rows, outputs, strict=True):
-        yield _sample(tokenizer, prompt, ids, new)
+        yield _sample(tokenizer, prompt, ids, new, stop)
+
+
+def stream_text(
+    source: TextModel,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    stop: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+) -> Iterator[str]:
+    """Yields the continuation of one prompt piece by piece; arguments and errors as for `continue_texts`."""
+    from lm_trainer.generate.engine import generate_stream
+
+    ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.tokenizer.eos_id)
+    yield from stream_tokens(generate_stream, source.build(devices), source.tokenizer, ids, settings, stop=stop)
+
+
+def stream_tokens(  # noqa: PLR0913 - a model, its prompt, and the end of what it writes
+    generate_stream: Any,
+    model: Any,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    settings: GenerateSettings,
+    *,
+    stop: Sequence[str],
+    end_ids: Sequence[int] = (),
+) -> Iterator[str]:
+    """Yields text as it is written, from prompt ids.
+
+    What may be the beginning of a text of `stop`, or of a character, is held back until it is known.
+
+    Args:
+        generate_stream: the function of `lm_trainer.generate.engine`.
+        model: the decoder.
+        tokenizer: its tokenizer.
+        ids: the prompt.
+        settings: with the token that ends a document.
+        stop: texts that end the continuation.
+        end_ids: tokens that end it as well.
+    """
+    shown, before = 0, tokenizer.decode(ids)
+    ends = {settings.eos_id, *end_ids}
+
+    def written(tokens: Sequence[int]) -> tuple[str, bool]:
+        at = next((i for i, token in enumerate(tokens) if token in ends), None)
+        whole = tokenizer.decode([*ids, *tokens[:at]])
+        text, stopped = cut_at(
+            whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens[:at]), stop
+        )
+        return text, stopped or at is not None
+
+    text = ""
+    for (row,) in generate_stream(model, [ids], settings, stop=lambda _, tokens: written(tokens)[1], chunk=CHUNK):
+        text, ended = written(row.tokens)
+        sure = len(text) if ended else _sure(text, stop)
+        if sure > shown:
+            yield text[shown:sure]
+            shown = sure
+    if len(text) > shown:
+        yield text[shown:]
+
+
+def cut_at(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """Cuts a text before the first of some texts in it; true if there is one."""
+    places = [place for each in stop if (place := text.find(each)) >= 0]
+    return (text[: min(places)], True) if places else (text, False)
+
+
+def _sure(text: str, stop: Sequence[str]) -> int:
+    """Characters of a text that later tokens cannot change, nor make a part of a text of `stop`."""
+    sure = len(text.rstrip("\ufffd"))
+    for each in stop:
+        for size in range(min(len(each) - 1, sure), 0, -1):
+            if text[:sure].endswith(each[:size]):
+                sure -= size
+                break
+    return sure
+
+
+def _checked_ids(source: TextModel, prompt: str) -> list[int]:
+    ids, context = _encode(source.tokenizer, prompt), source.config.seq_len
+    if len(ids) > context:
+        start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
+        raise UserError(f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it")
+    return ids
 
 
 def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -134,13 +234,17 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids or [tokenizer.eos_id]
 
 
-def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Sequence[int]) -> Sample:
-    ended = tokenizer.eos_id in new
-    tokens = list(new[: new.index(tokenizer.eos_id)] if ended else new)
+def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Continuation, stop: Sequence[str]) -> Sample:
+    ended = tokenizer.eos_id in new.tokens
+    tokens = list(new.tokens[: new.tokens.index(tokenizer.eos_id)] if ended else new.tokens)
     # Decoded together: a character or a space may be spread over the last token before and the first one after.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
-    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens)
-    return Sample(prompt, text, tokens, "document_end" if ended else "length")
+    text, stopped = cut_at(whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens), stop)
+    if stopped:
+        # The tokens without which the text that ends it is not there.
+        tokens = tokens[: next(n for n in range(len(tokens) + 1) if cut_at(tokenizer.decode(tokens[:n]), stop)[1])]
+    finish = "stop" if stopped else "document_end" if ended else "length"
+    return Sample(prompt, text, tokens, finish, new.log_probs[: len(tokens)] if new.log_probs else None)
 
 
 def for_terminal(text: str) -> str:

@@ -182,8 +182,8 @@ class HarnessModel(TemplateLM):
         filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
         *_, written = generate_stream(self._model, filled, settings, stop=stop, chunk=_CHUNK)
         return [
-            postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
-            for tokens in written[: len(prompts)]
+            postprocess_generated_text(self._tokenizer.decode(each.tokens), stop=until, think_end_token=None)
+            for each in written[: len(prompts)]
         ]
 
     def _room(self, wanted: int) -> int:

@@ -10,7 +10,7 @@ import socket
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
@@ -69,14 +69,14 @@ class Tasks:
         Raises:
             UserError: for answers that the model has no room for, and what the harness refuses.
         """
-        config = self._config
+        config, loaded = self._config, cast(Any, self._loaded)
         with _quiet():
-            for task in self._loaded["tasks"].values():
+            for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=FEWSHOT_SEED)
             try:
                 results: Any = evaluate(
                     lm=model,
-                    task_dict=self._loaded,
+                    task_dict=loaded,
                     limit=config.max_examples,
                     bootstrap_iters=config.bootstrap_iters,
                     log_samples=config.log_samples,

@@ -14,7 +14,7 @@ import numpy as np
 
 from lm_trainer.core.bucket import Bucket, Place, open_place
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.tokenizer import Tokenizer
+from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.hub import Pushed, prepare_push, push
@@ -64,7 +64,7 @@ class HfExports:
     config: RunConfig
     run_id: str
     progress: Progress
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     hub_name: str | None = None
     """The repository to upload to, from `check_exports`."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))

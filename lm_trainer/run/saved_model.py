@@ -22,6 +22,7 @@ from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
+from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import spread
@@ -49,7 +50,7 @@ class LoadedModel:
     step: int
     vocab_size: int
     """Rows of the embedding; at least the tokenizer's vocabulary."""
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     name: str
     """The run's id, or the name of the directory."""
     record: Mapping[str, Any]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.text import Sampling, for_terminal, read_prompts
+from lm_trainer.generate.text import Sampling, for_terminal, read_prompts, stream_tokens
 from tests.cli.conftest import Lmt, refused
 
 
@@ -94,3 +96,58 @@ def test_prompts_are_texts_and_files_in_order_and_the_start_of_a_document_otherw
 
 def test_a_terminal_gets_no_control_sequences() -> None:
     assert for_terminal("a\tb\nÜ\x1b[31mred\x07\x9b\r") == "a\tb\nÜ�[31mred���"
+
+
+def test_a_text_ends_a_continuation(lmt: Lmt, hf_model: Path) -> None:
+    for seed in range(20):
+        options = ("generate", hf_model, "--prompt", "def main", "--max-new-tokens", "40", "--seed", str(seed))
+        whole = json.loads(lmt(*options, "--json").stdout)
+        if len(whole["text"]) > 14:
+            break
+    # A text that spans several tokens, in the middle of what was written.
+    end = whole["text"][9:12]
+    at = whole["text"].index(end)
+    result = lmt(*options, "--json", "--stop", "never written", "--stop", end)
+    assert result.returncode == 0, (end, result.stderr)
+    cut = json.loads(result.stdout)
+    assert cut["text"] == whole["text"][:at]
+    assert cut["finish"] == "stop"
+    assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
+    # What a terminal shows piece by piece is the same text.
+    shown = lmt(*options, "--stop", end).stdout
+    assert shown == for_terminal("def main" + cut["text"]) + "\n"
+    assert lmt(*options).stdout == for_terminal("def main" + whole["text"]) + "\n"
+    refused(lmt(*options, "--stop", ""), "--stop ''")
+
+
+def test_a_stream_holds_back_what_may_change() -> None:
+    pieces = ["Gr", "Gr\ufffd", "Grü", "Grüß", "Grüße ST", "Grüße STO", "Grüße STOP and more"]
+
+    class Row(NamedTuple):
+        tokens: list[int]
+
+    class Decoded:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(map(chr, ids))
+
+    def stream(model: object, prompts: object, settings: object, **options: object) -> Iterator[list[Row]]:
+        for piece in pieces:
+            yield [Row([ord(c) for c in piece])]
+
+    settings = Sampling(eos_id=-1)
+    found = list(stream_tokens(stream, None, Decoded(), [], settings, stop=["STOP"]))  # pyright: ignore[reportArgumentType]
+    assert "".join(found) == "Grüße "
+    assert found == ["Gr", "ü", "ß", "e "]
+
+
+def test_log_probs_are_those_of_transformers(lmt: Lmt, hf_model: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    options = ("--prompt", "hello", "--max-new-tokens", "9", "--logprobs")
+    sample = json.loads(lmt("generate", hf_model, *options, "--json").stdout)
+    ids = [*b"hello", *sample["tokens"]]
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(hf_model)(torch.tensor([ids])).logits[0]
+    expected = torch.log_softmax(logits.double(), -1)[range(4, len(ids) - 1), ids[5:]].tolist()
+    assert sample["logprobs"] == pytest.approx(expected, abs=1e-4)
+    refused(lmt("generate", hf_model, *options), "--logprobs", "--json")

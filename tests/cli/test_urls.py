@@ -22,7 +22,7 @@ NOWHERE = "az://b/x"
 TAKE_BUCKETS = (
     *(
         f"{command} {URL}"
-        for command in ("verify", "replay", "diff", "diff x", "eval", "generate", "export-hf", "export-hf x")
+        for command in ("verify", "replay", "diff", "diff x", "chat", "eval", "generate", "export-hf", "export-hf x")
     ),
 )
 """Command lines that read or write runs and exports in object storage."""

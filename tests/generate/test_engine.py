@@ -109,12 +109,22 @@ def test_prompts_that_cannot_be_continued(model, prompt, message):
 def test_a_stream_has_the_tokens_of_the_whole(model: Decoder) -> None:
     prompts, settings = [[5, 6, 7], [9], [3, 2, 1]], GenerateSettings(max_new_tokens=13, temperature=0.9, seed=4)
     whole = generate(model, prompts, settings)
-    parts = list(generate_stream(model, prompts, settings, chunk=3))
+    parts = [[row.tokens for row in part] for part in generate_stream(model, prompts, settings, chunk=3)]
     assert parts[-1] == whole
     assert len(parts) == 5
     for earlier, later in itertools.pairwise(parts):
         assert all(b[: len(a)] == a for a, b in zip(earlier, later, strict=True))
     # The row that is stopped has no more tokens, and the others those that they had.
-    stopped = list(generate_stream(model, prompts, settings, chunk=3, stop=lambda row, _: row == 1))[-1]
-    assert [stopped[0], stopped[2]] == [whole[0], whole[2]]
-    assert stopped[1] == whole[1][:3]
+    *_, stopped = generate_stream(model, prompts, settings, chunk=3, stop=lambda row, _: row == 1)
+    assert [stopped[0].tokens, stopped[2].tokens] == [whole[0], whole[2]]
+    assert stopped[1].tokens == whole[1][:3]
+    assert stopped[1].log_probs == []
+
+
+def test_log_probs_are_those_of_the_forward_pass(model, forward) -> None:
+    settings = GenerateSettings(max_new_tokens=6, temperature=0.7, top_k=5, seed=1, log_probs=True)
+    *_, found = generate_stream(model, PROMPTS, settings)
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        for at, (token, log_prob) in enumerate(zip(row.tokens, row.log_probs, strict=True)):
+            logits = forward([*prompt, *row.tokens[:at]]).astype(np.float64)
+            assert log_prob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-4)

@@ -53,8 +53,8 @@ def _flat(values: Any) -> list[Any]:
 
 
 def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tasks: Path) -> None:
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval import evaluator
+    from lm_eval.models import huggingface
     from lm_eval.tasks import TaskManager
 
     from lm_trainer.harness.config import HarnessConfig
@@ -62,7 +62,7 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
     from lm_trainer.harness.run import Tasks
 
     read = read_hf(directory)
-    model = HarnessModel(read.build(), read.tokenizer)  # pyright: ignore[reportArgumentType]
+    model = HarnessModel(read.build(), read.tokenizer)
     config = HarnessConfig(
         task_spec=tuple({"task": name, "num_fewshot": 1} for name in NAMES),  # pyright: ignore[reportArgumentType]
         include_path=str(tasks),
@@ -70,8 +70,10 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
     )
     asked = Tasks(config)
     ours = asked.ask(model)
-    reference: Any = lm_eval.simple_evaluate(
-        HFLM(pretrained=str(directory), batch_size=4, dtype="float32", device="cpu"),
+    peer: Any = huggingface.HFLM
+    simple_evaluate: Any = evaluator.simple_evaluate
+    reference = simple_evaluate(
+        peer(pretrained=str(directory), batch_size=4, dtype="float32", device="cpu"),
         tasks=[*NAMES],
         num_fewshot=1,
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
@@ -152,7 +154,7 @@ def test_answers_longer_than_the_context_are_refused(directory: Path) -> None:
     from lm_trainer.harness.model import HarnessModel
 
     read = read_hf(directory)
-    model = HarnessModel(read.build(), read.tokenizer, max_length=16)  # pyright: ignore[reportArgumentType]
+    model = HarnessModel(read.build(), read.tokenizer, max_length=16)
     request: Any = Instance("loglikelihood", {}, ("a", "b" * 40), 0)
     with pytest.raises(UserError, match="an answer of 40 tokens, but the model reads at most 16"):
         model.loglikelihood([request])

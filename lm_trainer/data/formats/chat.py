@@ -93,7 +93,7 @@ class ChatFormat(FormatConfig):
             rendered = template.render(*conversation)
         except UnusableRow as error:
             return error
-        ids, spans = _tokenize(rendered, tokenizer)
+        ids, spans = tokenize_rendered(rendered, tokenizer)
         in_loss_T = np.ones(len(ids), bool)
         if self.mask_user_turns:
             in_loss_T = _overlaps(spans, rendered.answers)
@@ -205,7 +205,7 @@ def _cleaned(value: Any, counts: list[int], levels: int = _LEVELS) -> Any:
     return [_cleaned(item, counts, levels - 1) for item in value]
 
 
-def _tokenize(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
+def tokenize_rendered(rendered: Rendered, tokenizer: HfTokenizer) -> tuple[list[int], np.ndarray]:
     """Returns ids, and int [T, 2]: the characters [start, end) of the text that each stands for.
 
     Special tokens are recognised where the template wrote them, never in the words of a message.

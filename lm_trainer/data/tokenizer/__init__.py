@@ -27,7 +27,7 @@ def tokenizer_config(value: str | TokenizerConfig | None) -> TokenizerConfig:
     return value
 
 
-def load_tokenizer(directory: str | Path) -> Tokenizer:
+def load_tokenizer(directory: str | Path) -> HfTokenizer:
     """Reads the files that `Tokenizer.save` wrote.
 
     Raises:
@@ -36,7 +36,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     # The slash at the end says that it is a path: a directory that is missing must not be looked up on the hub.
     tokenizer = load_pretrained(Pretrained(name=f"{Path(directory).absolute()}/"))
     if tokenizer.files()["tokenizer.json"] == CONTENT.encode():
-        return ByteTokenizer()
+        return tokenizer.with_backend(ByteTokenizer)
     return tokenizer
 
 

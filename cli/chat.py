@@ -1,0 +1,78 @@
+"""`lmt chat`: a conversation with a model in the terminal."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cli.common import CheckpointOption, ModelArgument
+
+
+def chat(
+    model: ModelArgument,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Instructions at the beginning.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0: always the likeliest token.")] = 0.7,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Only the K likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Only the likeliest tokens whose probabilities reach P.")
+    ] = 0.95,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same answers.")] = 0,
+    devices: Annotated[
+        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+    ] = 0,
+    step: CheckpointOption = None,
+) -> None:
+    """Talk with a model, in the chat template of its tokenizer.
+
+    Each line is what you say; the answer is shown while it is written, and Ctrl-C breaks it off. `/reset` begins anew,
+    `/quit` or Ctrl-D ends. What is said before is read again for each answer, as far as the model's context goes.
+
+    For example:
+
+        lmt chat path/to/hf-model --system "Answer in one sentence."
+    """
+    from lm_trainer.core.runtime import configure_jax, prepare_process
+
+    # Before anything imports jax, whose allocator and threads it sets.
+    prepare_process()
+    from lm_trainer.core.errors import UserError
+    from lm_trainer.generate.chat import Chat
+    from lm_trainer.generate.text import Sampling, for_terminal
+    from lm_trainer.run.open_model import local_devices, open_model
+
+    configure_jax({}, None)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    chosen = local_devices(devices)
+    source = open_model(model, step=step, devices=chosen)
+    talk = Chat(source.build(chosen), source.tokenizer, context=source.config.seq_len, sampling=sampling, system=system)
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        match line:
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/reset":
+                talk.reset()
+                typer.echo("(a new conversation)")
+                continue
+            case _ if line.startswith("/"):
+                typer.echo(f"(there is no {line.split()[0]}; there are /reset and /quit)")
+                continue
+        try:
+            for piece in talk.answer(line):
+                typer.echo(for_terminal(piece), nl=False)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            typer.echo(" ...", nl=False)
+        except UserError as error:
+            typer.echo(f"({error})", nl=False)
+        typer.echo()
