@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ def measure(name: str, batch: int, repeats: int) -> list[str]:
         eos_token_id=256,
         tie_word_embeddings=False,
     )
-    peer = transformers.LlamaForCausalLM(config).float().eval()
+    peer: Any = transformers.LlamaForCausalLM(config).float().eval()
     with tempfile.TemporaryDirectory() as scratch:
         peer.save_pretrained(scratch)
         ByteTokenizer().save(scratch)

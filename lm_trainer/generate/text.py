@@ -123,8 +123,7 @@ def continue_texts(
 
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
-    if "" in stop:
-        raise UserError("--stop '': an empty text would end everything; leave it away")
+    _check_stop(stop)
     tokenizer = source.tokenizer
     rows = [row for prompt in prompts for row in [(prompt, _checked_ids(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
@@ -150,6 +149,7 @@ def stream_text(
     """Yields the continuation of one prompt piece by piece; arguments and errors as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
 
+    _check_stop(stop)
     ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.tokenizer.eos_id)
     yield from stream_tokens(generate_stream, source.build(devices), source.tokenizer, ids, settings, stop=stop)
 
@@ -214,6 +214,11 @@ def _sure(text: str, stop: Sequence[str]) -> int:
                 sure -= size
                 break
     return sure
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    if "" in stop:
+        raise UserError("--stop '': an empty text would end everything; leave it away")
 
 
 def _checked_ids(source: TextModel, prompt: str) -> list[int]:
