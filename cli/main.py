@@ -5,7 +5,24 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cli import bench, chat, config, data, diff, eval, generate, hf, ladder, launch, plan, replay, runs, train, verify
+from cli import (
+    bench,
+    chat,
+    config,
+    data,
+    diff,
+    eval,
+    generate,
+    hf,
+    ladder,
+    launch,
+    plan,
+    replay,
+    runs,
+    tokens,
+    train,
+    verify,
+)
 from cli.common import OVERRIDES, report
 from lm_trainer.core.errors import UserError, disk_error
 
@@ -56,6 +73,7 @@ app.command(context_settings=OVERRIDES)(verify.verify)
 app.command(context_settings=OVERRIDES)(replay.replay)
 app.command()(diff.diff)
 app.command("eval", context_settings=OVERRIDES)(eval.evaluate)
+app.command()(tokens.tokens)
 app.command("export-hf")(hf.export_hf)
 app.command("import-hf")(hf.import_hf)
 app.command()(generate.generate)

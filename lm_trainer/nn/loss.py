@@ -101,34 +101,40 @@ def hidden_loss(
 
 
 def token_nll(
-    model: Decoder, batch: Batch, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None
+    model: Decoder, batch: Batch, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """As `token_loss` without dropout, with `nll`, float32 [B, S], as the other sum: -log p(target) of each position.
+    """As `token_loss` without dropout, with values of each position as the other sums, float32 [B, S].
 
-    Where devices share a microbatch, all of its positions are in it, on one of them, and zeros on the others.
+    `nll` is -log p(target); with `top`, `rank` is the number of tokens that are likelier than the target, and `top_ids`
+    and `top_nll`, [B, S, top], are the likeliest tokens. Where devices share a microbatch, all of its positions are in
+    these arrays on one of them, and zeros on the others.
     """
     h_BSD, _ = model.hidden_and_stats(
         jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype
     )
-    return hidden_nll(model, h_BSD, batch, block_size=block_size)
+    return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
 
 def hidden_nll(
-    model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None
+    model: Decoder, h_BSD: jax.Array, batch: Batch, *, block_size: int | None = None, top: int = 0
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """As `token_nll`, from what `Decoder.hidden` returns."""
     settings = _Settings(block_size, model.spec.head.softcap, parts=batch_parts())
     h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(batch.targets).reshape(-1)
     blocks, w_VD = _in_blocks(h_ND, targets_N, targets_N, settings), model.head_weight()
 
-    def body(nothing: tuple[()], block: Any) -> tuple[tuple[()], jax.Array]:
+    def body(nothing: tuple[()], block: Any) -> tuple[tuple[()], dict[str, jax.Array]]:
         h_CD, targets_C, _ = block
-        return nothing, _softmax(h_CD, w_VD, targets_C, settings.softcap).of_tokens(CROSS_ENTROPY).nll
+        softmax = _softmax(h_CD, w_VD, targets_C, settings.softcap)
+        found = {"nll": softmax.of_tokens(CROSS_ENTROPY).nll}
+        return nothing, found | (softmax.likeliest(targets_C, top) if top else {})
 
-    nll = _fold(body, (), blocks)[1]
-    nll_BS = _out_of_blocks(nll, h_ND.shape[0], settings.parts).reshape(h_BSD.shape[:2])
+    each = _fold(body, (), blocks)[1]
+    found = {name: _out_of_blocks(x, h_ND.shape[0], settings.parts) for name, x in each.items()}
+    found = {name: x.reshape(*h_BSD.shape[:2], *x.shape[1:]) for name, x in found.items()}
     weights_BS = jnp.asarray(batch.weights).astype(jnp.float32)
-    return jnp.sum(weights_BS * nll_BS), jnp.sum(weights_BS), {"nll": whole_on_one(nll_BS)}
+    metrics = {name: whole_on_one(x) for name, x in found.items()}
+    return jnp.sum(weights_BS * found["nll"]), jnp.sum(weights_BS), metrics
 
 
 def weighted_nll(
@@ -200,6 +206,15 @@ class _Softmax(NamedTuple):
             expected_C1 = jnp.sum(self.e_CV * self.shifted_CV, axis=-1, keepdims=True) / self.sums_C1
             entropy_C = (jnp.log(self.sums_C1) - expected_C1)[:, 0]
         return TokenSums(nll_C, z_loss_C, entropy_C)
+
+    def likeliest(self, targets_C: jax.Array, count: int) -> dict[str, jax.Array]:
+        """As `token_nll` with `top`, float32 [C] and [C, count]."""
+        # Among the same numbers, so that no rounding puts a token before itself.
+        target_C1 = jnp.take_along_axis(self.shifted_CV, targets_C[:, None], axis=-1, mode="fill")
+        rank_C = jnp.sum(self.shifted_CV > target_C1, axis=-1)
+        top_CK, ids_CK = jax.lax.top_k(self.shifted_CV, count)
+        top_nll_CK = jnp.log(self.sums_C1) - top_CK
+        return {"rank": rank_C.astype(jnp.float32), "top_ids": ids_CK.astype(jnp.float32), "top_nll": top_nll_CK}
 
     def scale(self, terms: LossTerms) -> jax.Array:
         """[C, 1]: times e, the derivative of nll + z_loss for the logits, but for the 1 of the target."""

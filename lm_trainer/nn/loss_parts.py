@@ -78,12 +78,14 @@ def token_loss_parts(
     return _decoder_parts(spec, dtype, partial(hidden_loss, block_size=block_size, terms=terms))
 
 
-def token_nll_parts(spec: DecoderSpec, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None) -> LossParts:
+def token_nll_parts(
+    spec: DecoderSpec, *, dtype: DTypeLike = jnp.float32, block_size: int | None = None, top: int = 0
+) -> LossParts:
     """`lm_trainer.nn.loss.token_nll` in parts, for decoders of `spec`; the other arguments as there."""
 
     def head(model: Decoder, h_BSD: jax.Array, stats: RouterStats | None, batch: Batch) -> Any:
         del stats
-        return hidden_nll(model, h_BSD, batch, block_size=block_size)
+        return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
     return _decoder_parts(spec, dtype, head)
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import numpy as np
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.batches import DataWait, EvalData
 from lm_trainer.run.hooks import is_due
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
 from lm_trainer.run.set_groups import group_metrics, groups_of
+from lm_trainer.run.token_probabilities import TokenProbabilities, first_set
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.evaluate import means
 from lm_trainer.step.state import TrainState
@@ -40,6 +42,10 @@ class Evaluations:
         self._program, self._metrics, self._data_wait = program, metrics, data_wait
         self._watchdog, self._progress = watchdog, progress
         self._sets = sets
+        self._tokens: TokenProbabilities | None = None
+        self.open_tokens: Callable[[EvalSet], TokenProbabilities] | None = None
+        """Opens the probabilities of single tokens, which come from the weights that are trained; None: there are none.
+        Called at the first evaluation, when the sets are tokenised."""
 
     def due(self, step: int) -> bool:
         """True if an evaluation is due after `step` steps."""
@@ -56,6 +62,12 @@ class Evaluations:
         for name, data in self._sets:
             for weights, found in self._run(state, data, name).items():
                 sums.setdefault(weights, {})[name or ""] = found
+        if self._tokens is None and self.open_tokens is not None and (held_out := first_set(self._sets)):
+            self._tokens = self.open_tokens(held_out)
+        if self._tokens is not None:
+            self._progress.phase("computing the probabilities of tokens")
+            self._tokens.record(state.step, self._program.weights(state)[""])
+            self._metrics.pause()
         groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
         for weights, of_sets in sums.items():
             for group, members in groups.items():

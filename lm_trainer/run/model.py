@@ -115,16 +115,24 @@ class TokenNll:
     """Precision of the computation."""
     block_size: int | None = None
     """As for `token_loss`."""
+    top: int = 0
+    """As for `token_nll`."""
 
     def __call__(
         self, model: nnx.Module, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         del key
-        return token_nll(model, batch, dtype=self.dtype, block_size=self.block_size)  # pyright: ignore[reportArgumentType]
+        return token_nll(
+            model,  # pyright: ignore[reportArgumentType]
+            batch,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            top=self.top,
+        )
 
     def parts(self, spec: DecoderSpec) -> LossParts:
         """The same in parts, for decoders of `spec`."""
-        return token_nll_parts(spec, dtype=self.dtype, block_size=self.block_size)
+        return token_nll_parts(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:

@@ -201,8 +201,8 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         step: Step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
     elif trainer.determinism == "layerwise":
         parts, eval_parts = (
-            _in_parts(loss, model, mesh),
-            _in_parts(eval_loss or loss, model, mesh),
+            loss_in_parts(loss, model, mesh),
+            loss_in_parts(eval_loss or loss, model, mesh),
         )
         step = ElasticStep(
             model,
@@ -268,7 +268,7 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
-def _in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
+def loss_in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
     """The loss in parts, for `determinism: layerwise`; refuses what that cannot do."""
     built = nnx.eval_shape(model.build)
     if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):

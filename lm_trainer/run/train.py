@@ -37,6 +37,7 @@ from lm_trainer.run.notes import recomputation_note
 from lm_trainer.run.pretrained import HfStart, find_start
 from lm_trainer.run.program import Program, plan_run
 from lm_trainer.run.task_evaluation import TaskEvaluation
+from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import spread
 from lm_trainer.step.state import TrainState, to_host
@@ -114,7 +115,12 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         options.eval_sets = [(each if len(sets) > 1 else None, held_out) for each, held_out in sets.items()]
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
-        loop = stack.enter_context(open_loop(attempt, program, run.state, options)).parts
+        opened = stack.enter_context(open_loop(attempt, program, run.state, options))
+        loop = opened.parts
+        if config.trainer.token_probabilities:
+            loop.evaluations.open_tokens = lambda held_out: TokenProbabilities(
+                config, program, held_out, attempt.directory.path, opened.tracker
+            )
         if tasks is not None:
             tasks.add_to(loop, attempt.directory.path)
 

@@ -132,6 +132,9 @@ class TrainerConfig(Config):
     well."""
     max_eval_batches: Operational[PositiveInt | None] = None
     """Evaluate at most so many batches of each validation set; null: all."""
+    token_probabilities: Operational[NonNegativeInt] = 4
+    """Documents of the first held-out set of which each evaluation writes the probability of every token, to
+    RUN_DIR/token-probabilities.jsonl and to a page beside it; 0: none."""
     steps_per_log: Operational[PositiveInt] = 1
     """Steps between lines of metrics."""
     sample_tokens: Operational[NonNegativeInt] = 128

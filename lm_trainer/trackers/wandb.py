@@ -110,6 +110,10 @@ class WandbTracker:
         self._run.alert(title=kind, text=f"step {step}: {message}", level="WARN")
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
+        if type == "html":
+            # Shown among the charts, where a file would have to be downloaded.
+            self._run.log({name: self._wandb.Html(str(path))})
+            return
         files = {path.name: path}
         if path.is_dir():
             files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}

@@ -160,13 +160,14 @@ class PendingEvalSet:
     @property
     def token_bytes(self) -> np.ndarray | None:
         """As of `EvalSet`; waits until the set is complete."""
-        return self._complete().token_bytes
+        return self.complete().token_bytes
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """Waits until the set is complete, and returns its batches as `EvalSet.batches` does."""
-        return self._complete().batches(batch_size, rows=rows, max_batches=max_batches)
+        return self.complete().batches(batch_size, rows=rows, max_batches=max_batches)
 
-    def _complete(self) -> EvalSet:
+    def complete(self) -> EvalSet:
+        """Waits until the set is complete, and returns it."""
         while self.missing() is not None:
             time.sleep(POLL_SECONDS)
         self._made = self._made or self.make()

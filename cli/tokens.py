@@ -1,0 +1,43 @@
+"""`lmt tokens`: the probabilities of tokens over the steps of a run, or of two runs, as a page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.common import path_option, place_argument
+
+
+def tokens(
+    run: Annotated[str, place_argument(metavar="RUN", help="A run id, directory or URL.", show_default=False)],
+    other: Annotated[
+        str | None, place_argument(metavar="OTHER", help="Another one, to stand beside it.", show_default=False)
+    ] = None,
+    out: Annotated[Path, path_option("--out", metavar="FILE.html", help="The page to write.")] = Path(
+        "token-probabilities.html"
+    ),
+) -> None:
+    """Write a page with the probability of every token of a few held-out documents, over the steps of a run.
+
+    Each evaluation of a run measures them (trainer.token_probabilities) and keeps such a page in the run directory. Two
+    runs stand side by side, with their difference. The page needs no network.
+
+    For example:
+
+        lmt tokens my-run
+
+        lmt tokens my-run other-run --out both.html
+    """
+    from lm_trainer.core.files import write_atomically
+    from lm_trainer.run.find import find_run
+    from lm_trainer.trackers.token_page import TokenHistory, token_page
+
+    found = [find_run(each) for each in (run, other) if each is not None]
+    names = [path.name for path in found]
+    if len({*names}) < len(names):
+        names = [str(each) for each in (run, other)]
+    histories = dict(zip(names, map(TokenHistory.read, found), strict=True))
+    page = token_page(histories)
+    write_atomically(out, page)
+    steps = ", ".join(f"{name}: {len(history.steps)} evaluations" for name, history in histories.items())
+    typer.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB; {steps})")
