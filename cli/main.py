@@ -18,12 +18,14 @@ from cli import (
     launch,
     plan,
     replay,
+    report,
     runs,
     tokens,
     train,
     verify,
 )
-from cli.common import OVERRIDES, report
+from cli.common import OVERRIDES
+from cli.common import report as report_error
 from lm_trainer.core.errors import UserError, disk_error
 
 EXIT_INTERRUPTED = 130
@@ -43,11 +45,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            raise typer.Exit(report(error)) from None
+            raise typer.Exit(report_error(error)) from None
         except OSError as error:
             # A full disk is no bug, wherever it was met; any other error of the system is a crash with its traceback.
             if told := disk_error(error):
-                raise typer.Exit(report(told)) from None
+                raise typer.Exit(report_error(told)) from None
             raise
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
@@ -73,6 +75,7 @@ app.command(context_settings=OVERRIDES)(verify.verify)
 app.command(context_settings=OVERRIDES)(replay.replay)
 app.command()(diff.diff)
 app.command("eval", context_settings=OVERRIDES)(eval.evaluate)
+app.command()(report.report)
 app.command()(tokens.tokens)
 app.command("export-hf")(hf.export_hf)
 app.command("import-hf")(hf.import_hf)

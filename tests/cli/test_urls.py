@@ -20,7 +20,7 @@ URL = "gs://b/x"
 NOWHERE = "az://b/x"
 """Refused everywhere: there is no driver for it."""
 TAKE_BUCKETS = (
-    *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "tokens", "tokens x")),
+    *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "report", "tokens", "tokens x")),
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x")),
 )
 """Command lines that read or write runs and exports in object storage."""

@@ -1,0 +1,1 @@
+"""A page about a run, or about several beside one another."""

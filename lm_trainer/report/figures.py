@@ -1,0 +1,53 @@
+"""Curves of runs as files, for a paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.report.page import GROUPS, POINTS
+from lm_trainer.report.run import ReportedRun
+from lm_trainer.report.thin import thin
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a8a82", "#b3a300")
+"""Told apart by all kinds of colour vision (Okabe and Ito 2008)."""
+_LEFT_OUT = "Everything else"
+
+
+def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
+    """Draws every metric of the named groups, as `NAME.svg` and `NAME.png`.
+
+    Raises:
+        UserError: without matplotlib, or where files cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--figures needs matplotlib: pip install 'lm_trainer[plot]'") from None
+    written = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in sorted({name for run in runs for name in run.metrics}):
+            group = next((title for title, pattern in GROUPS if re.fullmatch(pattern, name)), _LEFT_OUT)
+            if group == _LEFT_OUT:
+                continue
+            figure = Figure(figsize=(5, 3), layout="constrained")
+            axis = figure.subplots()
+            for index, run in enumerate(runs):
+                if name in run.metrics:
+                    x, y = thin(*run.metrics[name], POINTS)
+                    axis.plot(x, y, label=run.name, linewidth=1, color=_COLORS[index % len(_COLORS)])
+            axis.set_xlabel("step")
+            axis.set_ylabel(name)
+            axis.grid(alpha=0.3)
+            if len(runs) > 1:
+                axis.legend(fontsize="small")
+            for suffix in ("svg", "png"):
+                path = directory / f"{name.replace('/', '-')}.{suffix}"
+                figure.savefig(path, dpi=200)
+                written.append(path)
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written: {error.strerror or error}") from None
+    return written

@@ -1,0 +1,135 @@
+"""The page of `lmt report`: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.report.run import ReportedRun, now
+from lm_trainer.report.saved import tokens_saved
+from lm_trainer.report.thin import thin
+from lm_trainer.reproduce.compare import compare
+from lm_trainer.reproduce.record import RunRecord
+from lm_trainer.run.config import changed_keys
+from lm_trainer.trackers.token_page import token_page
+
+POINTS = 2000
+"""Points of a curve on the page."""
+
+GROUPS = (
+    ("Loss", r"train/loss|eval/(.+/)?(micro_|macro_)?loss"),
+    ("Evaluations", r"eval/.*"),
+    ("Tasks", r"lm_eval/.*"),
+    ("Schedules", r"optim/(learning_rate|momentum)|data/loss_tokens"),
+    ("Norms", r"optim/grad_norm|(grads|params|updates|opt_state)/norm/total|optim/.*skip.*"),
+    ("Throughput", r"throughput/.*|memory/.*|goodput.*"),
+    ("Everything else", r"(?!.*/\d+$)(?!(grads|params|updates|opt_state)/norm/.*/).*"),
+)
+"""Headings, and the metrics below them: the first that fits. Norms of single layers are left to metrics.jsonl."""
+
+
+def report_page(runs: Sequence[ReportedRun]) -> str:
+    """Writes the page of one run, or of several."""
+    data = {
+        "written": now(),
+        "runs": [_run(run) for run in runs],
+        "groups": _groups(runs),
+        "pairs": [_pair(runs[0], other) for other in runs[1:]],
+        "tokens": _tokens(runs),
+    }
+    # `</script>` in a text would end the element that holds it.
+    content = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    here = resources.files("lm_trainer.report")
+    parts = {
+        "TITLE": ", ".join(re.sub(r"[<>&]", "", run.name) for run in runs),
+        "UPLOT_CSS": (here / "uplot/uPlot.min.css").read_text("utf-8"),
+        "UPLOT_JS": (here / "uplot/uPlot.iife.min.js").read_text("utf-8"),
+        "DATA": content,
+    }
+    page = (here / "page.html").read_text("utf-8")
+    # In one pass, so that nothing in a run can stand for a part.
+    return re.sub("@(" + "|".join(parts) + ")@", lambda match: parts[match[1]], page)
+
+
+def _run(run: ReportedRun) -> dict[str, Any]:
+    last = {
+        name: float(values[-1]) for name, (_, values) in run.metrics.items() if name.startswith(("eval/", "lm_eval/"))
+    }
+    return {
+        "name": run.name,
+        "state": run.state,
+        "step": run.step,
+        "steps": run.steps,
+        "path": str(run.path),
+        "changes": {key: json.dumps(value, ensure_ascii=False) for key, value in run.changes.items()},
+        "attempts": list(run.attempts),
+        "alerts": [{"step": a.step, "kind": a.kind, "message": a.message} for a in run.alerts],
+        "fingerprint": list(run.fingerprints[-1]) if run.fingerprints else None,
+        "samples": [list(sample) for sample in run.samples],
+        "last": {
+            name: value if value == value and abs(value) != float("inf") else None for name, value in last.items()
+        },
+    }
+
+
+def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    groups: dict[str, list[dict[str, Any]]] = {title: [] for title, _ in GROUPS}
+    for name in sorted(names):
+        title = next((title for title, pattern in GROUPS if re.fullmatch(pattern, name)), None)
+        if title is None:
+            continue
+        curves = []
+        for index, run in enumerate(runs):
+            if name in run.metrics:
+                x, y = thin(*run.metrics[name], POINTS)
+                # Seven digits, more than a picture shows.
+                curves.append({"run": index, "x": x.tolist(), "y": [float(f"{value:.7g}") for value in y]})
+        if any(curve["x"] for curve in curves):
+            groups[title].append({"name": name, "curves": curves})
+    # The loss of training first.
+    groups["Loss"].sort(key=lambda chart: chart["name"] != "train/loss")
+    return [{"title": title, "charts": charts} for title, charts in groups.items() if charts]
+
+
+def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
+    """Differences of two runs: configuration, the first step where bits part, tokens to the same loss."""
+    differences = changed_keys(first.identity, other.identity)
+    found: dict[str, Any] = {
+        "names": [first.name, other.name],
+        "configuration": [
+            [key, json.dumps(a, ensure_ascii=False), json.dumps(b, ensure_ascii=False)]
+            for key, (a, b) in differences.items()
+        ],
+    }
+    try:
+        comparison = compare(RunRecord.read(str(first.path)), RunRecord.read(str(other.path)))
+        parting = comparison.divergence
+        found["bits"] = (
+            f"equal in all {comparison.common} steps that both have"
+            if parting is None
+            else f"part at step {parting.step}"
+        )
+        found["causes"] = [line for lines in comparison.causes.values() for line in lines]
+    except UserError as error:
+        found["bits"] = str(error)
+    if saved := tokens_saved(other, first):
+        found["saved"] = {"loss": saved.loss, "ratio": saved.ratio, "interval": list(saved.interval)}
+    return found
+
+
+def _tokens(runs: Sequence[ReportedRun]) -> str | None:
+    """The page of token probabilities, of the first two runs at most."""
+    histories = {run.name: run.tokens for run in runs[:2] if run.tokens is not None}
+    if not histories:
+        return None
+    try:
+        return token_page(histories)
+    except UserError:
+        # Of other documents: those of the first alone.
+        name, history = next(iter(histories.items()))
+        return token_page({name: history})

@@ -1,0 +1,162 @@
+"""A run as its directory tells of it, whether it goes on, is done, or was killed in the middle of a line.
+
+Shape letters: N points of a metric.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.run.config import RunConfig, changed_keys
+from lm_trainer.run.find import find_run
+from lm_trainer.run.listing import list_runs
+from lm_trainer.run.saved_model import read_config
+from lm_trainer.trackers import read_metrics
+from lm_trainer.trackers.jsonl import METRICS, TEXTS
+from lm_trainer.trackers.token_page import TokenHistory
+
+_SECTIONS = ("model", "optimizer")
+"""Sections of several types, whose defaults are those of the type that is chosen."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert of a run."""
+
+    step: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run."""
+
+    name: str
+    path: Path
+    state: str
+    step: int
+    steps: int | None
+    changes: Mapping[str, Any]
+    """Dotted keys of the configuration that are not at their default -> value."""
+    identity: Mapping[str, Any]
+    """The part of the configuration that decides numbers."""
+    attempts: Sequence[Mapping[str, Any]]
+    """`step` at which each began, `time`, `devices`, `versions`, `program`."""
+    metrics: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    """Name -> steps and values, [N] each; of a step that was done twice the last value."""
+    alerts: Sequence[Alert]
+    fingerprints: Sequence[tuple[int, str]]
+    samples: Sequence[tuple[int, str]]
+    tokens: TokenHistory | None
+
+
+def read_run(source: str) -> ReportedRun:
+    """Reads a run by its id, directory or the URL of its checkpoints.
+
+    Raises:
+        UserError: when there is no such run, or it has not recorded anything yet.
+    """
+    path = find_run(source)
+    (listing,) = list_runs([path])
+    lines = read_metrics(path) if (path / METRICS).is_file() else []
+    if not lines:
+        raise UserError(f"{source}: this run has not done a step yet")
+    content = json.loads((path / "run.json").read_text())
+    config = read_config(path)
+    return ReportedRun(
+        listing.id,
+        path,
+        listing.state,
+        max(line["step"] for line in lines),
+        listing.steps,
+        _changes(config),
+        content.get("identity", {}),
+        [_attempt(each) for each in _json(path / "env.json", [])],
+        _metrics(lines),
+        [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
+        [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
+        _samples(path / TEXTS),
+        _tokens(path),
+    )
+
+
+def _changes(config: RunConfig) -> dict[str, Any]:
+    """The keys that are not at their default, and of sections of several types the type."""
+    dumped = config.model_dump(mode="json")
+    plain = RunConfig().model_dump(mode="json")
+    for name in _SECTIONS:
+        section = getattr(config, name)
+        plain[name] = type(section)().model_dump(mode="json")
+        plain[name].pop("type", None)
+    return {key: new for key, (_, new) in changed_keys(plain, dumped).items() if key != "trainer.tracker"}
+
+
+def _metrics(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    columns: dict[str, dict[int, float]] = {}
+    for line in lines:
+        step = line["step"]
+        for name, value in line.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                columns.setdefault(name, {})[step] = value
+    found = {}
+    for name, column in columns.items():
+        steps_N = np.fromiter(column.keys(), np.int64, len(column))
+        values_N = np.fromiter(column.values(), np.float64, len(column))
+        order = np.argsort(steps_N, kind="stable")
+        found[name] = (steps_N[order], values_N[order])
+    return found
+
+
+def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
+    packages = entry.get("packages", {})
+    devices = entry.get("devices", [])
+    kinds = {kind: devices.count(kind) for kind in dict.fromkeys(devices)}
+    names = ("jax", "jaxlib", "flax", "lm_trainer")
+    return {
+        "step": entry.get("step", 0),
+        "time": str(entry.get("time", "")),
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "versions": ", ".join(f"{name} {packages[name]}" for name in names if name in packages),
+        "git": entry.get("git") or "",
+        "program": entry.get("program") or "",
+    }
+
+
+def _samples(file: Path) -> list[tuple[int, str]]:
+    found = []
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        found.append((record["step"], record["text"]))
+    return found
+
+
+def _tokens(path: Path) -> TokenHistory | None:
+    try:
+        history = TokenHistory.read(path)
+    except UserError:
+        return None
+    return history if history.steps else None
+
+
+def _json(file: Path, default: Any) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return default
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")

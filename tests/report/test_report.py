@@ -1,0 +1,177 @@
+"""The page about runs: what it holds, of runs that are done, killed and strange, and what a browser makes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_trainer.report.page import report_page
+from lm_trainer.report.run import ReportedRun, read_run
+from lm_trainer.report.saved import tokens_saved
+from lm_trainer.report.thin import thin
+from tests.cli.conftest import Lmt, refused, run_here
+from tests.run.test_token_probabilities import page_data
+
+CONFIG = """
+model: {type: gpt2, hidden_dim: 16, num_layers: 1, num_heads: 2, seq_len: 32}
+data: {tokenizer: bytes, train_urls: [train.txt], validation_urls: [held.jsonl]}
+optimizer: {learning_rate: 3e-3, warmup: 0}
+trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, sample_tokens: 4, tracker: []}
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working directory with two runs that differ in the learning rate."""
+    root = tmp_path_factory.mktemp("reported")
+    (root / "run.yaml").write_text(CONFIG)
+    (root / "train.txt").write_text("some text to train on, and some more of it.\n" * 30)
+    (root / "held.jsonl").write_text(json.dumps({"text": "held out </script><b>text</b>, and more of it"}) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        for name, *overrides in (("a",), ("b", "optimizer.learning_rate=1e-3")):
+            assert run_here("train", "run.yaml", f"trainer.id={name}", *overrides).returncode == 0
+    return root
+
+
+@pytest.fixture
+def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
+    monkeypatch.chdir(root)
+    return run_here
+
+
+def reported(lmt: Lmt, *args: str) -> dict[str, Any]:
+    result = lmt("report", *args, "--out", "page.html")
+    assert result.returncode == 0, result.stderr
+    page = Path("page.html").read_text()
+    assert "</script><b>" not in page
+    reaches = r"""(src|href)\s*=\s*["']?http|url\(\s*["']?http|@import|fetch\(|XMLHttp"""
+    assert not re.search(reaches, page), "it needs no network"
+    return page_data(page)
+
+
+def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
+    data = reported(lmt, "a")
+    (run,) = data["runs"]
+    assert (run["name"], run["state"], run["step"], run["steps"]) == ("a", "done", 4, 4)
+    assert run["changes"]["model.hidden_dim"] == "16"
+    assert run["changes"]["trainer.num_train_steps"] == "4"
+    assert "model.initializer_range" not in run["changes"], "it is at its default"
+    lines = [json.loads(line) for line in Path("logs/a/metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
+    (curve,) = charts["train/loss"]
+    assert dict(zip(curve["x"], curve["y"], strict=True)) == pytest.approx(losses, rel=1e-6)
+    assert charts["eval/loss"][0]["x"] == [2, 4]
+    assert run["last"]["eval/loss"] == pytest.approx(charts["eval/loss"][0]["y"][-1], rel=1e-6)
+    prints = [line["fingerprint"] for line in lines if "fingerprint" in line]
+    assert run["fingerprint"] == [4, prints[-1]]
+    assert run["samples"][0][0] == 4
+    assert run["attempts"][0]["step"] == 0
+    assert "cpu" in run["attempts"][0]["devices"]
+    assert "token-probabilities" not in data["tokens"]
+    assert "Token probabilities" in data["tokens"]
+    assert data["pairs"] == []
+
+
+def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
+    data = reported(lmt, "a", "b")
+    (pair,) = data["pairs"]
+    assert pair["configuration"] == [["optimizer.learning_rate", "0.003", "0.001"]]
+    # The first update is another one, and the loss after it.
+    assert pair["bits"] == "part at step 1"
+    charts = {chart["name"]: chart["curves"] for group in data["groups"] for chart in group["charts"]}
+    assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
+    (same,) = reported(lmt, "a", "a")["pairs"]
+    assert same["bits"] == "equal in all 4 steps that both have"
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, root: Path) -> None:
+    shutil.copytree(root / "logs/a", root / "logs/killed")
+    file = root / "logs/killed/metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= 3 and "eval/loss" not in json.loads(line)]
+    file.write_text("".join(kept) + '{"step": 4, "train/lo')
+    (root / "logs/killed/summary.json").unlink()
+    for name in ("texts.jsonl", "token-probabilities.jsonl"):
+        (root / "logs/killed" / name).unlink()
+    data = reported(lmt, "killed")
+    (run,) = data["runs"]
+    assert (run["state"], run["step"], run["last"]) == ("stopped", 3, {})
+    assert data["tokens"] is None
+    file.write_text("")
+    refused(lmt("report", "killed"), "has not done a step yet")
+    refused(lmt("report", "nowhere"), "no run of this name")
+
+
+def test_figures_are_written(lmt: Lmt, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert lmt("report", "a", "b", "--out", str(tmp_path / "x.html"), "--figures", str(tmp_path / "f")).returncode == 0
+    assert (tmp_path / "f/train-loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "f/eval-loss.svg").read_text()
+
+
+def test_thin_curves_keep_every_extreme() -> None:
+    rng = np.random.default_rng(0)
+    x, y = np.arange(100_000), rng.normal(size=100_000)
+    y[54_321], y[77_777], y[5] = 50.0, -50.0, np.nan
+    few_x, few_y = thin(x, y, 1000)
+    assert len(few_x) <= 1002
+    assert np.all(np.diff(few_x) > 0)
+    assert (few_y[few_x == 54_321], few_y[few_x == 77_777]) == (50.0, -50.0)
+    assert np.isfinite(few_y).all()
+    # In every bucket, of 200 points, the picture is as high and as low as the curve.
+    for start in range(1, 99_000, 200):
+        inside = (few_x >= start) & (few_x < start + 200)
+        stretch = y[start : start + 200]
+        assert few_y[inside].max() == np.nanmax(stretch)
+        assert few_y[inside].min() == np.nanmin(stretch)
+    assert thin(x[:10], y[:10], 1000)[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
+
+
+def curve(scale: float, seed: int, noise: float = 0.02) -> ReportedRun:
+    """A run whose loss is 2 + 30 (scale * tokens)^-0.3."""
+    steps = np.arange(1, 4001)
+    tokens = steps * 1000.0
+    loss = 2 + 30 * (scale * tokens) ** -0.3 + noise * np.random.default_rng(seed).standard_normal(len(steps))
+    metrics = {"train/loss": (steps, loss), "throughput/total_tokens": (steps, tokens)}
+    return ReportedRun("x", Path(), "done", 4000, 4000, {}, {}, [], metrics, [], [], [], None)
+
+
+def test_tokens_saved_are_those_of_the_law() -> None:
+    for scale in (2.0, 0.5):
+        saved = tokens_saved(curve(scale, seed=1), curve(1.0, seed=2))
+        assert saved is not None
+        assert saved.ratio == pytest.approx(1 / scale, rel=0.08)
+        low, high = saved.interval
+        assert low < 1 / scale < high
+        assert high - low < 0.5 / scale
+    assert tokens_saved(curve(1, seed=1), ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], None)) is None
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_browser_draws_every_chart(root: Path, tmp_path: Path, width: int) -> None:
+    page = report_page([read_run(str(root / "logs/a")), read_run(str(root / "logs/b"))])
+    (tmp_path / "page.html").write_text(page)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync")
+    where = (f"--window-size={width},900", f"--user-data-dir={tmp_path}/user")
+    done = subprocess.run(
+        ["chromium", *flags, *where, "--dump-dom", f"file://{tmp_path}/page.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    shown = sum(len(group["charts"]) for group in page_data(page)["groups"] if group["title"] != "Everything else")
+    body = done.stdout.partition("<main")[2].partition("<script>")[0]
+    assert body.count('class="uplot') == shown
+    assert "part at step 1" in body
