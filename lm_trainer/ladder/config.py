@@ -12,6 +12,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import DataConfig
 from lm_trainer.data.config import SetConfig
 from lm_trainer.data.tokenizer import AnyTokenizer
+from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.ladder.models import AnyModelConfigurator
 from lm_trainer.ladder.recipe import AnyRunConfigurator
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -67,6 +68,9 @@ class LadderConfig(Config):
     """Decides initial weights, data order and dropout of every run."""
     num_seeds: PositiveInt = 1
     """Runs of each size: with `seed`, `seed` + 1 and so on."""
+    eval_harness: HarnessConfig | None = None
+    """Tasks of lm-evaluation-harness that every run is asked at its checkpoints: `lmt ladder fit --task
+    lm_eval/TASK/METRIC` goes on from the loss to them."""
     trainer: TrainerConfig = TrainerConfig()
     """The rest of every run: precision, trackers, sharding; keys that follow from the size cannot be set."""
 

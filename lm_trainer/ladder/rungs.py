@@ -100,8 +100,13 @@ def run_config(
         "checkpointer": checkpointer,
         "tracker": [_tracker(ladder, tracker).model_dump(mode="json") for tracker in ladder.trainer.trackers],
     }
+    tasks: dict[str, Any] = {}
+    if ladder.eval_harness is not None:
+        tasks = {"eval_harness": ladder.eval_harness.model_dump(mode="json")}
+        tasks["eval_harness_steps"] = trainer["steps_per_eval"]
     return RunConfig.model_validate(
         {
+            **tasks,
             "model": model_config(ladder, size_spec).model_dump(mode="json"),
             "data": ladder.data_config().model_dump(mode="json"),
             "trainer": trainer,

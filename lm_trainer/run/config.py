@@ -50,8 +50,9 @@ class RunConfig(Config):
     eval_harness: Operational[HarnessConfig | None] = None
     """Tasks of EleutherAI's lm-evaluation-harness that the model is asked while it trains; logged as
     `lm_eval/TASK/METRIC`."""
-    eval_harness_steps: Operational[PositiveInt] = 10_000
-    """Steps between two times that the tasks are asked; they are after the last step as well."""
+    eval_harness_steps: Operational[PositiveInt | tuple[PositiveInt, ...]] = 10_000
+    """Steps between two times that the tasks are asked, or a list of the steps after which to ask them; they are after
+    the last step as well."""
 
     initialize_from_hf: Numeric[bool | LocalPathOrHubName] = False
     """Start from the weights of a Hugging Face checkpoint: a directory, or a name on the hub, with `@` and a revision

@@ -14,6 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.metrics import rows_of, write
 from tests.conftest import RunLmt
+from tests.harness.tasks import write_tasks
 
 
 def small(root: Path, multiple: float = 1, **changes: Any) -> dict[str, Any]:
@@ -68,6 +69,18 @@ def done(root: Path) -> ModelLadder:
     ladder = ModelLadder.model_validate(small(root, 1))
     ladder.run("2k")
     return ladder
+
+
+@pytest.mark.slow
+def test_tasks_are_asked_at_the_checkpoints(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    (tasks := tmp_path / "tasks").mkdir()
+    harness = {"task_spec": ["toy_text"], "include_path": str(write_tasks(tasks)), "max_examples": 2}
+    ladder = ModelLadder.model_validate(small(tmp_path, 0.5, eval_harness=harness))
+    ladder.run("2k")
+    rows = rows_of(ladder, "2k", prefix="lm_eval/")
+    assert [row["step"] for row in rows] == [c.step for c in ladder.get_checkpoints("2k")]
+    assert all(row["lm_eval/toy_text/bits_per_byte"] > 0 for row in rows)
 
 
 @pytest.mark.slow
