@@ -64,7 +64,7 @@ class WandbTracker:
         import wandb
         from wandb.errors import UsageError
 
-        self._wandb = wandb
+        self._wandb, self._step = wandb, run.resume_step
         self._dump_dir = _xla_dump_directory() if config.save_xla_dumps else None
         identity = config.id or run.id
         try:
@@ -89,6 +89,7 @@ class WandbTracker:
         self._sources = tracked_sources() if config.save_code else {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._step = step
         self._run.log({STEP: step, **metrics})
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -112,7 +113,7 @@ class WandbTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         if type == "html":
             # Shown among the charts, where a file would have to be downloaded.
-            self._run.log({name: self._wandb.Html(str(path))})
+            self._run.log({STEP: self._step, name: self._wandb.Html(str(path))})
             return
         files = {path.name: path}
         if path.is_dir():

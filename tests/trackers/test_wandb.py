@@ -77,6 +77,19 @@ def test_a_run_offline(wandb, tmp_path):
     assert len(read_metrics(tmp_path)) == 2
 
 
+def test_a_page_is_a_chart(wandb, tmp_path):
+    (tmp_path / "page.html").write_text("<!doctype html><p>probabilities</p>")
+    with contextlib.closing(open_trackers([WandbConfig(save_code=False)], run_dir=tmp_path, run_id="r")) as trackers:
+        trackers.log({"train/loss": 2.5}, step=3)
+        trackers.log_artifact("token-probabilities", tmp_path / "page.html", type="html")
+    found = [row for row in history(tmp_path) if "token-probabilities" in str(row)]
+    assert len(found) == 1
+    assert found[0]["global_step"] == 3
+    assert "html-file" in str(found[0])
+    (copy,) = tmp_path.glob("wandb/offline-run-*/files/media/html/*.html")
+    assert "probabilities" in copy.read_text()
+
+
 RUN = """
 import contextlib, sys
 from pathlib import Path
