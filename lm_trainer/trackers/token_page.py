@@ -6,6 +6,7 @@ Shape letters: S tokens of a document that are predicted, K likeliest tokens.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,24 +62,25 @@ class TokenHistory:
 
     @classmethod
     def read(cls, directory: Path) -> TokenHistory:
-        """Reads the file of a run directory; a last line that was cut off is left out.
+        """Reads the file of a run directory; a line that was cut off is left out.
 
         Raises:
             UserError: where there is none.
         """
         history = cls([], {})
         try:
-            lines = (directory / FILE).read_text("utf-8").splitlines()
+            content = (directory / FILE).read_bytes()
         except OSError:
             raise UserError(
                 f"{directory}: there is no {FILE}; a run writes it with every evaluation, unless "
                 "trainer.token_probabilities is 0"
             ) from None
-        for line in lines:
+        # Bytes, since a line may be cut off inside a character, and only the line feed ends one.
+        for line in content.split(b"\n"):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                break
+            except ValueError:
+                continue
             history._take(record)
         return history
 
@@ -132,8 +134,13 @@ class TokenFile:
         return new
 
     def _write(self, record: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        with self._path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                # A line that a kill has cut off is not to spoil this one.
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            file.write(line)
 
 
 def _ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:

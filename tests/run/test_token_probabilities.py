@@ -161,3 +161,29 @@ def test_a_browser_draws_every_token(tmp_path: Path) -> None:
     assert body.count("<section>") == 2
     assert body.count("background: rgb(") == 2 * 3
     assert "&lt;i&gt;" in body
+
+
+def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
+    texts = {1: "a", 2: "\u2028", 3: "\x85\n", 4: "\u0436"}
+    scored = [Scored([1, 2], [0, 1], [[(1, 5)], [(4, 6)]])]
+    file = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
+    file.add(1, scored)
+    file.add(2, scored)
+    path = tmp_path / FILE
+    whole = path.read_bytes()
+    assert TokenHistory.read(tmp_path) == TokenHistory([[1, 2, 3]], texts, {1: scored, 2: scored})
+    cuts = {0, 1, 10, len(whole) - 1, *range(1, len(whole), 7)}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        # As a run that is resumed does.
+        again = TokenFile(tmp_path, [[1, 2, 3]], texts.__getitem__)
+        again.add(2, scored)
+        again.add(3, scored)
+        history = TokenHistory.read(tmp_path)
+        assert history == again.history, cut
+        assert {2, 3} <= history.steps.keys(), cut
+        assert history.tokens == texts, cut
+    # Files that hold their characters as they are, cut off inside one.
+    plain = json.dumps({"documents": [[1, 4]], "tokens": {"1": "a", "4": "\u0436"}}, ensure_ascii=False).encode()
+    path.write_bytes(plain[: plain.index("\u0436".encode()) + 1])
+    assert TokenHistory.read(tmp_path).documents == []
