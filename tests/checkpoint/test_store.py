@@ -14,49 +14,28 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
-from lm_trainer.parallel.mesh import MeshShape, build_mesh
+from tests.checkpoint.steps import (
+    NEVER,
+    arrays,
+    check_that_a_save_is_a_snapshot,
+    check_that_a_step_comes_back,
+    like,
+    saved,
+    sharded,
+)
 
 SPOILT = '{"custom_metadata": {"a": 1}, "init_timesuamp_nsecs": 2}'
 """Metadata of a step with one flipped bit, which Orbax refuses to read."""
-NEVER = CheckpointerConfig(save_interval=timedelta(days=1), keep=(KeepEvery(every=10**9),))
-
-
-def sharded(devices: int) -> NamedSharding:
-    return NamedSharding(build_mesh(MeshShape(), jax.devices()[:devices]), PartitionSpec("data"))
-
-
-def arrays(seed: int, sharding: NamedSharding) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(seed)
-    return {
-        "params.w": jax.device_put(rng.standard_normal((64, 32)).astype(np.float32), sharding),
-        "params.half": jax.device_put(rng.standard_normal(8).astype(jax.numpy.bfloat16), sharding),
-        "opt_state.count": jax.device_put(np.int32(seed), NamedSharding(sharding.mesh, PartitionSpec())),
-    }
-
-
-def like(sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in arrays(0, sharding).items()
-    }
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
-
-
-def saved(directory: Path, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
-    store = CheckpointStore(directory, config)
-    for step in steps:
-        store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
-    store.wait()
-    return store
 
 
 KEEP_THREE = tuple(
@@ -84,27 +63,11 @@ def test_impossible_policies_are_refused(keep: list[dict[str, int]], message: st
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_what_was_saved_comes_back_on_any_mesh(directory: Path, devices: int) -> None:
-    saved(directory, 3).close()
-    restored = CheckpointStore(directory, NEVER).restore(like(sharded(devices)))
-    assert restored is not None
-    assert restored.step == 3
-    assert restored.record["note"] == "step 3"
-    for name, x in arrays(3, sharded(1)).items():
-        assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(x).tobytes()
-        assert len(restored.arrays[name].sharding.device_set) == devices
+    check_that_a_step_comes_back(directory, devices)
 
 
 def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(directory: Path) -> None:
-    store = CheckpointStore(directory, NEVER)
-    values = arrays(1, sharded(8))
-    expected = np.asarray(values["params.w"]).copy()
-    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
-    store.save(1, values, {})
-    jax.block_until_ready(overwrite(values["params.w"]))
-    store.wait()
-    restored = store.restore(like(sharded(8)))
-    assert restored is not None
-    np.testing.assert_array_equal(np.asarray(restored.arrays["params.w"]), expected)
+    check_that_a_save_is_a_snapshot(directory)
 
 
 def test_temporary_checkpoints_are_replaced_and_permanent_ones_stay(directory: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import threading
 
-import jax
-import numpy as np
 import pytest
 
 from lm_trainer.checkpoint.in_bucket import marker
@@ -15,15 +13,15 @@ from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError
 from lm_trainer.data.cache.kvstore import KvStore
-from tests.checkpoint.test_store import NEVER, arrays, like, sharded
-
-
-def saved(bucket: Bucket, *steps: int, config: CheckpointerConfig = NEVER) -> CheckpointStore:
-    store = CheckpointStore(bucket, config)
-    for step in steps:
-        store.save(step, arrays(step, sharded(8)), {"note": f"step {step}"})
-    store.wait()
-    return store
+from tests.checkpoint.steps import (
+    NEVER,
+    arrays,
+    check_that_a_save_is_a_snapshot,
+    check_that_a_step_comes_back,
+    like,
+    saved,
+    sharded,
+)
 
 
 def data_of(bucket: Bucket) -> set[str]:
@@ -33,15 +31,7 @@ def data_of(bucket: Bucket) -> set[str]:
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_what_was_saved_comes_back_on_any_mesh(bucket: Bucket, devices: int) -> None:
-    saved(bucket, 3).close()
-    store = CheckpointStore(bucket, NEVER)
-    restored = store.restore(like(sharded(devices)))
-    store.close()
-    assert restored is not None
-    assert (restored.step, restored.record["note"]) == (3, "step 3")
-    for name, x in arrays(3, sharded(1)).items():
-        assert np.asarray(restored.arrays[name]).tobytes() == np.asarray(x).tobytes()
-        assert len(restored.arrays[name].sharding.device_set) == devices
+    check_that_a_step_comes_back(bucket, devices)
 
 
 def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
@@ -52,16 +42,7 @@ def test_policies_keep_the_same_steps_as_on_disk(bucket: Bucket) -> None:
 
 
 def test_a_save_is_a_snapshot_of_arrays_that_are_given_away_at_once(bucket: Bucket) -> None:
-    store = CheckpointStore(bucket, NEVER)
-    values = arrays(1, sharded(8))
-    expected = np.asarray(values["params.w"]).copy()
-    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
-    store.save(1, values, {})
-    jax.block_until_ready(overwrite(values["params.w"]))
-    restored = (store.wait(), store.restore(like(sharded(8))))[1]
-    store.close()
-    assert restored is not None
-    np.testing.assert_array_equal(np.asarray(restored.arrays["params.w"]), expected)
+    check_that_a_save_is_a_snapshot(bucket)
 
 
 def test_without_its_record_a_step_does_not_exist_and_its_arrays_go(bucket: Bucket) -> None:

@@ -16,7 +16,7 @@ from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, Preempted, UserError
 from lm_trainer.health.signals import StopRequest
-from tests.checkpoint.test_store import NEVER, arrays, like, sharded
+from tests.checkpoint.steps import NEVER, arrays, like, sharded
 from tests.object_storage.proxy import PASSING, Fault, Proxy, cut, delay, drop, lose_answer, only, refuse, sometimes
 from tests.object_storage.servers import using
 
