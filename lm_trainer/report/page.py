@@ -114,7 +114,9 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
             if parting is None
             else f"part at step {parting.step}"
         )
-        found["causes"] = [line for lines in comparison.causes.values() for line in lines]
+        found["causes"] = [
+            line for kind, lines in comparison.causes.items() if kind != "configuration" for line in lines
+        ]
     except UserError as error:
         found["bits"] = str(error)
     if saved := tokens_saved(other, first):
