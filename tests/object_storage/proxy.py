@@ -112,11 +112,11 @@ def delay(seconds: float) -> Fault:
     return fault
 
 
-def refuse(status: int) -> Fault:
-    """Answers with a status, such as 429, 500 or 503."""
+def refuse(status: int, code: str = "") -> Fault:
+    """Answers with a status, such as 429, 500 or 503, and S3's code of the error, by default the usual one."""
+    code = code or {403: "AccessDenied", 301: "PermanentRedirect"}.get(status, "SlowDown")
 
     def fault(handler: Handler) -> bool:
-        code = {403: "AccessDenied", 301: "PermanentRedirect"}.get(status, "SlowDown")
         handler.answer(status, [], f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
         return True
 

@@ -124,6 +124,7 @@ def test_a_lost_answer_to_the_last_object_of_a_save_changes_nothing(behind: Buck
         (only(refuse(403), "PUT"), "cannot write .*permit"),
         (only(refuse(403), "GET", path="list-type"), "cannot list .*permit"),
         (only(refuse(403), "DELETE"), "cannot delete .*permit"),
+        (refuse(403, "RequestTimeTooSkewed"), "the clock of this machine is wrong; set it"),
         (refuse(301), "another region; set AWS_REGION"),
         pytest.param(delay(30), "has not answered within 10 s", marks=pytest.mark.slow),
         (refuse(503), "SlowDown"),
