@@ -26,12 +26,13 @@ from lm_trainer.nn.decoder import Decoder
 from lm_trainer.run.adapters import load_whole
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.find import find_checkpoints
+from lm_trainer.run.local_params import local_params
 from lm_trainer.run.model import TokenNll, trace_model
 from lm_trainer.run.open_model import local_model
-from lm_trainer.run.program import plan_program
+from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.saved_model import read_config
 from lm_trainer.step.evaluate import Evaluator
-from lm_trainer.step.model_def import ModelDef, Params
+from lm_trainer.step.model_def import Params
 
 MAX_ROW = 2048
 """Tokens in a row for models that say nothing of training here; they may read a hundred times as many."""
@@ -58,13 +59,18 @@ class EvalModel:
     tokenizer: HfTokenizer
     row: int
     """Tokens in a row."""
-    definition: ModelDef
-    losses: Evaluator
+    program: Program
     params: Params
 
+    @property
+    def losses(self) -> Evaluator:
+        """Computes the losses of tokens."""
+        return self.program.evaluate
+
     def decoder(self) -> Decoder:
-        """The module with its parameters, where they lie."""
-        return self.definition.merge(self.params)
+        """The module with its parameters, as `local_params` gives them."""
+        layerwise = self.config.trainer.determinism == "layerwise"
+        return self.program.model.merge(local_params(self.program, self.params, layerwise=layerwise))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""
@@ -144,7 +150,7 @@ def _place(  # noqa: PLR0913 - a model is all of these
     storage, dtype = program.sharding.storage, trainer.mp.param_dtype
     placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in named_leaves(dict(params)).items()}
     row = context or config.model.seq_len
-    return EvalModel(name, step, config, tokenizer, row, program.model, program.evaluate, placed)
+    return EvalModel(name, step, config, tokenizer, row, program, placed)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.cache import KvCache
@@ -120,7 +119,7 @@ class _Engine(NamedTuple):
         rows = [[*each.tokens, *each.continuations[0]] for each in contexts]
         tokens_BT, targets_BT = _padded([row[:-1] for row in rows], width), _padded([row[1:] for row in rows], width)
         found = _whole(self._program(), self.params, tokens_BT, targets_BT)
-        log_probs_BT, greedy_BT = _fetch(found)
+        log_probs_BT, greedy_BT = jax.device_get(found)
         starts = [len(each.tokens) - 1 for each in contexts]
         ends = [len(row) - 1 for row in rows]
         return [
@@ -143,7 +142,7 @@ class _Engine(NamedTuple):
             asked = [each.continuations[min(choice, len(each.continuations) - 1)] for each in contexts]
             continuations_BT = _padded(asked, room)
             found = _go_on(self._program(), self.params, cache, logits_BV, lengths_B, continuations_BT)
-            log_probs_BT, greedy_BT = _fetch(found)
+            log_probs_BT, greedy_BT = jax.device_get(found)
             for i, each in enumerate(contexts):
                 if choice < len(each.continuations):
                     count = len(each.continuations[choice])
@@ -170,12 +169,6 @@ def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
     for at, row in enumerate(rows):
         tokens_BT[at, : len(row)] = row
     return tokens_BT
-
-
-def _fetch(values: Any) -> Any:
-    if jax.process_count() == 1:
-        return jax.device_get(values)
-    return multihost_utils.process_allgather(values, tiled=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)

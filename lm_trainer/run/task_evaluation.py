@@ -8,6 +8,7 @@ from lm_trainer.harness.config import quiet_bars
 from lm_trainer.harness.report import task_metrics, write_samples
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.hooks import StepInfo
+from lm_trainer.run.local_params import local_params
 from lm_trainer.run.loop_parts import LoopParts
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class TaskEvaluation:
         loop.metrics.flush()
         loop.progress.phase("asking the tasks of eval_harness")
         # The last set of weights is the one to export.
-        params = [*loop.program.weights(info.state).values()][-1]
+        weights = [*loop.program.weights(info.state).values()][-1]
+        layerwise = self._config.trainer.determinism == "layerwise"
+        params = local_params(loop.program, weights, layerwise=layerwise)
         model = HarnessModel(
             loop.program.model.merge(params),
             self._tokenizer,

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import Place, written_to
 from lm_trainer.core.errors import UserError
@@ -30,6 +28,7 @@ from lm_trainer.run.directory import run_id
 from lm_trainer.run.hf_exports import HfExports, check_exports
 from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.initial_weights import choose_vocab_size
+from lm_trainer.run.local_params import local_params
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.model import recomputes_layers, trace_model
@@ -39,8 +38,7 @@ from lm_trainer.run.program import Program, plan_run
 from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.spread import spread
-from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 
 
@@ -232,23 +230,15 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
         progress.note(note)
 
 
-def _for_generation(config: RunConfig, program: Program, state: TrainState) -> Mapping[str, Any]:
-    weights = list(program.weights(state).values())[-1]
-    if config.trainer.determinism != "layerwise":
-        # Whole on one device, as it was for training: the text is then that of any number of devices.
-        return to_host(weights)
-    if jax.process_count() == 1:
-        return jax.device_put(weights, spread(program.model, program.sharding.mesh.local_devices))
-    return jax.device_put(to_host(weights), spread(program.model, program.sharding.mesh.local_devices))
-
-
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
     """The start of a held-out document (of the training text, where nothing is held out) and its continuation."""
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
+    weights = list(program.weights(state).values())[-1]
+    params = local_params(program, weights, layerwise=config.trainer.determinism == "layerwise")
     tokens = generate(
-        program.model.merge(_for_generation(config, program, state)),
+        program.model.merge(params),
         [prompt],
         GenerateSettings(
             max_new_tokens=config.trainer.sample_tokens,
