@@ -37,9 +37,9 @@ def report(
     from lm_trainer.core.files import write_atomically
     from lm_trainer.report.figures import write_figures
     from lm_trainer.report.page import report_page
-    from lm_trainer.report.run import read_run
+    from lm_trainer.report.run import read_run, told_apart
 
-    found = [read_run(run) for run in runs]
+    found = told_apart([read_run(run) for run in runs])
     out = out or Path(f"{'-'.join(run.name for run in found[:3])}-report.html")
     page = report_page(found)
     write_atomically(out, page)

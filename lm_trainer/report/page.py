@@ -124,14 +124,13 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
     return found
 
 
-def _tokens(runs: Sequence[ReportedRun]) -> str | None:
-    """The page of token probabilities, of the first two runs at most."""
+def _tokens(runs: Sequence[ReportedRun]) -> dict[str, str] | None:
+    """The page of token probabilities, of the first two runs at most, and what is not on it."""
     histories = {run.name: run.tokens for run in runs[:2] if run.tokens is not None}
     if not histories:
         return None
     try:
-        return token_page(histories)
-    except UserError:
-        # Of other documents: those of the first alone.
+        return {"page": token_page(histories), "note": ""}
+    except UserError as error:
         name, history = next(iter(histories.items()))
-        return token_page({name: history})
+        return {"page": token_page({name: history}), "note": f"Of {name} alone: {error}."}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ def read_run(source: str) -> ReportedRun:
         _samples(path / TEXTS),
         _tokens(path),
     )
+
+
+def told_apart(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
+    """The runs with their paths for names, where several have one name."""
+    names = [run.name for run in runs]
+    return [replace(run, name=str(run.path)) if names.count(run.name) > 1 else run for run in runs]
 
 
 def _changes(config: RunConfig) -> dict[str, Any]:

@@ -76,8 +76,8 @@ def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
     assert run["samples"][0][0] == 4
     assert run["attempts"][0]["step"] == 0
     assert "cpu" in run["attempts"][0]["devices"]
-    assert "token-probabilities" not in data["tokens"]
-    assert "Token probabilities" in data["tokens"]
+    assert "Token probabilities" in data["tokens"]["page"]
+    assert data["tokens"]["note"] == ""
     assert data["pairs"] == []
 
 
@@ -91,6 +91,17 @@ def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     assert [curve["run"] for curve in charts["train/loss"]] == [0, 1]
     (same,) = reported(lmt, "a", "a")["pairs"]
     assert same["bits"] == "equal in all 4 steps that both have"
+
+
+def test_runs_of_one_name_and_of_other_documents_are_told_apart(lmt: Lmt, root: Path) -> None:
+    shutil.copytree(root / "logs/a", root / "elsewhere/a", dirs_exist_ok=True)
+    data = reported(lmt, "a", "elsewhere/a")
+    names = [run["name"] for run in data["runs"]]
+    assert len({*names}) == 2
+    assert len(page_data(data["tokens"]["page"])["runs"]) == 2
+    file = root / "elsewhere/a/token-probabilities.jsonl"
+    file.write_text(file.read_text().replace('{"documents":[[', '{"documents":[[1,'))
+    assert "other documents" in reported(lmt, "a", "elsewhere/a")["tokens"]["note"]
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, root: Path) -> None:
