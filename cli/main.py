@@ -26,15 +26,15 @@ from cli import (
 )
 from cli.common import OVERRIDES
 from cli.common import report as report_error
-from lm_trainer.core.errors import UserError, disk_error
+from lm_trainer.core.errors import UserError, disk_error, out_of_memory
 
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, as shells report it."""
 
 _EXIT_CODES = (
     "Exit codes: 0 done; 1 crash, or the machine failed (disk full, not writable); 2 wrong usage or configuration; "
-    "3 stopped on a non-finite loss, or by a rule of trainer.alerts; 75 stopped from outside with everything saved, or "
-    "by the watchdog: start it again; 130 interrupted."
+    "3 stopped on a non-finite loss, or by a rule of trainer.alerts; 4 out of memory; 75 stopped from outside with "
+    "everything saved, or by the watchdog: start it again; 130 interrupted."
 )
 
 
@@ -54,6 +54,10 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except (MemoryError, RuntimeError) as error:
+            if told := out_of_memory(error):
+                raise typer.Exit(report_error(told)) from None
+            raise
 
 
 app = typer.Typer(

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from cli.common import ConfigArgument, OverridesArgument, load_run_config
+from cli.out_of_memory import explained_out_of_memory
 
 
 def train(
@@ -24,8 +25,8 @@ def train(
 ) -> None:
     """Train a model; the same command again resumes the run where it stopped.
 
-    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 75 start it again: stopped by a
-    signal with all saved, or by the watchdog.
+    Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 4 out of memory, 75 start it again:
+    stopped by a signal with all saved, or by the watchdog.
 
     Examples:
         lmt train configs/gpt2_nano.yaml
@@ -49,7 +50,10 @@ def train(
         return
     # Arranged before the run starts, so that it holds for a crash as well.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
-    with Progress(run.trainer.num_train_steps) as progress:
+    with (
+        explained_out_of_memory(run, config, overrides or []),
+        Progress(run.trainer.num_train_steps) as progress,
+    ):
         for change in tuned:
             progress.note(change)
         summary = run_training(run, name=config.stem, progress=progress, allow_config_change=allow_config_change)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterable
 
 from lm_trainer.core.credentials import without_credentials
@@ -10,9 +11,12 @@ from lm_trainer.core.credentials import without_credentials
 # Full, over quota, too large, read-only, broken, or a mount that went away.
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
+_OUT_OF_MEMORY = re.compile(r"(RESOURCE_EXHAUSTED(?!.*out of memory))|(ran )?out[ _]of[ _]memory", re.IGNORECASE)
+
 EXIT_CRASH = 1
 EXIT_CONFIG = 2
 EXIT_NON_FINITE = 3
+EXIT_OUT_OF_MEMORY = 4
 EXIT_PREEMPTED = 75
 """`EX_TEMPFAIL` of sysexits.h: everything is saved, start me again."""
 
@@ -53,6 +57,12 @@ class NonFiniteError(UserError):
     exit_code = EXIT_NON_FINITE
 
 
+class OutOfMemoryError(UserError):
+    """The memory of a device, or of the host, is too small for what was to be computed."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
+
+
 class Preempted(UserError):
     """The run was asked to stop and has saved everything."""
 
@@ -66,3 +76,18 @@ def disk_error(error: OSError) -> MachineError | None:
     return MachineError(
         f"{error.filename or 'a file'}: {error.strerror}; make room or mend the disk, then start the same command again"
     )
+
+
+def out_of_memory(error: BaseException) -> OutOfMemoryError | None:
+    """Translates an error of a device's or the host's memory, met at compilation or in a step; None for others."""
+    if isinstance(error, OutOfMemoryError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError(f"the memory of this machine is too small: {error or 'an allocation failed'}")
+    # By its name: JAX is not imported for an error that something else has raised.
+    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+        return None
+    # Each backend says it in other words, and behind others: a step that failed fails what waits for it.
+    if (found := _OUT_OF_MEMORY.search(str(error))) is None:
+        return None
+    return OutOfMemoryError(f"the memory of a device is too small: {str(error)[found.start() :].splitlines()[0]}")

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lm_trainer.core.credentials import without_credentials
-from lm_trainer.core.errors import EXIT_CONFIG, EXIT_NON_FINITE, EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.core.errors import (
+    EXIT_CONFIG,
+    EXIT_NON_FINITE,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_PREEMPTED,
+    MachineError,
+    UserError,
+)
 from lm_trainer.launch.local import coordinates
 from lm_trainer.launch.tpu_slices import TpuSlice
 from lm_trainer.launch.volumes import Volume
@@ -26,6 +33,8 @@ _TPU_PORTS = (8471, 8431)
 """Ports of a TPU worker: of the processes among themselves, and of metrics."""
 _CONFIG_DIRECTORY = "/etc/lmt"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY]
+"""Exit codes of a run that would come to the same end again."""
 _LONGEST_NAME = 40
 """Longest name of a JobSet: those of its pods add to it, and have at most 63 characters."""
 
@@ -168,7 +177,7 @@ _POD_FAILURES = {
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
-            "onExitCodes": {"containerName": JOB, "operator": "In", "values": [EXIT_CONFIG, EXIT_NON_FINITE]},
+            "onExitCodes": {"containerName": JOB, "operator": "In", "values": _FINAL},
         },
     ]
 }

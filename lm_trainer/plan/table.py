@@ -9,6 +9,7 @@ from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
 from lm_trainer.trackers.console import duration
 
+DOES_NOT_FIT = "DOES NOT FIT"
 _CAVEAT = "Temporary memory is that of XLA's plan for a CPU; on an accelerator fusion, kernels and libraries differ."
 _NOT_COUNTED = "Evaluation, the start of a run and what the driver takes are not counted."
 
@@ -88,7 +89,7 @@ def _notes_on_programs(compiled: CompiledStep) -> Iterator[str]:
 def _share(plan: RunPlan) -> str:
     if plan.budget is None:
         return ""
-    verdict = "fits in" if _fits(plan) else "DOES NOT FIT in"
+    verdict = "fits in" if _fits(plan) else f"{DOES_NOT_FIT} in"
     return f": {verdict} {size_of(plan.budget.bytes)} ({plan.budget.origin})"
 
 

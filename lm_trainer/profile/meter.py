@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lm_trainer.profile.goodput import Goodput
+
 
 class Meter:
     """Tokens per second, step time, MFU and HFU over the last steps.
@@ -17,6 +19,7 @@ class Meter:
         flops_per_token: of a training step, forward and backward.
         recomputed: what rematerialisation adds to them; None where it is not known.
         peak_flops: FLOP/s of all devices of the run by their datasheet; None where it is not known.
+        goodput: takes the time of the steps; None: it is not asked for.
         window: number of last steps that tokens per second, MFU and HFU are taken over.
         clock: seconds that only grow.
     """
@@ -27,12 +30,13 @@ class Meter:
         flops_per_token: float,
         peak_flops: float | None,
         recomputed: float | None = None,
+        goodput: Goodput | None = None,
         window: int = 20,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._flops_per_token, self._peak, self._recomputed = flops_per_token, peak_flops, recomputed
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=window)
-        self._clock = clock
+        self._goodput, self._clock = goodput, clock
         self._last: float | None = None
 
     def step(self, tokens: float, *, loading: float = 0.0, done: float | None = None) -> dict[str, float]:
@@ -46,7 +50,7 @@ class Meter:
         Returns:
             `throughput/loading_time` (s) always; `step_time` (s) and `tokens_per_second` from the second step after a
             start or pause, and with them `data_wait`, the share of the time of those steps that was spent waiting for
-            data, from 0 to 1; `mfu` and `hfu` in percent where what they need is known.
+            data, from 0 to 1; `mfu` and `hfu` in percent where what they need is known; the results of `Goodput.step`.
         """
         now, last = self._clock() if done is None else done, self._last
         self._last = now
@@ -67,6 +71,8 @@ class Meter:
                 metrics["throughput/mfu"] = 100 * speed * self._flops_per_token / self._peak
                 if self._recomputed is not None:
                     metrics["throughput/hfu"] = 100 * speed * (self._flops_per_token + self._recomputed) / self._peak
+        if self._goodput is not None:
+            metrics |= self._goodput.step(max(metrics.get("throughput/step_time", 0.0) - loading, 0.0))
         return metrics
 
     def pause(self) -> None:

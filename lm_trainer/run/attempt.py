@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ class Attempt:
     save_requests: SaveRequests
     watchdog: Watchdog
     progress: Progress
+    started: float
+    """The time at which it began, in seconds of `time.perf_counter`."""
 
     def start(
         self,
@@ -79,6 +82,7 @@ def open_attempt(
     Raises:
         UserError: when the run directory is in use or holds another run, or the devices do not fit.
     """
+    started = time.perf_counter()
     directory = RunDirectory(
         config, settings, config.id or "run", allow_change=allow_config_change, waiting=progress.phase
     )
@@ -100,4 +104,4 @@ def open_attempt(
         watchdog = stack.enter_context(Watchdog(config.watchdog, directory.path))
         # The first to hear of a failure: whatever is closed after it would wait for the other processes.
         stack.push(failure_detector.report)
-        yield Attempt(config, directory, store, stop, save_requests, watchdog, progress)
+        yield Attempt(config, directory, store, stop, save_requests, watchdog, progress, started)

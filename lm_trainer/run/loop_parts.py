@@ -13,6 +13,8 @@ from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import is_lead
+from lm_trainer.profile.goodput import Goodput
+from lm_trainer.profile.memory_use import memory_meter
 from lm_trainer.profile.meter import Meter
 from lm_trainer.profile.peaks import datasheet_peak
 from lm_trainer.profile.trace import Profiler, ProfilerOff
@@ -32,6 +34,7 @@ from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress, open_trackers, profile_directory
 from lm_trainer.trackers.base import Composite
+from lm_trainer.trackers.jsonl import METRICS
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
     """
     config, directory, progress, watchdog = attempt.config, attempt.directory, attempt.progress, attempt.watchdog
     with ExitStack() as stack:
+        # Before the trackers drop the lines of steps that come again.
+        goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
         # Opened first and closed last, so that what the other parts report at their end arrives.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step)))
         tracker.log_config(directory.config.model_dump(mode="json"))
@@ -104,11 +109,11 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         bad_batches = BadBatchDump(directory.path / "non-finite")
         # A resumed run goes on with the chain of its checkpoint, so that its fingerprint covers all steps.
         chain = attempt.store.record(state.step).get("chain", "")
-        meter = _meter(config, program, options)
+        meter = _meter(config, program, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
         watchdog.on_stall = alerts.stalled
         logger = MetricLogger(
-            config, tracker, progress, meter, norms, bad_batches=bad_batches, alerts=alerts, chain=chain
+            config, tracker, progress, meter, norms, memory_meter(), bad_batches=bad_batches, alerts=alerts, chain=chain
         )
         metrics = stack.enter_context(closing(logger))
         profiler = stack.enter_context(_profiler(attempt, tracker))
@@ -152,12 +157,13 @@ def _open_trackers(attempt: Attempt, step: int) -> Composite:
     )
 
 
-def _meter(config: TrainerConfig, program: Program, options: LoopOptions) -> Meter:
+def _meter(config: TrainerConfig, program: Program, options: LoopOptions, goodput: Goodput) -> Meter:
     devices = program.sharding.mesh.devices
     peak = datasheet_peak(devices.flat[0].device_kind, config.mp.compute)
     flops = options.flops_per_token
     peak_flops = None if peak is None or not flops else peak.flops * devices.size
-    return Meter(flops_per_token=flops, peak_flops=peak_flops, recomputed=options.recomputed_flops_per_token)
+    recomputed = options.recomputed_flops_per_token
+    return Meter(flops_per_token=flops, peak_flops=peak_flops, recomputed=recomputed, goodput=goodput)
 
 
 def _profiler(attempt: Attempt, tracker: Composite) -> Profiler | ProfilerOff:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ class MetricLogger:
         progress: Progress,
         meter: Meter,
         watcher: Watcher,
+        measure_memory: Callable[[], dict[str, float]],
         *,
         bad_batches: BadBatchDump,
         alerts: Alerts,
@@ -62,6 +63,7 @@ class MetricLogger:
     ):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
         self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
+        self._measure_memory = measure_memory
         self._pending: _Pending | None = None
         # By the time that a step is read, the next one may be half done: enqueueing can block.
         self._waiting = ThreadPoolExecutor(1, "step done")
@@ -102,7 +104,7 @@ class MetricLogger:
         # The last step and a bad one are always written, however seldom the others are.
         last = pending.step == self._config.num_train_steps
         if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
-            self._trackers.log(metrics, step=pending.step)
+            self._trackers.log(metrics | self._measure_memory(), step=pending.step)
         self._progress.log(pending.step, metrics)
         self._record_watched(pending.step)
         try:

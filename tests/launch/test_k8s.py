@@ -178,6 +178,7 @@ def action(job_set: dict[str, Any], reason: str, message: str) -> str:
         (137, None, "RestartJobSet"),
         (2, None, "FailJobSet"),
         (3, None, "FailJobSet"),
+        (4, None, "FailJobSet"),
     ],
 )
 def test_exit_codes_decide_what_happens_next(code: int, condition: str | None, expected: str) -> None:

@@ -149,7 +149,7 @@ def recorder(trackers: Any = None, **flags: bool) -> MetricLogger:
     evidence = BadBatchDump(Path("non-finite"))
     config, progress = settings(**flags), Progress(STEPS)
     alerts = Alerts(config.alerts, Path(), trackers, progress, sends=True)
-    return MetricLogger(config, trackers, progress, meter, watcher, bad_batches=evidence, alerts=alerts)
+    return MetricLogger(config, trackers, progress, meter, watcher, dict, bad_batches=evidence, alerts=alerts)
 
 
 def test_a_step_takes_until_it_is_done_not_until_it_is_read() -> None:

@@ -1,0 +1,50 @@
+"""Memory that this process holds, on the host and on its devices, and what the machine has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_STATM = Path("/proc/self/statm")
+
+
+def memory_meter() -> Callable[[], dict[str, float]]:
+    """Returns a function that measures, in GiB, what can be measured here.
+
+    Its results: `memory/host`, resident memory of this process (Linux); `memory/device_peak`, the most that the
+    fullest of its devices has held so far, where the backend counts it, so not on a CPU.
+    """
+    counting = [device for device in jax.local_devices() if device.memory_stats()]
+
+    def measure() -> dict[str, float]:
+        found = {}
+        if (host := _resident()) is not None:
+            found["memory/host"] = host / 2**30
+        if counting:
+            found["memory/device_peak"] = max(map(_peak, counting)) / 2**30
+        return found
+
+    return measure
+
+
+def host_memory() -> int | None:
+    """Bytes of memory of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _resident() -> int | None:
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _peak(device: Any) -> int:
+    return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
