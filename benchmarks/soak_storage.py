@@ -1,0 +1,265 @@
+"""Interrupts a run whose checkpoints are in object storage, and compares what it comes to with an undisturbed one.
+
+    python benchmarks/soak_storage.py --out DIR --table benchmarks/results/soak_storage.md
+
+An S3 server (moto) runs on loopback, with a proxy in front that loses, delays, cuts and refuses a share of all
+requests. Each interruption comes at a request of the run: the n-th that writes arrays, the record of a step, the copy
+of the run directory or the lease, or that deletes a record or arrays. Every second attempt begins in an empty
+directory, as on another machine. Exit code 0: every lap ended with the numbers of the undisturbed run, nothing was left
+of saves and deletions that were cut off, and each ending had its promised exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.object_storage.proxy import PASSING, Proxy, proxied, refuse, sometimes  # noqa: E402
+from tests.object_storage.servers import BUCKET, environment, s3, using  # noqa: E402
+
+STEPS, KEPT = 40, 10
+PATIENCE = 300.0
+"""Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
+MOMENTS = {
+    "arrays are written": ("PUT", "/arrays/", 120),
+    "a step's record is written": ("PUT", "/steps/", 4),
+    "a step's record is deleted": ("DELETE", "/steps/", 3),
+    "arrays are deleted": ("DELETE", "/arrays/", 60),
+    "the run directory is copied": ("PUT", "/run/", 6),
+    "the lease is written": ("PUT", "/.lock", 1),
+    "anything is read": ("GET", "/", 60),
+}
+"""Moment -> method, part of the path, and the largest number of the request."""
+ENDINGS = ("kill -9", "kill -9", "kill -9", "SIGTERM", "the server fails", "writing is denied")
+SHARES = (0.0, 0.03, 0.1)
+"""Parts of all requests that meet a fault that passes."""
+
+
+def configuration(directory: Path, base: str) -> dict[str, Any]:
+    text = " ".join(f"{word} {word * word}" for word in range(4000))
+    (directory / "train.txt").write_text(text)
+    return {
+        "model": {"type": "gpt2", "seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2, "resid_pdrop": 0.1},
+        "data": {"tokenizer": "bytes", "num_workers": 0, "train_urls": [str(directory / "train.txt")]},
+        "trainer": {
+            "id": "run",
+            "train_batch_size": 8,
+            "per_device_parallelism": 1,
+            "num_train_steps": STEPS,
+            "sample_tokens": 0,
+            "tracker": [],
+            "log_jaxprs": False,
+            "log_xla_hlo": False,
+            "cpu_threads": 1,
+            "jax_compilation_cache_dir": str(directory / "compiled"),
+            "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
+            "checkpointer": {"base_path": base, "save_interval": "50ms", "keep": [{"every": KEPT}]},
+        },
+    }
+
+
+class Soak:
+    """The interruptions so far, and the run of the lap."""
+
+    def __init__(self, out: Path, proxy: Proxy, seed: int):
+        self.out, self.proxy, self.seed = out.absolute(), proxy, seed
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.entries: list[dict[str, Any]] = []
+        self.laps: list[dict[str, Any]] = []
+        self.machines = 0
+        self.undisturbed = self._undisturbed()
+
+    @property
+    def base(self) -> str:
+        return f"s3://{BUCKET}/seed-{self.seed}/lap-{len(self.laps) + 1}"
+
+    def start(self, machine: str, devices: int, base: str, *overrides: str) -> subprocess.Popen[str]:
+        here = self.out / machine
+        here.mkdir(exist_ok=True)
+        (self.out / "run.yaml").write_text(json.dumps(configuration(self.out, base)))
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        env = {**os.environ, **environment("s3", self.proxy.endpoint), "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+        env |= {"LMT_PROGRESS": "plain", "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-m", "cli", "train", str(self.out / "run.yaml"), *overrides]
+        return subprocess.Popen(command, cwd=here, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def numbers(self, machine: str) -> list[dict[str, Any]]:
+        """Losses of all steps, and the fingerprints of those that are saved whatever the clock says."""
+        lines = (self.out / machine / "logs/run/metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return [
+            {key: row[key] for key in ("step", "train/loss", "optim/grad_norm", "fingerprint") if key in row}
+            for row in rows
+            if "train/loss" in row or row["step"] % KEPT == 0
+        ]
+
+    def interrupt(self) -> None:
+        number = len(self.entries)
+        rng = random.Random(f"{self.seed}/{number}")
+        moment, ending = list(MOMENTS)[number % len(MOMENTS)], rng.choice(ENDINGS)
+        method, part, most = MOMENTS[moment]
+        count, share, devices = rng.randint(1, most), rng.choice(SHARES), rng.choice((1, 1, 2, 4))
+        if rng.random() < 0.5:
+            shutil.rmtree(self.out / self.machine(), ignore_errors=True)
+            self.machines += 1
+        self.proxy.fault = sometimes(PASSING, share, seed=number) if share else None
+        reached = self.newly(method, part, count)
+        process = self.start(self.machine(), devices, self.base, "trainer.checkpointer.retry_for=4s")
+        began, problems = time.monotonic(), []
+        while process.poll() is None and not reached() and time.monotonic() - began < PATIENCE:
+            time.sleep(0.001)
+        over = process.poll() is not None
+        if not over:
+            self.end(process, ending)
+        said = process.communicate(timeout=PATIENCE)[0]
+        self.proxy.fault = None
+        problems = [] if over and process.returncode == 0 else self.broken_promises(process.returncode, ending, said)
+        entry = {"moment": moment, "ending": "none: it was over" if over else ending, "code": process.returncode}
+        entry |= {"share": share, "devices": devices, "problems": problems}
+        print(json.dumps(entry), flush=True)
+        self.entries.append(entry)
+        if over and process.returncode == 0:
+            self.entries.pop()
+            self.finish()
+
+    def end(self, process: subprocess.Popen[str], ending: str) -> None:
+        if ending in ("kill -9", "SIGTERM"):
+            process.send_signal(signal.SIGKILL if ending == "kill -9" else signal.SIGTERM)
+            return
+        status = 503 if ending == "the server fails" else 403
+        writes = ("PUT", "POST", "DELETE") if status == 403 else ("GET", "HEAD", "PUT", "POST", "DELETE")
+        fault = refuse(status)
+        self.proxy.fault = lambda handler: handler.command in writes and fault(handler)
+
+    def broken_promises(self, code: int, ending: str, said: str) -> list[str]:
+        # A fault of the server may end an attempt before the moment; whoever starts is told in one line.
+        promised = {"kill -9": {-9}, "SIGTERM": {75, -15}}.get(ending, {0, 1, 2}) | {1, 2}
+        problems = [] if code in promised else [f"exit code {code}"]
+        if "Traceback" in said:
+            problems.append(f"a traceback:\n{said[-3000:]}")
+        return problems
+
+    def machine(self) -> str:
+        return f"machine-{self.machines}"
+
+    def newly(self, method: str, part: str, count: int) -> Callable[[], bool]:
+        """True once so many requests of a kind have come from now on."""
+        start = len(self.proxy.requests)
+        return lambda: sum(m == method and part in path for m, path in self.proxy.requests[start:]) >= count
+
+    def _undisturbed(self) -> list[dict[str, Any]]:
+        shutil.rmtree(self.out / "undisturbed", ignore_errors=True)
+        process = self.start("undisturbed", 1, str(self.out / "undisturbed" / "checkpoints"))
+        said = process.communicate()[0]
+        assert process.returncode == 0, said
+        return self.numbers("undisturbed")
+
+    def finish(self) -> None:
+        """Ends the lap in an empty directory, from the bucket alone, and compares."""
+        machine = f"end-{len(self.laps)}"
+        shutil.rmtree(self.out / machine, ignore_errors=True)
+        process = self.start(machine, 1, self.base)
+        said = process.communicate()[0]
+        problems = [] if process.returncode == 0 else [f"the last attempt failed:\n{said[-3000:]}"]
+        if not problems and self.numbers(machine) != self.undisturbed:
+            problems.append("numbers differ from the undisturbed run")
+        with using("s3", self.proxy.endpoint):
+            from lm_trainer.core.bucket import Bucket
+
+            names = Bucket(f"{self.base}/run").list()
+        kept = {str(step) for step in range(KEPT, STEPS + 1, KEPT)}
+        left = {name.split("/")[1].split("-")[0] for name in names if name.startswith("arrays/")}
+        if left != kept:
+            problems.append(f"arrays of steps {sorted(left)} are there")
+        if ".lock" in names:
+            problems.append("the lease is there")
+        self.laps.append({"problems": problems})
+        print(json.dumps({"lap": len(self.laps), "problems": problems}), flush=True)
+        self.proxy.requests.clear()
+        if not problems:
+            shutil.rmtree(self.out / machine)
+            shutil.rmtree(self.out / self.machine(), ignore_errors=True)
+            self.machines += 1
+
+    def problems(self) -> list[str]:
+        return [problem for entry in (*self.entries, *self.laps) for problem in entry["problems"]]
+
+
+def table(soak: Soak, requests: int) -> str:
+    """The results as Markdown."""
+    cells = Counter((entry["moment"], entry["ending"]) for entry in soak.entries)
+    endings = sorted({ending for _, ending in cells})
+    rows = [
+        f"| {moment} | " + " | ".join(str(cells[moment, ending]) for ending in endings) + " |" for moment in MOMENTS
+    ]
+    codes = {ending: sorted({e["code"] for e in soak.entries if e["ending"] == ending}) for ending in endings}
+    faults = Counter(entry["share"] for entry in soak.entries)
+    shares = ", ".join(f"{share:.0%} of requests in {count}" for share, count in sorted(faults.items()))
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "tensorstore", "moto"))
+    equal = sum(not lap["problems"] for lap in soak.laps)
+    good = sum(not entry["problems"] for entry in soak.entries)
+    return "\n".join(
+        [
+            "# Soak in object storage",
+            "",
+            f"`python benchmarks/soak_storage.py --seed {soak.seed} --interruptions {len(soak.entries)}`, "
+            f"{platform.python_version()}, {packages}, 1, 2 and 4 emulated devices, S3 on loopback behind a proxy.",
+            "",
+            f"{len(soak.entries)} interruptions in {len(soak.laps)} laps of {STEPS} steps, {requests} requests: "
+            f"{equal} of {len(soak.laps)} laps, ended in an empty directory from the bucket alone, had the losses, "
+            f"gradient norms and fingerprints of the undisturbed run, and nothing was left of what was cut off. "
+            f"{good} of {len(soak.entries)} attempts ended as promised, without a traceback.",
+            "",
+            "| interrupted when | " + " | ".join(endings) + " |",
+            "|---|" + "---|" * len(endings),
+            *rows,
+            "| exit codes | " + " | ".join(", ".join(map(str, codes[ending])) for ending in endings) + " |",
+            "",
+            f"Faults that pass (lost, late, cut off, answered 429, 500 or 503) met {shares} of the attempts.",
+            "",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--interruptions", type=int, default=200)
+    parser.add_argument("--table", type=Path, default=None, help="where to write the results as Markdown")
+    chosen = parser.parse_args(arguments)
+    with s3() as endpoint, proxied(endpoint) as proxy:
+        soak, requests = Soak(chosen.out, proxy, chosen.seed), 0
+        while len(soak.entries) < chosen.interruptions:
+            before = len(proxy.requests)
+            soak.interrupt()
+            requests += max(len(proxy.requests) - before, 0)
+        soak.finish()
+    text = table(soak, requests)
+    print(text)
+    for problem in soak.problems():
+        print(f"NOT AS PROMISED: {problem}")
+    if chosen.table:
+        chosen.table.parent.mkdir(parents=True, exist_ok=True)
+        chosen.table.write_text(text)
+    return 1 if soak.problems() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
