@@ -187,6 +187,8 @@ class Takes:
     """Schemes of the URLs that work in its place."""
     name: str = ""
     """A name that works in its place."""
+    instead: str = ""
+    """Advice to those who write a URL."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = core_schema.no_info_before_validator_function(_path_as_text, handler(source))
@@ -194,7 +196,7 @@ class Takes:
 
     def _checked(self, value: str) -> str:
         if problem := url_problem(value, self.schemes, self.name):
-            raise ValueError(problem)
+            raise ValueError(f"{problem}. {self.instead}" if self.instead else problem)
         return value
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
-from lm_trainer.core.config import Config, LocalPath, Name, PlacePath, Seed, Takes
+from lm_trainer.core.config import Config, Name, PlacePath, Seed, Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
@@ -44,7 +44,10 @@ JsonValue = str | int | float | bool | None
 
 _CUT_BY = {"layers": "pipeline", "experts": "expert"}
 """The logical axes of parameters that a mesh axis cuts without a rule."""
-
+_RUN_DIRECTORY = (
+    "The run directory lies on this machine; with a bucket as trainer.checkpointer.base_path a copy of it is kept beside "
+    "the checkpoints, from which other machines read and go on"
+)
 
 _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
 """Prefixes of JAX settings that change no number."""
@@ -140,7 +143,7 @@ class TrainerConfig(Config):
     sample_tokens: Operational[NonNegativeInt] = 128
     """After training, print a sample of so many tokens; 0: none."""
 
-    log_dir: Operational[LocalPath] = "logs/"
+    log_dir: Operational[Annotated[str, Takes(instead=_RUN_DIRECTORY)]] = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""
     tracker: Operational[AnyTracker | tuple[AnyTracker, ...]] = (TensorboardConfig(),)
     """Trackers besides metrics.jsonl: one or a list. A block without `type` is one of wandb."""

@@ -156,6 +156,11 @@ def test_what_works_is_left_as_it_is(setting: str, tmp_path: Path) -> None:
     assert load(file, [setting], RunConfig).config.trainer
 
 
+def test_a_run_directory_in_a_bucket_is_answered_with_the_copy_beside_the_checkpoints() -> None:
+    with pytest.raises(ValueError, match=r"with a bucket as trainer\.checkpointer\.base_path a copy of it is kept"):
+        RunConfig.model_validate({"trainer": {"log_dir": "s3://b/x"}})
+
+
 def test_a_url_of_a_file_is_answered_with_its_path() -> None:
     for url in ("file:///tmp/x", "file:/tmp/x"):
         with pytest.raises(UserError, match=f"{url} is a URL; write the path alone: /tmp/x$"):
