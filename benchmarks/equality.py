@@ -110,9 +110,11 @@ def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]
     }
 
 
-def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known: dict[str, Any]) -> None:
-    """Compares the runs of one kind that are not known yet."""
+def random_runs(kind: str, count: int, steps: int, write: Callable[[str, Any], None], known: dict[str, Any]) -> None:
+    """Compares the runs of one kind that are not known yet, each over so many steps."""
     from tests.step import random_runs
+
+    random_runs.STEPS = steps
 
     draws = {
         "shapes": random_runs.draw_shapes,
@@ -124,7 +126,7 @@ def random_runs(kind: str, count: int, write: Callable[[str, Any], None], known:
         run = draws[kind](number)
         key = f"{kind}/{number}/{hashlib.sha256(repr(run).encode()).hexdigest()[:8]}"
         if key not in known:
-            write(key, {"run": str(run), "difference": random_runs.difference(run)})
+            write(key, {"run": str(run), "steps": steps, "difference": random_runs.difference(run)})
 
 
 def report(known: dict[str, Any]) -> str:
@@ -146,8 +148,9 @@ def report(known: dict[str, Any]) -> str:
         parted = [f"- {value['run']}: {value['difference']}" for value in found.values() if value["difference"]]
         if found:
             lines += ["", f"## Runs drawn at random: {KINDS[kind]}", ""]
+            steps = ", ".join(sorted({str(value.get("steps", 4)) for value in found.values()}))
             lines += [
-                f"{len(found)} runs on one device and on another mesh, {len(found) - len(parted)} equal.",
+                f"{len(found)} runs of {steps} steps on one device and on another mesh, {len(found) - len(parted)} equal.",
                 *parted,
             ]
             lines += ["", *(f"- {value['run']}" for value in found.values())]
@@ -180,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for kind, drawn in KINDS.items():
         parser.add_argument(f"--{kind}", type=int, default=0, help=f"number of runs of {drawn}")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run drawn at random")
     parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
     parser.add_argument("--determinism", choices=("elastic", "layerwise"), default="elastic", help="of the table")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
@@ -207,7 +211,7 @@ def main() -> None:
                 hashes = train(config, processes, devices, state)
                 write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
     for kind in KINDS:
-        random_runs(kind, getattr(arguments, kind), write, known)
+        random_runs(kind, getattr(arguments, kind), arguments.steps, write, known)
     arguments.out.write_text(report(known))
     parted = [key for key, value in known.items() if value.get("difference")]
     rows = {(value["losses"], value["weights"]) for key, value in known.items() if key.startswith("table/")}

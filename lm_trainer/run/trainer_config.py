@@ -45,8 +45,8 @@ JsonValue = str | int | float | bool | None
 _CUT_BY = {"layers": "pipeline", "experts": "expert"}
 """The logical axes of parameters that a mesh axis cuts without a rule."""
 _RUN_DIRECTORY = (
-    "The run directory lies on this machine; with a bucket as trainer.checkpointer.base_path a copy of it is kept beside "
-    "the checkpoints, from which other machines read and go on"
+    "The run directory lies on this machine; with a bucket as trainer.checkpointer.base_path a copy of it is kept "
+    "beside the checkpoints, from which other machines read and go on"
 )
 
 _OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
