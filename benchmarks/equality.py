@@ -149,8 +149,9 @@ def report(known: dict[str, Any]) -> str:
         if found:
             lines += ["", f"## Runs drawn at random: {KINDS[kind]}", ""]
             steps = ", ".join(sorted({str(value.get("steps", 4)) for value in found.values()}))
+            equal = len(found) - len(parted)
             lines += [
-                f"{len(found)} runs of {steps} steps on one device and on another mesh, {len(found) - len(parted)} equal.",
+                f"{len(found)} runs of {steps} steps on one device and on another mesh, {equal} equal.",
                 *parted,
             ]
             lines += ["", *(f"- {value['run']}" for value in found.values())]

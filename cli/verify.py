@@ -30,9 +30,9 @@ def verify(
 ) -> None:
     """Compute random segments of a run again, from checkpoint to checkpoint, and compare what comes out bit for bit.
 
-    Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing is written
-    into the run, which may be going on. The devices may be others than the run's: settings may change whatever changes
-    no number. Exit codes: 0 all equal, 1 with the first difference.
+    Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing of the run,
+    which may be going on, is changed; the outcome is added to RUN_DIR/verified.jsonl. The devices may be others than
+    the run's: settings may change whatever changes no number. Exit codes: 0 all equal, 1 with the first difference.
 
     Examples:
         lmt verify my-run --segments 3
@@ -51,7 +51,13 @@ def verify(
 
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
-    from lm_trainer.reproduce.verify import choose_segments, environment_changes, find_segments, verify_segments
+    from lm_trainer.reproduce.verify import (
+        choose_segments,
+        environment_changes,
+        find_segments,
+        verify_segments,
+        write_down,
+    )
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
@@ -68,6 +74,8 @@ def verify(
             done.append(segment)
             if not as_json:
                 _show(segment)
+    if not write_down(record, done, seed) and not as_json:
+        typer.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}

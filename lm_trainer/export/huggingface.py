@@ -16,6 +16,7 @@ from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
 from lm_trainer.export.output import complete_directory
+from lm_trainer.export.peft_files import AdaptedWeights, adapter_base, is_adapter_directory
 from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.step.model_def import ModelDef
@@ -118,15 +119,16 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_hf_directory(path: Path) -> bool:
-    """Returns True if `path` looks like a Hugging Face model; `read_hf` finds out if it is a sound one."""
-    return (path / "config.json").is_file()
+    """Returns True if `path` looks like a Hugging Face model or an adapter; `read_hf` finds out if it is sound."""
+    return (path / "config.json").is_file() or is_adapter_directory(path)
 
 
 def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None = None) -> TextModel:
     """Reads a model that `write_hf`, transformers or anybody else wrote. Runs nothing that the directory holds.
 
     Args:
-        directory: with config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json.
+        directory: with config.json, safetensors weights and, unless `tokenizer` is given, tokenizer.json; or with an
+            adapter of PEFT, which is merged into the model that it names.
         tokenizer: another directory to take the tokenizer from.
         name: the name of the model; None: that of the directory.
 
@@ -137,7 +139,8 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     from lm_trainer.data.tokenizer import load_tokenizer
 
     config, vocab_size = read_hf_config(directory)
-    home = tokenizer or directory
+    base = adapter_base(directory) if is_adapter_directory(directory) else directory
+    home = tokenizer or (directory if (directory / "tokenizer.json").is_file() else base)
     if not (home / "tokenizer.json").is_file():
         raise UserError(f"{home}: no tokenizer.json; name a directory that has the model's with --tokenizer")
     loaded = load_tokenizer(home)
@@ -147,7 +150,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
             f"{vocab_size}; it is the tokenizer of another model"
         )
     # The headers are checked in full before the first tensor is read.
-    weights = Weights(directory)
+    weights = Weights(base) if base is directory else AdaptedWeights(directory, base)
     with blame(directory):
         hf.plan_reading(config, vocab_size, *weights.headers())
         params = hf.params_from_hf(config, vocab_size, weights)
@@ -162,6 +165,8 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
     """
     if not directory.is_dir():
         raise UserError(f"{directory}: no such directory")
+    if is_adapter_directory(directory):
+        directory = adapter_base(directory)
     config_file = directory / "config.json"
     raw = read_json(config_file)
     if "auto_map" in raw:

@@ -9,13 +9,14 @@ import os
 import socket
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.harness.answer_loss import ANSWER_LOSS, answer_loss
 from lm_trainer.harness.config import HarnessConfig, TaskConfig
 from lm_trainer.harness.model import HarnessModel
 
@@ -79,14 +80,24 @@ class Tasks:
                     task_dict=loaded,
                     limit=config.max_examples,
                     bootstrap_iters=config.bootstrap_iters,
-                    log_samples=config.log_samples,
+                    # Answers are needed for their losses.
+                    log_samples=True,
                     apply_chat_template=config.apply_chat_template,
                     fewshot_as_multiturn=config.fewshot_as_multiturn,
                     confirm_run_unsafe_code=config.confirm_run_unsafe_code,
                 )
             except ValueError as error:
                 raise UserError(f"the harness refuses a task: {_first_line(error)}") from None
-        return [_result(name, results) for name in results["results"]]
+        return [self._result(name, results) for name in results["results"]]
+
+    def _result(self, name: str, results: Mapping[str, Any]) -> TaskResult:
+        found = _result(name, results)
+        loss = answer_loss(self._loaded["tasks"].get(name), found.samples)
+        if loss is not None:
+            mean, error = loss
+            errors = found.errors if error is None else {**found.errors, ANSWER_LOSS: error}
+            found = replace(found, metrics={**found.metrics, ANSWER_LOSS: mean}, errors=errors)
+        return found if self._config.log_samples else replace(found, samples=())
 
 
 def _manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+import numpy as np
+
 from lm_trainer.core.errors import UserError
 from lm_trainer.report.run import ReportedRun, now
 from lm_trainer.report.saved import tokens_saved
@@ -69,11 +71,53 @@ def _run(run: ReportedRun) -> dict[str, Any]:
         "attempts": list(run.attempts),
         "alerts": [{"step": a.step, "kind": a.kind, "message": a.message} for a in run.alerts],
         "fingerprint": list(run.fingerprints[-1]) if run.fingerprints else None,
+        "verifications": list(run.verifications),
+        "parameters": run.facts.get("parameters"),
+        "data": _data(run),
+        "throughput": _throughput(run),
         "samples": [list(sample) for sample in run.samples],
         "last": {
             name: value if value == value and abs(value) != float("inf") else None for name, value in last.items()
         },
     }
+
+
+def _data(run: ReportedRun) -> list[list[Any]]:
+    """Rows of a table: set, tokens."""
+    data = run.facts.get("data", {})
+    rows = [
+        [name, cache["tokens"], "" if cache["complete"] else "so far"] for name, cache in data.get("caches", {}).items()
+    ]
+    trained = run.metrics.get("throughput/total_tokens")
+    if trained is not None and data.get("train_tokens"):
+        tokens = int(trained[1][-1])
+        rows.append(["trained on", tokens, f"{tokens / data['train_tokens']:.2f} times the text"])
+    return rows
+
+
+def _throughput(run: ReportedRun) -> list[list[Any]]:
+    """Rows of a table: figure, value; medians over the steps, and what limits them."""
+    medians = {
+        name: float(np.median(values[np.isfinite(values)]))
+        for name, (_, values) in run.metrics.items()
+        if name.startswith(("throughput/", "memory/")) and np.isfinite(values).any()
+    }
+    speed, mfu = medians.get("throughput/tokens_per_second"), medians.get("throughput/mfu")
+    rows: list[list[Any]] = []
+    if speed is not None:
+        rows.append(["tokens per second, median", speed])
+    if speed is not None and mfu:
+        rows += [["MFU, median, %", mfu], ["tokens per second at the datasheet's peak", 100 * speed / mfu]]
+    named = {
+        "throughput/step_time": "seconds per step, median",
+        "throughput/data_wait": "share waiting for data, median",
+    }
+    rows += [[title, medians[name]] for name, title in named.items() if name in medians]
+    last = {"throughput/goodput": "goodput of all attempts", "throughput/wall_time": "seconds of all attempts"}
+    rows += [[title, float(run.metrics[name][1][-1])] for name, title in last.items() if name in run.metrics]
+    most = {"memory/host": "memory of the host, GiB, most", "memory/device_peak": "memory of a device, GiB, most"}
+    rows += [[title, float(np.nanmax(run.metrics[name][1]))] for name, title in most.items() if name in run.metrics]
+    return rows
 
 
 def _groups(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
@@ -120,7 +164,12 @@ def _pair(first: ReportedRun, other: ReportedRun) -> dict[str, Any]:
     except UserError as error:
         found["bits"] = str(error)
     if saved := tokens_saved(other, first):
-        found["saved"] = {"loss": saved.loss, "ratio": saved.ratio, "interval": list(saved.interval)}
+        found["saved"] = {
+            "loss": saved.loss,
+            "ratio": saved.ratio,
+            "compute": saved.compute,
+            "interval": list(saved.interval),
+        }
     return found
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config import RunConfig, changed_keys
 from lm_trainer.run.find import find_run
 from lm_trainer.run.listing import list_runs
 from lm_trainer.run.saved_model import read_config
 from lm_trainer.trackers import read_metrics
-from lm_trainer.trackers.jsonl import METRICS, TEXTS
+from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
 from lm_trainer.trackers.token_page import TokenHistory
 
 _SECTIONS = ("model", "optimizer")
@@ -55,6 +56,10 @@ class ReportedRun:
     """Name -> steps and values, [N] each; of a step that was done twice the last value."""
     alerts: Sequence[Alert]
     fingerprints: Sequence[tuple[int, str]]
+    verifications: Sequence[Mapping[str, Any]]
+    """`time`, `equal`, `steps` that were computed again, and the first `difference`, of each `lmt verify`."""
+    facts: Mapping[str, Any]
+    """`parameters`, `flops_per_token` and `data`, where the run has written them down."""
     samples: Sequence[tuple[int, str]]
     tokens: TokenHistory | None
 
@@ -84,6 +89,8 @@ def read_run(source: str) -> ReportedRun:
         _metrics(lines),
         [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
         [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
+        [_verification(entry) for entry in _json_lines(path / VERIFIED)],
+        _json(path / SUMMARY, {}),
         _samples(path / TEXTS),
         _tokens(path),
     )
@@ -137,14 +144,29 @@ def _attempt(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
+    segments = entry["segments"]
+    difference = next((each["difference"] for each in segments if each["difference"]), None)
+    return {
+        "time": entry["time"],
+        "equal": entry["equal"],
+        "steps": sum(each["steps"] for each in segments),
+        "difference": None if difference is None else f"step {difference['step']}, {difference['what']}",
+    }
+
+
 def _samples(file: Path) -> list[tuple[int, str]]:
+    return [(record["step"], record["text"]) for record in _json_lines(file)]
+
+
+def _json_lines(file: Path) -> list[Any]:
+    """The records of a file; lines that are not whole are left out."""
     found = []
     for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
         try:
-            record = json.loads(line)
+            found.append(json.loads(line))
         except ValueError:
             continue
-        found.append((record["step"], record["text"]))
     return found
 
 

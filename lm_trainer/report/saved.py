@@ -23,6 +23,8 @@ class Saved:
     """Training loss in nats per token: the higher one of the two at their ends."""
     ratio: float
     """Tokens of the run over those of the other at that loss."""
+    compute: float | None
+    """FLOPs of the run over those of the other at that loss; None where the FLOPs of a token are not known."""
     interval: tuple[float, float]
     """95 % of the ratios, by the noise of the loss within windows of steps."""
 
@@ -48,7 +50,9 @@ def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
         b = _reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
         ratios_R.append(np.exp(a - b))
     low, high = np.quantile(ratios_R[1:], [0.025, 0.975])
-    return Saved(loss, float(ratios_R[0]), (float(low), float(high)))
+    flops = [each.facts.get("flops_per_token") for each in (run, other)]
+    compute = float(ratios_R[0]) * flops[0] / flops[1] if all(flops) else None  # pyright: ignore[reportOptionalOperand]
+    return Saved(loss, float(ratios_R[0]), compute, (float(low), float(high)))
 
 
 def _windows(run: ReportedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
@@ -12,6 +14,10 @@ from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
 from lm_trainer.run.environment import environment, environment_differences
 from lm_trainer.trackers import Progress
+from lm_trainer.trackers.jsonl import encode
+
+VERIFIED = "verified.jsonl"
+"""File of a run directory: a line for each verification."""
 
 
 class Difference(NamedTuple):
@@ -144,3 +150,30 @@ def verify_segments(
         yield verify_segment(record, segment, overrides=overrides, progress=progress)
         if segment.difference:
             return
+
+
+def write_down(record: RunRecord, segments: Sequence[Segment], seed: int) -> bool:
+    """Adds the outcome as a line to `verified.jsonl` in the run directory; False where that cannot be written.
+
+    Args:
+        record: the run.
+        segments: those that were computed again, in order.
+        seed: that they were drawn with.
+    """
+    line = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "equal": not any(segment.difference for segment in segments),
+        "segments": [asdict(segment) | {"difference": _plain(segment.difference)} for segment in segments],
+        "devices": environment()["devices"],
+    }
+    try:
+        with (record.path / VERIFIED).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(encode(line)) + "\n")
+    except OSError:
+        return False
+    return True
+
+
+def _plain(difference: Difference | None) -> dict[str, Any] | None:
+    return None if difference is None else difference._asdict()

@@ -115,6 +115,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
         opened = stack.enter_context(open_loop(attempt, program, run.state, options))
         loop = opened.parts
+        opened.tracker.log_summary(run_facts(run, options.flops_per_token))
         if config.trainer.token_probabilities:
             loop.evaluations.open_tokens = lambda held_out: TokenProbabilities(
                 config, program, held_out, attempt.directory.path, opened.tracker
@@ -129,6 +130,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             progress.phase("sampling")
             sample = draw_sample(config, program, data, state)
         loop.metrics.finish(state.step, sample)
+        opened.tracker.log_summary({"data": data_facts(data)})
         return Summary(
             attempt.directory.name,
             attempt.directory.path,
@@ -139,6 +141,18 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             time.monotonic() - started,
             sample,
         )
+
+
+def run_facts(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:
+    """Facts of a run that its configuration alone does not tell, as plain data."""
+    parameters = sum(math.prod(shape.shape) for shape in run.program.model.shapes.values())
+    return {"parameters": parameters, "flops_per_token": flops_per_token, "data": data_facts(run.data)}
+
+
+def data_facts(data: Data) -> dict[str, Any]:
+    """The size of the data, in tokens, as far as text is tokenised."""
+    caches = {name: {"tokens": len(cache.stream), "complete": cache.finished} for name, cache in data.caches.items()}
+    return {"train_tokens": data.num_train_tokens, "vocabulary": data.tokenizer.vocab_size, "caches": caches}
 
 
 @dataclass(frozen=True)

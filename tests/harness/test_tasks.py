@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lm_trainer.core.errors import UserError
@@ -52,6 +53,17 @@ def _flat(values: Any) -> list[Any]:
     return [x for value in values for x in (_flat(value) if isinstance(value, list | tuple) else [value])]
 
 
+def _answer_loss(samples: list[Any]) -> tuple[float, float]:
+    """Bits per byte of the right answers by the harness's own model, with the standard error."""
+    bits = [
+        -sample["filtered_resps"][sample["target"]][0]
+        / np.log(2)
+        / len(sample["doc"]["choices"][sample["target"]].strip().encode())
+        for sample in samples
+    ]
+    return np.mean(bits), np.std(bits, ddof=1) / len(bits) ** 0.5
+
+
 def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tasks: Path) -> None:
     from lm_eval import evaluator
     from lm_eval.models import huggingface
@@ -82,6 +94,11 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
     assert [each.name for each in ours] == list(NAMES)
     for each in ours:
         theirs = reference["results"][each.name]
+        if each.name == "toy_choice":
+            mean, error = _answer_loss(reference["samples"][each.name])
+            assert each.metrics["answer_bits_per_byte"] == pytest.approx(mean, rel=1e-4)
+            assert each.errors["answer_bits_per_byte"] == pytest.approx(error, rel=1e-4)
+            theirs |= {"answer_bits_per_byte,none": mean, "answer_bits_per_byte_stderr,none": error}
         assert each.metrics == {name: pytest.approx(theirs[f"{name},none"], rel=1e-4) for name in each.metrics}
         assert each.errors == {name: pytest.approx(theirs[f"{name}_stderr,none"]) for name in each.errors}
         ours_said, theirs_said = (

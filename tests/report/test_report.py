@@ -81,6 +81,39 @@ def test_a_page_holds_what_the_run_recorded(lmt: Lmt) -> None:
     assert data["pairs"] == []
 
 
+def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
+    (run,) = reported(lmt, "a")["runs"]
+    lines = [json.loads(line) for line in Path("logs/a/metrics.jsonl").read_text().splitlines()]
+    trained = max(line.get("throughput/total_tokens", 0) for line in lines)
+    assert run["data"][-1][:2] == ["trained on", trained]
+    assert all(tokens > 0 for _, tokens, *_ in run["data"])
+    assert run["parameters"] > 0
+    figures = dict(run["throughput"])
+    assert 0 < figures["goodput of all attempts"] < 1
+    assert figures["memory of the host, GiB, most"] > 0.1
+    assert "MFU, median, %" not in figures, "a CPU has no datasheet"
+
+
+def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
+    assert reported(lmt, "b")["runs"][0]["verifications"] == []
+    assert lmt("verify", "b").returncode == 0
+    (found,) = reported(lmt, "b")["runs"][0]["verifications"]
+    assert (found["equal"], found["difference"]) == (True, None)
+    assert found["steps"] > 0
+    file = Path("logs/b/metrics.jsonl")
+    before = file.read_text()
+    lines = [json.loads(line) for line in before.splitlines()]
+    for line in lines:
+        if "train/loss" in line:
+            line["train/loss"] += 1.0
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert lmt("verify", "b").returncode == 1
+    file.write_text(before)
+    _, other = reported(lmt, "b")["runs"][0]["verifications"]
+    assert not other["equal"]
+    assert other["difference"].endswith("train/loss")
+
+
 def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     data = reported(lmt, "a", "b")
     (pair,) = data["pairs"]
@@ -147,13 +180,14 @@ def test_thin_curves_keep_every_extreme() -> None:
     assert thin(x[:10], y[:10], 1000)[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9]
 
 
-def curve(scale: float, seed: int, noise: float = 0.02) -> ReportedRun:
+def curve(scale: float, seed: int, noise: float = 0.02, flops: float = 10.0) -> ReportedRun:
     """A run whose loss is 2 + 30 (scale * tokens)^-0.3."""
     steps = np.arange(1, 4001)
     tokens = steps * 1000.0
     loss = 2 + 30 * (scale * tokens) ** -0.3 + noise * np.random.default_rng(seed).standard_normal(len(steps))
     metrics = {"train/loss": (steps, loss), "throughput/total_tokens": (steps, tokens)}
-    return ReportedRun("x", Path(), "done", 4000, 4000, {}, {}, [], metrics, [], [], [], None)
+    facts = {"flops_per_token": flops}
+    return ReportedRun("x", Path(), "done", 4000, 4000, {}, {}, [], metrics, [], [], [], facts, [], None)
 
 
 def test_tokens_saved_are_those_of_the_law() -> None:
@@ -161,10 +195,15 @@ def test_tokens_saved_are_those_of_the_law() -> None:
         saved = tokens_saved(curve(scale, seed=1), curve(1.0, seed=2))
         assert saved is not None
         assert saved.ratio == pytest.approx(1 / scale, rel=0.08)
+        assert saved.compute == saved.ratio
         low, high = saved.interval
         assert low < 1 / scale < high
         assert high - low < 0.5 / scale
-    assert tokens_saved(curve(1, seed=1), ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], None)) is None
+    larger = tokens_saved(curve(2, seed=1, flops=30.0), curve(1, seed=2))
+    assert larger is not None
+    assert larger.compute == pytest.approx(1.5, rel=0.08)
+    nothing = ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], {}, [], None)
+    assert tokens_saved(curve(1, seed=1), nothing) is None
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")

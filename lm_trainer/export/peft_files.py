@@ -1,0 +1,128 @@
+"""A directory that PEFT wrote, read as the model that it stands for: its adapter merged into its base.
+
+Shape letters: R rank, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.export.tensor_file import StoredTensor, read_header
+from lm_trainer.export.weights import Weights, read_json
+
+ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_PLAIN = {
+    "bias": "none",
+    "use_dora": False,
+    "modules_to_save": None,
+    "layer_replication": None,
+    "megatron_config": None,
+}
+"""Settings of PEFT, and the value with which an adapter is a sum of products alone."""
+
+
+def is_adapter_directory(path: Path) -> bool:
+    """Returns True if `path` looks like an adapter of PEFT and holds no model of its own."""
+    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def adapter_base(directory: Path) -> Path:
+    """The directory of the model that an adapter is for, as its adapter_config.json names it.
+
+    Raises:
+        UserError: when it is not on this machine.
+    """
+    name = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{directory / ADAPTER_CONFIG}: base_model_name_or_path is missing: of which model?")
+    # As it was written, and for those who move both together.
+    for path in (Path(name), directory / name):
+        if (path / "config.json").is_file():
+            return path
+    raise UserError(
+        f"{directory / ADAPTER_CONFIG}: the model that the adapter is for, {name}, is no directory on this machine; "
+        f"download it (`hf download {name} --local-dir DIR`) and write DIR as base_model_name_or_path"
+    )
+
+
+class AdaptedWeights(Weights):
+    """The tensors of the base with the adapter's products added to them, in float32; see `Weights`.
+
+    W += scale B A, of LoRA (https://arxiv.org/abs/2106.09685, equation 3), with scale = alpha / R, or alpha / sqrt(R)
+    of rank-stabilised LoRA.
+
+    Raises:
+        UserError: at opening, for a kind of adapter that is no such sum, and one that does not fit the base.
+    """
+
+    def __init__(self, directory: Path, base: Path):
+        super().__init__(base)
+        file = directory / ADAPTER_CONFIG
+        self._config = _checked(read_json(file), file)
+        try:
+            found = read_header(directory / _ADAPTER_WEIGHTS)
+        except FileNotFoundError:
+            raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
+        self._pairs = {self._target(name, directory): pair for name, pair in _pairs(found, directory).items()}
+        for name, (a, b) in self._pairs.items():
+            shape = self.stored[name].shape
+            outputs, inputs = shape[::-1] if self._by_inputs else shape
+            if len(a.shape) != 2 or a.shape != (a.shape[0], inputs) or b.shape != (outputs, a.shape[0]):
+                raise UserError(
+                    f"{directory / _ADAPTER_WEIGHTS}: {list(b.shape)} times {list(a.shape)} for {name}, which is "
+                    f"{list(shape)} in {base}: it is the adapter of another model"
+                )
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        weight = super().__getitem__(name)
+        if name not in self._pairs:
+            return weight
+        a_RI, b_OR = (stored.read().astype(np.float32) for stored in self._pairs[name])
+        change_OI = self._scale(name, len(a_RI)) * (b_OR @ a_RI)
+        return weight + (change_OI.T if self._by_inputs else change_OI)
+
+    @property
+    def _by_inputs(self) -> bool:
+        """True of weights that have inputs before outputs, as GPT-2's."""
+        return bool(self._config.get("fan_in_fan_out"))
+
+    def _target(self, name: str, directory: Path) -> str:
+        # Some bases are saved without the prefix that their heads give to all names.
+        for candidate in (f"{name}.weight", f"{name.partition('.')[2]}.weight"):
+            if candidate in self.stored:
+                return candidate
+        raise UserError(f"{directory / _ADAPTER_WEIGHTS}: an adapter for {name}, which {self.directory} does not have")
+
+    def _scale(self, name: str, rank: int) -> float:
+        module = name.removesuffix(".weight")
+        patterns = self._config.get("alpha_pattern") or {}
+        found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+        alpha = next(found, self._config.get("lora_alpha", rank))
+        return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+
+def _checked(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in (plain, None, []):
+            raise UserError(f"{file}: {key}: {config[key]!r} is not read; merge it with PEFT (`merge_and_unload`)")
+    return config
+
+
+def _pairs(found: dict[str, StoredTensor], directory: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+    """Module -> A [R, I] and B [O, R]."""
+    file = directory / _ADAPTER_WEIGHTS
+    modules = [name.removesuffix(_A) for name in found if name.endswith(_A)]
+    known = {f"{module}{end}" for module in modules for end in (_A, _B)}
+    if strange := sorted(found.keys() ^ known):
+        raise UserError(f"{file}: {strange[0]} is not half of a pair of matrices {_A} and {_B}; merge it with PEFT")
+    return {module.removeprefix(_PREFIX): (found[f"{module}{_A}"], found[f"{module}{_B}"]) for module in modules}

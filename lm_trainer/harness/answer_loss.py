@@ -1,0 +1,40 @@
+"""The loss of the right answers of questions with several answers, which laws of scaling start from."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ANSWER_LOSS = "answer_bits_per_byte"
+
+
+def answer_loss(task: Any, samples: Sequence[Mapping[str, Any]]) -> tuple[float, float | None] | None:
+    """Mean over questions of -log2 p(right answer) / UTF-8 bytes of the answer, and its standard error.
+
+    It is the task loss of Bhagia et al. 2024 (https://arxiv.org/abs/2412.04403, section 3.2): smooth where accuracy is
+    still that of guessing. The space before an answer is no byte of it; its bits count.
+
+    Args:
+        task: of the harness.
+        samples: its questions, with the model's answers.
+
+    Returns:
+        None for tasks of another kind, and where several answers are right.
+    """
+    if getattr(task, "OUTPUT_TYPE", None) != "multiple_choice" or not samples:
+        return None
+    losses = []
+    for sample in samples:
+        right = sample["target"]
+        if isinstance(right, str):
+            choices = task.doc_to_choice(sample["doc"])
+            right = choices.index(right) if right in choices else None
+        if not isinstance(right, int) or not 0 <= right < len(sample["arguments"]):
+            return None
+        answer = sample["arguments"][right][1].strip()
+        log_probability = float(sample["filtered_resps"][right][0])
+        losses.append(-log_probability / math.log(2) / max(len(answer.encode()), 1))
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else None
+    return statistics.fmean(losses), error
