@@ -46,7 +46,9 @@ MOMENTS = {
     "anything is read": ("GET", "/", 60),
 }
 """Moment -> method, part of the path, and the largest number of the request."""
-ENDINGS = ("kill -9", "kill -9", "kill -9", "SIGTERM", "the server fails", "writing is denied")
+ENDINGS = (*6 * ("kill -9",), *2 * ("SIGTERM",), "the server fails", "writing is denied")
+OUTAGE = 20.0
+"""Seconds after which an attempt whose server has failed is killed: reading goes on for two minutes."""
 SHARES = (0.0, 0.03, 0.1)
 """Parts of all requests that meet a fault that passes."""
 
@@ -127,7 +129,11 @@ class Soak:
         over = process.poll() is not None
         if not over:
             self.end(process, ending)
-        said = process.communicate(timeout=PATIENCE)[0]
+        try:
+            said = process.communicate(timeout=PATIENCE if ending in ("kill -9", "SIGTERM") else OUTAGE)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = process.communicate()[0]
         self.proxy.fault = None
         problems = [] if over and process.returncode == 0 else self.broken_promises(process.returncode, ending, said)
         entry = {"moment": moment, "ending": "none: it was over" if over else ending, "code": process.returncode}
@@ -149,7 +155,7 @@ class Soak:
 
     def broken_promises(self, code: int, ending: str, said: str) -> list[str]:
         # A fault of the server may end an attempt before the moment; whoever starts is told in one line.
-        promised = {"kill -9": {-9}, "SIGTERM": {75, -15}}.get(ending, {0, 1, 2}) | {1, 2}
+        promised = {"kill -9": {-9}, "SIGTERM": {75, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
         problems = [] if code in promised else [f"exit code {code}"]
         if "Traceback" in said:
             problems.append(f"a traceback:\n{said[-3000:]}")
