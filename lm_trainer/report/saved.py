@@ -50,8 +50,8 @@ def tokens_saved(run: ReportedRun, other: ReportedRun) -> Saved | None:
         b = _reach(u_W, other_W + scale * noise_W * rng.standard_normal(len(u_W)), loss)
         ratios_R.append(np.exp(a - b))
     low, high = np.quantile(ratios_R[1:], [0.025, 0.975])
-    flops = [each.facts.get("flops_per_token") for each in (run, other)]
-    compute = float(ratios_R[0]) * flops[0] / flops[1] if all(flops) else None  # pyright: ignore[reportOptionalOperand]
+    flops, others = (each.facts.get("flops_per_token") for each in (run, other))
+    compute = float(ratios_R[0]) * flops / others if flops and others else None
     return Saved(loss, float(ratios_R[0]), compute, (float(low), float(high)))
 
 

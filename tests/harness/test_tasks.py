@@ -61,7 +61,7 @@ def _answer_loss(samples: list[Any]) -> tuple[float, float]:
         / len(sample["doc"]["choices"][sample["target"]].strip().encode())
         for sample in samples
     ]
-    return np.mean(bits), np.std(bits, ddof=1) / len(bits) ** 0.5
+    return float(np.mean(bits)), float(np.std(bits, ddof=1)) / len(bits) ** 0.5
 
 
 def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tasks: Path) -> None:
