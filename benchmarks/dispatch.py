@@ -1,0 +1,102 @@
+"""What it costs the host to dispatch the programs of a step that is computed layer by layer.
+
+    python -m benchmarks.dispatch --step-seconds 6.8
+
+A Llama so small that its computation is next to nothing, with as many layers and microbatches on each device as a large
+model has: what is left is the time of Python and of the runtime. It is the processor time of the thread that takes the
+steps, so that other work on the machine does not count; small programs that the runtime computes in that thread do,
+which makes the figures upper bounds. `--step-seconds` is the time of a step on the devices of the large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from benchmarks.setting import load, setting, table
+
+VOCAB, LENGTH = 64, 8
+
+
+def config_of(determinism: str, chosen: argparse.Namespace) -> Any:
+    from lm_trainer.run.config import RunConfig
+
+    return RunConfig.model_validate(
+        {
+            "model": {
+                "type": "llama",
+                "seq_len": LENGTH,
+                "hidden_dim": 8,
+                "intermediate_dim": 8,
+                "num_layers": chosen.layers,
+                "num_heads": 1,
+                "num_kv_heads": 1,
+                "scan_layers": True,
+            },
+            "trainer": {
+                "train_batch_size": chosen.microbatches * chosen.devices,
+                "per_device_parallelism": 1,
+                "num_train_steps": chosen.steps + 2,
+                "determinism": determinism,
+                "microbatches_per_gather": None if determinism != "layerwise" else chosen.microbatches,
+                "cpu_threads": chosen.devices,
+            },
+        }
+    )
+
+
+def measure(determinism: str, chosen: argparse.Namespace) -> tuple[float, int]:
+    """Median seconds of the dispatching thread in a step, and the programs that a device is given in it."""
+    import jax
+
+    from lm_trainer.plan.memory import StepMemory
+    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.run.program import build_program
+
+    config = config_of(determinism, chosen)
+    program = build_program(config, VOCAB)
+    batch = random_batch(config.trainer.train_batch_size, LENGTH, VOCAB)
+    program.step.compile(batch)
+    state, seconds = program.init(), []
+    for _ in range(chosen.steps + 2):
+        placed = program.step.put(batch, state.step)
+        jax.block_until_ready((state.params, placed))
+        before = time.thread_time()
+        state, metrics = program.compute_step(state, placed)
+        seconds.append(time.thread_time() - before)
+        jax.block_until_ready((state.params, metrics))
+    runs = StepMemory(config, VOCAB, jax.devices(), "cpu").runs()
+    # The first two warm caches up.
+    return statistics.median(seconds[2:]), sum(runs.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--microbatches", type=int, default=8, help="of each device in a step")
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--step-seconds", type=float, default=6.8, help="of the large model")
+    chosen = parser.parse_args()
+    from lm_trainer.core.runtime import set_cpu_threads
+
+    set_cpu_threads(chosen.devices)
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", chosen.devices)
+    rows = []
+    for determinism in ("layerwise", "elastic"):
+        seconds, programs = measure(determinism, chosen)
+        each = 1e6 * seconds / (programs * chosen.devices)
+        share = seconds / chosen.step_seconds
+        rows.append([determinism, f"{programs}", f"{1000 * seconds:.0f}", f"{each:.0f}", f"{share:.1%}"])
+    heads = ["step", "programs of a device", "ms of the host", "us a program and device", f"of {chosen.step_seconds} s"]
+    print(setting("jax", "jaxlib"), load())
+    print(f"\n{chosen.layers} layers, {chosen.microbatches} microbatches on each of {chosen.devices} devices.\n")
+    print(table(heads, rows))
+
+
+if __name__ == "__main__":
+    main()
