@@ -133,7 +133,7 @@ def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[s
     rows = plan.per_shard(program.sharding.mesh) * plan.rows
     held = {
         "state": sum(state_bytes(program.init()).values()),
-        "batch": rows * sum(x.nbytes for x in batch) // size.batch,
+        "batch": rows * sum(x.nbytes for x in jax.tree.leaves(batch)) // size.batch,
     }
     peak = max(phase.bytes for phase in phase_bytes(phases, programs, held))
     return max(each.temporary for each in programs.values()), peak, sent

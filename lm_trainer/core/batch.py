@@ -1,6 +1,6 @@
 """The batch: the one shape of data from the loader through the step into the model.
 
-Shape letters: B rows (examples), S positions in a row.
+Shape letters: B rows (examples), S positions in a row, F frames of audio, M mel channels.
 """
 
 from __future__ import annotations
@@ -29,3 +29,6 @@ class Batch(NamedTuple):
     """int32 [B, S]: position inside the document, from 0."""
     segments: Array
     """int32 [B, S]: which document of the row; attention never crosses segments. -1 is padding."""
+    features: Array | None = None
+    """float32 [B, F, M]: the log-mel spectrogram that an encoder hears; None where rows are text alone, and then no
+    program has such an argument. Code that goes over the arrays of a batch uses `jax.tree.map`, which skips it."""

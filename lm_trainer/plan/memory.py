@@ -185,7 +185,8 @@ class StepMemory:
         """The memory of a step with these programs, which `compile(rows)` gave."""
         plan = self.largest_step(rows)
         # The rows of all microbatches of a device are sent to it before the first is computed.
-        batch = max(map(len, self.program.step.devices.numbers(plan))) * plan.rows * sum(x.nbytes for x in self._batch)
+        row = sum(x.nbytes for x in jax.tree.leaves(self._batch))
+        batch = max(map(len, self.program.step.devices.numbers(plan))) * plan.rows * row
         held = {"state": sum(self.state.values()), "batch": batch}
         found, phases = {**self._fixed, **programs}, self._phases(plan)
         if self._platform != "cpu" and self._devices[0].platform == "cpu":

@@ -60,7 +60,7 @@ def token_losses(program: Program, config: RunConfig, state: TrainState, batch: 
     size = program.step.plans.at(state.step).rows
     parts = []
     for start in range(0, len(batch.tokens), size):
-        rows = Batch(*(np.asarray(x)[start : start + size] for x in batch))
+        rows = jax.tree.map(lambda x, first=start: np.asarray(x)[first : first + size], batch)
         parts.append(np.asarray(compiled(params, rows)))
     return np.where(np.asarray(batch.weights) > 0, np.concatenate(parts), np.nan)
 

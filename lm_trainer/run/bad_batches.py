@@ -36,7 +36,7 @@ class BadBatchDump:
         self._recent.append((step, batch))
 
     def write(self, step: int) -> Path | None:
-        """Writes the batch of a step as `.npz`, an array for each field of `Batch`; each process has its own file.
+        """Writes the batch of a step as `.npz`, an array for each field that `Batch` has; each process has its own file.
 
         Returns:
             The file; None where it cannot be written, or where there are enough.
@@ -46,7 +46,7 @@ class BadBatchDump:
         file = self._directory / name
         if batch is None or len(list(self._directory.glob("*.npz"))) >= _MOST_FILES:
             return None
-        arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items()}
+        arrays: dict[str, Any] = {field: np.asarray(x) for field, x in batch._asdict().items() if x is not None}
         # Renamed when it is whole, since the run may end at any time.
         draft = file.with_name(f".{name}.tmp")
         try:

@@ -108,7 +108,7 @@ class FastStep:
         """The shapes of a global batch of `plan` with rows like those of `batch`."""
         rows = NamedSharding(self._sharding.mesh, PartitionSpec(BATCH_AXES))
         shape: Any = lambda x: jax.ShapeDtypeStruct((plan.rows * plan.count, *x.shape[1:]), x.dtype, sharding=rows)  # noqa: E731
-        return Batch(*map(shape, batch))
+        return jax.tree.map(shape, batch)
 
     def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Executable:
         kind = plan.batch_size, curvature is not None
@@ -130,8 +130,8 @@ class FastStep:
         rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         local = pad_rows(batch, plan.per_shard(mesh) * plan.rows * len(self.devices.groups))
         whole = plan.rows * plan.count
-        return Batch(
-            *(jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])) for x in local)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x), (whole, *np.shape(x)[1:])), local
         )
 
     def gradient(self, state: TrainState, batch: Batch) -> Sums:

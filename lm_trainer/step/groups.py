@@ -147,7 +147,7 @@ class DeviceGroups:
         batch = pad_rows(batch, len(starts) * plan.rows)
         placed, indices = [], []
         for group, numbers in zip(self.groups, self.numbers(plan), strict=True):
-            cuts = [Batch(*(x[starts[number] : starts[number] + plan.rows] for x in batch)) for number in numbers]
+            cuts = [_rows(batch, starts[number], plan.rows) for number in numbers]
             # All at once: later microbatches are on their way while the first is computed.
             # One transfer for both; a scalar given to a program from the host would be another for each microbatch.
             rows, at = group.put((cuts, [np.int32(number) for number in numbers]))
@@ -186,13 +186,13 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     missing = rows - len(batch.tokens)
     if not missing:
         return batch
-    fill = Batch(tokens=0, targets=0, weights=0, positions=0, segments=-1)  # pyright: ignore[reportArgumentType]
-    return Batch(
-        *(
-            np.concatenate([x, np.full((missing, *np.shape(x)[1:]), value, x.dtype)])
-            for x, value in zip(batch, fill, strict=True)
-        )
-    )
+    added = jax.tree.map(lambda x: np.zeros((missing, *np.shape(x)[1:]), x.dtype), batch)
+    added = added._replace(segments=added.segments - 1)
+    return jax.tree.map(lambda x, more: np.concatenate([x, more]), batch, added)
+
+
+def _rows(batch: Batch, first: int, count: int) -> Batch:
+    return jax.tree.map(lambda x: x[first : first + count], batch)
 
 
 def on_groups(arrays: Params, groups: Sequence[ModelParallelGroup]) -> list[Params]:

@@ -58,8 +58,7 @@ class MicrobatchPlan:
 
     def rows_like(self, batch: Batch) -> Batch:
         """The shapes of a microbatch with rows like those of `batch`, which may have any number of them."""
-        shapes = (jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype) for x in batch)
-        return Batch(*shapes)  # pyright: ignore[reportArgumentType]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype), batch)
 
     def per_shard(self, mesh: Mesh | AbstractMesh) -> int:
         """Microbatches of each batch shard of a mesh that shares them equally.

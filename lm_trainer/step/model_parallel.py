@@ -68,7 +68,7 @@ def shard_over_group(
         mapped = jax.shard_map(
             part,
             mesh=mesh.abstract_mesh,
-            in_specs=({name: specs[name] for name in params}, Batch(*(cut,) * len(batch)), PartitionSpec()),
+            in_specs=({name: specs[name] for name in params}, jax.tree.map(lambda _: cut, batch), PartitionSpec()),
             out_specs=(PartitionSpec(), {name: specs[name] for name in names}),
             axis_names=manual,
             check_vma=False,

@@ -162,7 +162,7 @@ def test_documents_are_told_apart() -> None:
     assert batch.segments.tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     assert batch.weights.tolist() == [[1, 0, 1, 1, 0, 0], [1] * 6]
-    assert [str(array.dtype) for array in batch] == ["int32", "int32", "float32", "int32", "int32"]
+    assert [str(array.dtype) for array in jax.tree.leaves(batch)] == ["int32", "int32", "float32", "int32", "int32"]
 
 
 def test_padding_has_no_weight_and_no_segment() -> None:

@@ -116,7 +116,7 @@ def test_rows_hold_the_documents(build: Build) -> None:
     everything = stream.tail(0)
     numbers = np.random.default_rng(0).permutation(rows.num_rows)
     batch = rows.read(numbers)
-    assert [str(array.dtype) for array in batch] == ["int32", "int32", "float32", "int32", "int32"]
+    assert [str(array.dtype) for array in jax.tree.leaves(batch)] == ["int32", "int32", "float32", "int32", "int32"]
     for index, number in enumerate(numbers.tolist()):
         column = 0
         for segment, (start, length) in enumerate(rows_of(plan)[number]):
@@ -129,7 +129,7 @@ def test_rows_hold_the_documents(build: Build) -> None:
             column += length
         assert (batch.segments[index, column:] == -1).all()
         assert not batch.weights[index, column:].any()
-    for field, alone in zip(batch, rows.read(numbers[3:4]), strict=True):
+    for field, alone in zip(batch[:5], rows.read(numbers[3:4])[:5], strict=True):
         np.testing.assert_array_equal(field[3], alone[0])
 
 
@@ -152,7 +152,7 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
     for build in (local, remote, remote):
         rows = PackedRows(stream_of(build), open_packing_plan(build.store, build.run(), 700), 700, EOS)
         batches.append(rows.read(np.arange(rows.num_rows)))
-    for one, *others in zip(*batches, strict=True):
+    for one, *others in zip(*map(jax.tree.leaves, batches), strict=True):
         for other in others:
             np.testing.assert_array_equal(one, other)
 

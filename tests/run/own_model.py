@@ -51,7 +51,7 @@ class Numbered:
     ) -> Iterator[Batch]:
         for step in range(first_step, first_step + num_steps):
             size = schedule.at(step)
-            yield Batch(*(x[list(rows(size))] for x in batch(step, size)))
+            yield jax.tree.map(lambda x, size=size: x[list(rows(size))], batch(step, size))
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> list[Batch]:
         return [batch(1000, batch_size)]

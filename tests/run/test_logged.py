@@ -101,7 +101,7 @@ def logged(*microbatches: Sequence[int]) -> dict[str, float]:
     table, w = (np.asarray(x[...], np.float64) for x in (model.table, model.layers))
     rms, right = np.zeros(LAYERS), 0.0
     for rows in microbatches or np.split(np.arange(ROWS), SHARDS):
-        part = Batch(*(x[list(rows)] for x in BATCH))
+        part = jax.tree.map(lambda x, rows=rows: x[list(rows)], BATCH)
         x = table[part.tokens]
         for i in range(LAYERS):
             x = np.tanh(x @ w[i])

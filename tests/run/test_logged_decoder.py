@@ -68,7 +68,7 @@ def recorded() -> dict[str, float]:
     model = jax.jit(lambda: decoder(scan_layers=False, gradient_checkpointing=False))()
     rms = np.zeros(LAYERS)
     for rows in np.split(np.arange(ROWS), SHARDS):
-        part = Batch(*(x[rows] for x in BATCH))
+        part = jax.tree.map(lambda x, rows=rows: x[rows], BATCH)
         RECORD = []
         with jax.disable_jit():
             model(part.tokens, part.positions, part.segments)

@@ -189,8 +189,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_spares_the_weights(capsys: 
         with pytest.raises(NonFiniteError, match=f"loss is inf.*the step was not applied; its batch is in {file}"):
             trainer.train(state, trainer.data_loader(Numbered()))
     with np.load(file) as written:
-        for name, x in batch(0)._asdict().items():
-            np.testing.assert_array_equal(written[name], x)
+        assert {name: x.tolist() for name, x in written.items()} == {
+            name: np.asarray(x).tolist() for name, x in batch(0)._asdict().items() if x is not None
+        }
     skipping = settings(id="skip", crash_on_inf=False, crash_on_nan=False)
     with Trainer(skipping, OPTIMIZER, broken) as trainer:
         state = trainer.train(trainer.initial_state(model_init=Bigrams), trainer.data_loader(Numbered()))

@@ -57,7 +57,7 @@ def program(model: dict[str, Any], devices: int, *, optimizer: str = "adam", **t
 def packed(rows: int) -> Batch:
     """Three documents in each row, of which some tokens count for nothing, and padding."""
     batch = random_batch(rows, SEQ, VOCAB)
-    tokens, targets, weights, positions, segments = (np.array(x) for x in batch)
+    tokens, targets, weights, positions, segments = (np.array(x) for x in jax.tree.leaves(batch))
     for document, start in enumerate((13, 20), start=1):
         segments[:, start:], positions[:, start:] = document, np.arange(SEQ - start)
     weights[:, 12], weights[1], weights[3, 25:], segments[3, 25:] = 0.0, 0.5, 0.0, -1

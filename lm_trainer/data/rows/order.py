@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
@@ -85,10 +86,10 @@ class TrainOrder:
         if len(chunks) == len(parts):
             return read_mixed(chunks)
         found = [(here, rows.read(numbers)) for here, rows, numbers in parts]
-        batch = Batch(*(np.empty((len(positions_B), *field.shape[1:]), field.dtype) for field in found[0][1]))
+        batch = jax.tree.map(lambda field: np.empty((len(positions_B), *field.shape[1:]), field.dtype), found[0][1])
         for here, part in found:
-            for whole, field in zip(batch, part, strict=True):
-                np.asarray(whole)[here] = field
+            for whole, field in zip(jax.tree.leaves(batch), jax.tree.leaves(part), strict=True):
+                whole[here] = field
         return batch
 
     def first_uncertain(self, positions_N: np.ndarray, *, whole: bool = False) -> tuple[TrainSet, int | None] | None:
