@@ -19,6 +19,7 @@ from lm_trainer.models.olmo import Olmo2Config, Olmo3Config
 from lm_trainer.models.phi import Phi3Config
 from lm_trainer.models.qwen import Qwen2Config, Qwen3Config
 from lm_trainer.models.qwen_moe import Qwen3MoeConfig
+from lm_trainer.models.whisper import WhisperConfig
 
 AnyModel = Annotated[
     Gpt2Config
@@ -36,7 +37,8 @@ AnyModel = Annotated[
     | MixtralConfig
     | Qwen3MoeConfig
     | MptConfig
-    | BackpackConfig,
+    | BackpackConfig
+    | WhisperConfig,
     Field(discriminator="type"),
 ]
 """Whatever may stand under `model:`; told apart by `type`."""
@@ -63,4 +65,5 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoeConfig",
+    "WhisperConfig",
 ]

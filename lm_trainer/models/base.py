@@ -113,6 +113,8 @@ class DecoderConfig(Config):
     """The family in Hugging Face's format."""
     module: ClassVar[type[Decoder]] = Decoder
     """Built from the spec; a family whose wiring differs names a subclass."""
+    frozen_params: ClassVar[frozenset[str]] = frozenset()
+    """Dotted names of parameters that are never trained."""
 
     absent: ClassVar[Mapping[str, str]] = {
         **{name: f"axes have no objects; use {use}" for name, use in _AXES.items()},
@@ -190,6 +192,11 @@ class DecoderConfig(Config):
     def total_trainable_params(self, vocab_size: int) -> int:
         """Parameters; a head that shares the token embedding counts once."""
         return parameter_count(self.spec(vocab_size))
+
+    @property
+    def features_shape(self) -> tuple[int, int] | None:
+        """Frames, and features of each, that a row has beside its tokens; None for a model of text alone."""
+        return None
 
     def differs_from_hf(self) -> str | None:
         """Says of which sequences transformers computes something else; None where it computes the same of all."""

@@ -70,13 +70,14 @@ def config_to_hf(
     Raises:
         UserError: for a setting that the format has no place for.
     """
+    written = write_config(model_config.hf_family(), model_config)
     return {
-        **write_config(model_config.hf_family(), model_config),
+        **written,
         "vocab_size": vocab_size,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
         # Some families' default is a token of their first vocabulary, which this one may not have.
-        "pad_token_id": None,
+        "pad_token_id": written.get("pad_token_id"),
     }
 
 
@@ -89,8 +90,7 @@ def params_from_hf(model_config: DecoderConfig, vocab_size: int, tensors: Mappin
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
     shapes = _abstract(model_config, vocab_size)
-    period = model_config.spec(vocab_size).period
-    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _leaves(shapes), period, tensors))
+    return from_named_leaves(shapes, read_tensors(model_config.hf_family(), _leaves(shapes), tensors))
 
 
 def params_to_hf(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -116,7 +116,7 @@ def file_params(model_config: DecoderConfig, params: Mapping[str, Any]) -> dict[
     found = {name: tuple(leaf.shape) for name, leaf in named.items()}
     if wrong := sorted(name for name in leaves.keys() | found.keys() if not _same(leaves.get(name), found.get(name))):
         raise UserError(f"the parameters are not those of this configuration: {', '.join(wrong)}")
-    return pending_tensors(model_config.hf_family(), leaves, model_config.spec(vocab_size).period, named)
+    return pending_tensors(model_config.hf_family(), leaves, named)
 
 
 def check_writable(model_config: DecoderConfig) -> None:
@@ -125,7 +125,7 @@ def check_writable(model_config: DecoderConfig) -> None:
     family, vocab_size = model_config.hf_family(), 1
     write_config(family, model_config)
     leaves = param_infos(model_config, vocab_size)
-    entries = file_tensors(family, leaves, model_config.spec(vocab_size).period)
+    entries = file_tensors(family, leaves)
     _check_places(family, leaves, {part.path for entry in entries for part in entry.parts})
 
 
@@ -159,7 +159,7 @@ def plan_reading(
     """
     family = model_config.hf_family()
     leaves = param_infos(model_config, vocab_size)
-    entries = file_tensors(family, leaves, model_config.spec(vocab_size).period)
+    entries = file_tensors(family, leaves)
     names, repeated = check_tensors(family, entries, shapes, files)
     pieces = source_slices(entries, names)
     _check_places(family, leaves, pieces.keys())

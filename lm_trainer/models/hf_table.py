@@ -255,14 +255,14 @@ def _written(entry: HfField, value: Any) -> Any:
 
 
 def read_tensors(
-    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, tensors: Mapping[str, np.ndarray]
+    family: HfFamily, leaves: Mapping[str, ParamInfo], tensors: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Our parameters by dotted path, from the tensors of a file; exact, in the dtypes of the file.
 
     Raises:
         UserError: for missing, unknown and misshapen tensors, naming them.
     """
-    entries = file_tensors(family, leaves, period)
+    entries = file_tensors(family, leaves)
     names, repeated = match_names(family, {entry.name for entry in entries}, tensors)
     problems = [
         f"{copy} differs from {first}, but this model has one tensor for both"
@@ -320,25 +320,25 @@ def _joined(pieces: dict[tuple[int, ...], np.ndarray], leaf: ParamInfo) -> np.nd
 
 
 def write_tensors(
-    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, params: Mapping[str, Any]
+    family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
     """The tensors of a file from our parameters by dotted path; C-contiguous, exact, in the dtypes of `params`.
 
     Raises:
         UserError: for parameters that the format has no place for.
     """
-    return {name: np.asarray(tensor) for name, tensor in pending_tensors(family, leaves, period, params).items()}
+    return {name: np.asarray(tensor) for name, tensor in pending_tensors(family, leaves, params).items()}
 
 
 def pending_tensors(
-    family: HfFamily, leaves: Mapping[str, ParamInfo], period: int, params: Mapping[str, Any]
+    family: HfFamily, leaves: Mapping[str, ParamInfo], params: Mapping[str, Any]
 ) -> dict[str, PendingTensor]:
     """The tensors of a file from our parameters by dotted path, in the dtypes of `params`; none is made yet.
 
     Raises:
         UserError: for parameters that the format has no place for.
     """
-    entries = file_tensors(family, leaves, period)
+    entries = file_tensors(family, leaves)
     if lost := sorted(leaves.keys() - {part.path for entry in entries for part in entry.parts}):
         raise UserError(f"a Hugging Face {family.model_type} model has no place for {', '.join(lost)}")
     return {file_name(family, entry.name): PendingTensor(entry, params) for entry in entries}
@@ -349,10 +349,8 @@ def file_name(family: HfFamily, name: str) -> str:
     return name if name in family.unprefixed else family.prefix + name
 
 
-def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo], period: int) -> list[FileTensor]:
-    """Every tensor of the file, layer after layer; `period` as in `DecoderSpec`."""
-    slots = [next(leaf for path, leaf in leaves.items() if path.startswith(f"blocks.{j}.")) for j in range(period)]
-    layers = sum(leaf.shape[0] for leaf in slots)
+def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo]) -> list[FileTensor]:
+    """Every tensor of the file, layer after layer."""
     entries = []
     for tensor in family.tensors:
         if "{}" not in tensor.hf:
@@ -361,9 +359,20 @@ def file_tensors(family: HfFamily, leaves: Mapping[str, ParamInfo], period: int)
                     FileTensor(tensor.hf, tensor, tuple(ParamSlice(path, (), leaves[path]) for path in tensor.ours))
                 )
             continue
-        for layer in range(layers):
+        repeats = _repeats(leaves, tensor.ours[0].partition("blocks.{}")[0])
+        period = len(repeats)
+        for layer in range(sum(repeats)):
             entries += _layer_entries(tensor, leaves, layer, slot=layer % period, row=layer // period)
     return entries
+
+
+def _repeats(leaves: Mapping[str, ParamInfo], module: str) -> list[int]:
+    """Counts the layers of a module at each place of their period; its name is "" or ends with a dot."""
+    found: dict[str, int] = {}
+    for path, leaf in leaves.items():
+        if path.startswith(f"{module}blocks."):
+            found.setdefault(path.removeprefix(f"{module}blocks.").partition(".")[0], leaf.shape[0])
+    return [found[str(place)] for place in range(len(found))]
 
 
 def _layer_entries(

@@ -81,7 +81,7 @@ def _weights(model_config: DecoderConfig, vocab_size: int) -> list[FileTensor]:
     if not isinstance(model_config.hf, HfFamily):
         return []
     leaves = param_infos(model_config, vocab_size)
-    entries = file_tensors(model_config.hf, leaves, model_config.spec(vocab_size).period)
+    entries = file_tensors(model_config.hf, leaves)
     # Embedding and head have no place for a layer in their names, and no adapters.
     return [entry for entry in entries if entry.name.endswith(_WEIGHT) and "{}." in entry.table.hf]
 

@@ -43,6 +43,9 @@ class ForwardContext(NamedTuple):
     """int32, from which the biases are made; None where the keys are those of a cache."""
     key_segments_BT: jax.Array | None = None
     """int32, those of the keys, from which a ring makes its masks block by block; None where attention is no ring."""
+    memory: jax.Array | KvCache | None = None
+    """Target of cross-attention: the stream of an encoder, [B, F, D], or the keys and values that all layers make of
+    it."""
 
 
 def windows(blocks: tuple[BlockSpec, ...]) -> list[Window]:
@@ -122,7 +125,7 @@ class Attention(nnx.Module):
         grouped = spec.kv_heads != spec.num_heads
         kv_heads = {"kv_heads" if grouped else "heads": spec.kv_heads, "head_size": spec.head_dim}
         self.q = Linear({"embed": dim}, heads, bias=spec.bias, init=init)
-        self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
+        self.k = Linear({"embed": dim}, kv_heads, bias=spec.bias and spec.key_bias, init=init)
         self.v = Linear({"embed": dim}, kv_heads, bias=spec.bias, init=init)
         self.out = Linear(heads, {"embed": dim}, bias=spec.out_bias, init=init, residual=True)
         self.q_norm = None if spec.qk_norm is None else QkNorm(spec.qk_norm, heads, init=init)

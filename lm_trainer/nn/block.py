@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lm_trainer.nn.attention import Attention, ForwardContext
 from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cross_attention import CrossAttention
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.mlp import Mlp
@@ -20,7 +21,8 @@ from lm_trainer.nn.spec import BlockSpec, MoeSpec
 
 
 class Block(nnx.Module):
-    """`x += post(f(pre(x)))` with attention and then the MLP as f; an absent norm is the identity.
+    """`x += post(f(pre(x)))` with attention, attention to an encoder where there is one, and then the MLP as f; an
+    absent norm is the identity.
 
     In parallel, the MLP reads what attention reads.
     """
@@ -36,6 +38,10 @@ class Block(nnx.Module):
         mlp = spec.mlp
         self.mlp = Moe(mlp, dim, init=init) if isinstance(mlp, MoeSpec) else Mlp(mlp, dim, init=init)
         self.mlp_post_norm = make_norm(spec.post_norm, axis, init=init)
+        self.cross = None if spec.cross is None else CrossAttention(spec.cross, dim, init=init)
+        pre_norm, post_norm = (None, None) if spec.cross is None else (spec.pre_norm, spec.post_norm)
+        self.cross_pre_norm = make_norm(pre_norm, axis, init=init)
+        self.cross_post_norm = make_norm(post_norm, axis, init=init)
 
     def __call__(
         self,
@@ -59,6 +65,13 @@ class Block(nnx.Module):
             # For policies that keep this result; the norm after it is cheap, and is computed again.
             a_BSD = checkpoint_name(a_BSD, "attention")
             y_BSD = x_BSD + dropout(self.attention_post_norm(a_BSD), self.dropout, after_attention)
+        if self.cross is not None:
+            inner, after = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 4))
+            with jax.named_scope("cross_attention"):
+                h_BSD = self.cross_pre_norm(y_BSD)
+                c_BSD = self.cross(h_BSD, context.memory, layer, key=inner, adapter_key=adapters)
+                c_BSD = checkpoint_name(c_BSD, "attention")
+                y_BSD = y_BSD + dropout(self.cross_post_norm(c_BSD), self.dropout, after)
         with jax.named_scope("mlp"):
             h_BSD = self.mlp_pre_norm(x_BSD if self.parallel else y_BSD)
             if isinstance(self.mlp, Moe):

@@ -99,13 +99,7 @@ def gauss_newton_bartlett(
         A nested dict like the model's parameters, in their dtypes.
     """
     dropout_key = jax.random.fold_in(key, _DROPOUT)
-    h_BSD = model.hidden(
-        jnp.asarray(batch.tokens),
-        jnp.asarray(batch.positions),
-        jnp.asarray(batch.segments),
-        dtype=dtype,
-        key=dropout_key,
-    )
+    h_BSD, _ = model.hidden_of(batch, dtype=dtype, key=dropout_key)
     targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
     # The same dropout as in the draw, so that the targets come from the very distribution that is differentiated. They
     # are whole numbers: no gradient flows through the draw.

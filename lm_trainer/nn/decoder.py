@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.attention_dispatch import goes_round
 from lm_trainer.nn.cache import KvCache
@@ -98,6 +99,13 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """The hidden states that the head reads, [B, S, D] in `dtype`; arguments as for `hidden_and_stats`."""
         return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)[0]
+
+    def hidden_of(
+        self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """`hidden_and_stats` of the rows of a batch: of all that this kind of model reads of it."""
+        tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+        return self.hidden_and_stats(tokens_BS, positions_BS, segments_BS, dtype=dtype, key=key)
 
     def hidden_and_stats(
         self,

@@ -65,9 +65,7 @@ def token_loss(
             (`block_size` x V logits at a time); from about 512 on they cost no time.
         terms: what else is computed of the logits; `z_loss` and `entropy` are then among the other sums.
     """
-    h_BSD, stats = model.hidden_and_stats(
-        jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype, key=key
-    )
+    h_BSD, stats = model.hidden_of(batch, dtype=dtype, key=key)
     return hidden_loss(model, h_BSD, stats, batch, block_size=block_size, terms=terms)
 
 
@@ -109,9 +107,7 @@ def token_nll(
     and `top_nll`, [B, S, top], are the likeliest tokens. Where devices share a microbatch, all of its positions are in
     these arrays on one of them, and zeros on the others.
     """
-    h_BSD, _ = model.hidden_and_stats(
-        jnp.asarray(batch.tokens), jnp.asarray(batch.positions), jnp.asarray(batch.segments), dtype=dtype
-    )
+    h_BSD, _ = model.hidden_of(batch, dtype=dtype)
     return hidden_nll(model, h_BSD, batch, block_size=block_size, top=top)
 
 

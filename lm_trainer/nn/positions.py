@@ -58,6 +58,18 @@ def _yarn(scaling: YarnScaling, plain_F: np.ndarray, theta: float, dims: int) ->
     return plain_F * (1.0 - ramp_F + ramp_F / scaling.factor)
 
 
+def sinusoids(length: int, dims: int) -> np.ndarray:
+    """Sinusoidal positions, float32 [length, dims]: sines, then cosines, of wavelengths from 2 pi to 10000 * 2 pi.
+
+    Vaswani et al. 2017, section 3.5, with the wavelengths of Radford et al. 2022, whose longest one is reached. `dims`
+    is even and at least 4.
+    """
+    # In float64, where machines whose exponentials differ by an ulp still agree once they are rounded.
+    frequencies_F = np.exp(-math.log(10_000) / (dims // 2 - 1) * np.arange(dims // 2))
+    angles_LF = np.arange(length)[:, None] * frequencies_F[None]
+    return np.concatenate([np.sin(angles_LF), np.cos(angles_LF)], axis=1).astype(np.float32)
+
+
 def apply_rope(spec: RopeSpec, x_BSNH: jax.Array, positions_BS: jax.Array) -> jax.Array:
     """Rotates each head by angles that grow with the position, in float32; returns the dtype of its input."""
     frequencies_F, magnitude = rope_frequencies(spec, x_BSNH.shape[-1])

@@ -8,7 +8,7 @@ and has a value that means "absent".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["gelu", "gelu_new", "relu", "silu", "quick_gelu", "tanh"]
@@ -151,6 +151,9 @@ class AttentionSpec:
     """Each key and value head serves num_heads / num_kv_heads query heads (Ainslie et al. 2023); None: one each."""
     bias: bool = True
     """Biases of queries, keys and values."""
+    key_bias: bool = True
+    """Gives keys a bias where queries and values have one. It changes no probability, since it adds the same to all
+    scores of a query."""
     out_bias: bool = True
     positions: RopeSpec | AlibiSpec | None = None
     qk_norm: QkNormSpec | None = None
@@ -211,6 +214,9 @@ class BlockSpec:
     """Rate for the result of each f, before it is added to the residual stream."""
     parallel: bool = False
     """Both f read the same x."""
+    cross: AttentionSpec | None = None
+    """Attention to what an encoder makes of its input: one more f, between the two, with norms and dropout as they
+    have. It has no mask."""
 
     @property
     def has_experts(self) -> bool:
@@ -261,8 +267,27 @@ class SenseSpec:
 
 
 @dataclass(frozen=True)
+class EncoderSpec:
+    """An encoder of features of audio: two convolutions of width 3 over time, each followed by an activation, the
+    second with a stride of 2; sinusoidal positions; layers whose attention has no mask (Radford et al. 2022, section
+    2.2).
+    """
+
+    num_features: int
+    """Features of each frame of the input, such as channels of a log-mel spectrogram."""
+    num_positions: int
+    """Positions after the convolutions: half the frames of the input."""
+    blocks: tuple[BlockSpec, ...]
+    activation: Activation = "gelu"
+    """Activation after the convolutions."""
+    final_norm: NormSpec | None = None
+    dropout: float = 0.0
+    """Rate after the positions are added."""
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder-only transformer."""
+    """A transformer that writes token after token."""
 
     vocab_size: int
     hidden_dim: int
@@ -274,6 +299,8 @@ class DecoderSpec:
     head: HeadSpec = HeadSpec()
     senses: SenseSpec | None = None
     """The source of the head's input; None: the last hidden state."""
+    encoder: EncoderSpec | None = None
+    """Makes what the layers' `cross` attends to."""
     init_std: float = 0.02
     """Standard deviation of every initial weight but those that write to the residual stream."""
     scan: bool = False
@@ -282,6 +309,12 @@ class DecoderSpec:
     remat_groups: int = 0
     """Number of groups that the iterations of the loop form: only the input of each group is kept for the backward
     pass, which computes the input of each layer again. 0: the input of each layer is kept."""
+
+    @property
+    def encoder_stack(self) -> DecoderSpec:
+        """The layers of the encoder, executed and initialised as those of the decoder are."""
+        assert self.encoder is not None
+        return replace(self, blocks=self.encoder.blocks, num_positions=self.encoder.num_positions, encoder=None)
 
     @property
     def saves_inside_layers(self) -> bool:

@@ -41,6 +41,11 @@ class FlopsCount(NamedTuple):
     """2 * hidden * vocabulary."""
     senses: int = 0
     """Products that make senses, the queries and keys that weigh them, and the weighted sum."""
+    cross: int = 0
+    """Attention to an encoder, over all layers: queries, result, scores, weighted sum and softmax; keys and values,
+    which are made once for a row, are shared out over its tokens."""
+    encoder: int = 0
+    """The encoder of a row, shared out over its tokens."""
 
     @property
     def forward(self) -> int:
@@ -87,7 +92,28 @@ def flops_per_token(spec: DecoderSpec, seq_len: int) -> FlopsCount:
         mlp=sum(2 * _active_weights(block.mlp, spec.hidden_dim) for block in spec.blocks),
         head=2 * spec.hidden_dim * spec.vocab_size,
         senses=0 if spec.senses is None else _sense_flops(spec.senses, spec.hidden_dim, seq_len),
+        cross=sum(_cross_flops(block, spec, seq_len) for block in spec.blocks),
+        encoder=_encoder_flops(spec) // seq_len,
     )
+
+
+def _cross_flops(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
+    if block.cross is None or spec.encoder is None:
+        return 0
+    length, width = spec.encoder.num_positions, block.cross.num_heads * block.cross.head_dim
+    of_query = 4 * spec.hidden_dim * width + 4 * length * width + 3 * length * block.cross.num_heads
+    return of_query + 4 * spec.hidden_dim * width * length // seq_len
+
+
+def _encoder_flops(spec: DecoderSpec) -> int:
+    """Operations of the encoder for one row."""
+    if spec.encoder is None:
+        return 0
+    length, dim = spec.encoder.num_positions, spec.hidden_dim
+    # Width 3; the first convolution has a position for each frame, of which there are twice as many.
+    convolutions = 2 * length * 2 * 3 * spec.encoder.num_features * dim + length * 2 * 3 * dim * dim
+    layers = flops_per_token(spec.encoder_stack, length)._replace(head=0).forward
+    return convolutions + length * layers
 
 
 def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
@@ -119,15 +145,23 @@ def recomputed_flops_per_token(spec: DecoderSpec, seq_len: int, *, every_layer: 
     though the compiler leaves out a product whose result no gradient needs. What a kernel of attention computes again
     by itself does not count.
     """
+    in_encoder = _recomputed_in_encoder(spec, seq_len)
     if every_layer:
-        return sum(_of_block(block, spec, seq_len).forward for block in spec.blocks)
-    again = sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
+        return in_encoder + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks)
+    again = in_encoder + sum(_recomputed(block, spec, seq_len) for block in spec.blocks)
     if not spec.remat_groups:
         return again
     # Each layer of a group runs once more, for its input.
     turns = len(spec.blocks) // spec.period
     grouped = turns // spec.remat_groups * spec.remat_groups * spec.period
     return again + sum(_of_block(block, spec, seq_len).forward for block in spec.blocks[:grouped])
+
+
+def _recomputed_in_encoder(spec: DecoderSpec, seq_len: int) -> int:
+    if spec.encoder is None:
+        return 0
+    length = spec.encoder.num_positions
+    return length * recomputed_flops_per_token(spec.encoder_stack, length) // seq_len
 
 
 def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
@@ -145,12 +179,13 @@ def _recomputed(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> int:
         case named:
             pass
     # What is kept is the result of the last product, for which alone that product would be computed again.
-    last = {"attention": count.attention_out, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
+    crossing = 0 if block.cross is None else 2 * spec.hidden_dim * block.cross.num_heads * block.cross.head_dim
+    last = {"attention": count.attention_out + crossing, "mlp": 2 * _last_weights(block.mlp, spec.hidden_dim)}
     return count.forward - sum(last.get(name, 0) for name in named)
 
 
 def _of_block(block: BlockSpec, spec: DecoderSpec, seq_len: int) -> FlopsCount:
-    return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0)
+    return flops_per_token(replace(spec, blocks=(block,), senses=None), seq_len)._replace(head=0, encoder=0)
 
 
 def _grouped_products(mlp: MlpSpec | MoeSpec, hidden: int) -> int:
@@ -171,14 +206,23 @@ def _sense_flops(spec: SenseSpec, hidden: int, seq_len: int) -> int:
 
 
 def parameter_count(spec: DecoderSpec) -> int:
-    """Trainable parameters; a head that shares the token embedding counts once."""
+    """Parameters; a head that shares the token embedding counts once."""
     positions = spec.num_positions if spec.embedding.learned_positions else 0
     # Everything that has one row of hidden_dim: tokens, learned positions, a head of its own.
     rows = spec.vocab_size + positions + (0 if spec.head.tied else spec.vocab_size)
     blocks = sum(_block_parameters(block, spec.hidden_dim) for block in spec.blocks)
     norms = sum(_norm_parameters(norm, spec.hidden_dim) for norm in (spec.embedding.norm, spec.final_norm))
     senses = 0 if spec.senses is None else _sense_parameters(spec.senses, spec.hidden_dim)
-    return rows * spec.hidden_dim + blocks + norms + senses
+    return rows * spec.hidden_dim + blocks + norms + senses + _encoder_parameters(spec)
+
+
+def _encoder_parameters(spec: DecoderSpec) -> int:
+    if spec.encoder is None:
+        return 0
+    dim, encoder = spec.hidden_dim, spec.encoder
+    convolutions = 3 * (encoder.num_features + dim) * dim + 2 * dim
+    blocks = sum(_block_parameters(block, dim) for block in encoder.blocks)
+    return convolutions + encoder.num_positions * dim + blocks + _norm_parameters(encoder.final_norm, dim)
 
 
 def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
@@ -190,7 +234,9 @@ def _sense_parameters(spec: SenseSpec, hidden: int) -> int:
 
 def _block_parameters(block: BlockSpec, hidden: int) -> int:
     norms = _norm_parameters(block.pre_norm, hidden) + _norm_parameters(block.post_norm, hidden)
-    return _attention_parameters(block.attention, hidden) + _mlp_parameters(block.mlp, hidden) + 2 * norms
+    attentions = [block.attention] if block.cross is None else [block.attention, block.cross]
+    parts = sum(_attention_parameters(attention, hidden) for attention in attentions)
+    return parts + _mlp_parameters(block.mlp, hidden) + (1 + len(attentions)) * norms
 
 
 def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
@@ -198,7 +244,7 @@ def _attention_parameters(spec: AttentionSpec, hidden: int) -> int:
     # Query and output are hidden x width, key and value hidden x kv_width.
     total = 2 * hidden * (width + kv_width)
     if spec.bias:
-        total += width + 2 * kv_width
+        total += width + (1 + spec.key_bias) * kv_width
     if spec.out_bias:
         total += hidden
     if spec.qk_norm is not None:

@@ -45,9 +45,7 @@ def token_losses(program: Program, config: RunConfig, state: TrainState, batch: 
 
     def losses(params: dict[str, jax.Array], rows: Batch) -> jax.Array:
         model = program.model.merge(params)
-        h_BSD, _ = model.hidden_and_stats(
-            rows.tokens, rows.positions, rows.segments, dtype=config.trainer.mp.compute_dtype, key=None
-        )
+        h_BSD, _ = model.hidden_of(rows, dtype=config.trainer.mp.compute_dtype)
         h_ND, targets_N = h_BSD.reshape(-1, h_BSD.shape[-1]), jnp.asarray(rows.targets).reshape(-1)
         ones_N = jnp.ones(targets_N.shape, jnp.float32)
         # The loss is linear in the weights of the tokens, so its gradient with respect to them is the loss of each.

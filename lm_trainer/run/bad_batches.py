@@ -36,7 +36,7 @@ class BadBatchDump:
         self._recent.append((step, batch))
 
     def write(self, step: int) -> Path | None:
-        """Writes the batch of a step as `.npz`, an array for each field that `Batch` has; each process has its own file.
+        """Writes the batch of a step as `.npz`, an array for each field of `Batch`; each process has its own file.
 
         Returns:
             The file; None where it cannot be written, or where there are enough.

@@ -41,7 +41,9 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
             quantize(model, quantization)
         return model
 
-    return trace_module(build, config.trainer.mp.param_dtype, True if adapter is None else is_adapter_param)
+    frozen = config.model.frozen_params
+    trained = (lambda name: name not in frozen) if frozen else True
+    return trace_module(build, config.trainer.mp.param_dtype, trained if adapter is None else is_adapter_param)
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:

@@ -276,6 +276,11 @@ def loss_in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
             "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
             "or loss of your own; use elastic"
         )
+    if built.spec.encoder is not None:
+        raise UserError(
+            "trainer.determinism: layerwise takes one stream through one stack of layers, and this model has an "
+            "encoder beside its decoder; use elastic"
+        )
     if "pipeline" in model_parallel_axes(mesh.shape):
         raise UserError(
             "trainer.determinism: layerwise takes one layer after another through all devices, each of which keeps a "

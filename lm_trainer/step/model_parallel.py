@@ -172,6 +172,11 @@ def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
         return
     if spec is None:
         raise UserError(f"{axes[0]}_axis_size needs a decoder of lm_trainer, not a model of your own; set it to 1")
+    if spec.encoder is not None and (wrong := [axis for axis in axes if axis in ("context", "pipeline")]):
+        raise UserError(
+            f"{wrong[0]}_axis_size cannot cut a model with an encoder, to all of whose positions every layer attends; "
+            f"set it to 1, and cut its weights by model_axis_size or its batch by the data axis instead"
+        )
     if "expert" in axes and not spec.num_routers:
         raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")
     if "pipeline" not in axes:

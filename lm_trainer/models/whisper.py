@@ -1,0 +1,224 @@
+"""Whisper (Radford et al. 2022): an encoder that hears a log-mel spectrogram, and a decoder that writes its words."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lm_trainer.models.base import ActivationName, DecoderConfig
+from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
+from lm_trainer.nn.encoder_decoder import EncoderDecoder
+from lm_trainer.nn.spec import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    EmbeddingSpec,
+    EncoderSpec,
+    MlpSpec,
+    NormSpec,
+)
+
+_OLD_GENERATION = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
+"""Settings of generation that stand in config.json as well."""
+
+
+def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        # Two frames make one position of the encoder.
+        "num_frames": 2 * hf.get("max_source_positions", 1500),
+        "generation_config": {key: hf[key] for key in _OLD_GENERATION if hf.get(key) is not None},
+    }
+
+
+def _to_hf(config: "WhisperConfig") -> dict[str, Any]:
+    given = config.generation_config
+    return {
+        "max_source_positions": config.num_frames // 2,
+        # Written where there are none too: the default is of the published vocabulary.
+        **{key: given.get(key) for key in _OLD_GENERATION[:2]},
+        "is_encoder_decoder": True,
+    }
+
+
+def _norm(hf: str, ours: str) -> tuple[HfTensor, HfTensor]:
+    return HfTensor(f"{hf}.weight", (f"{ours}.scale",)), HfTensor(f"{hf}.bias", (f"{ours}.bias",))
+
+
+def _attention(hf: str, ours: str) -> tuple[HfTensor, ...]:
+    names = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "out"}
+    return tuple(tensor for theirs, name in names.items() for tensor in linear(f"{hf}.{theirs}", f"{ours}.{name}"))
+
+
+def _layer(hf: str, ours: str) -> tuple[HfTensor, ...]:
+    return (
+        *_attention(f"{hf}.self_attn", f"{ours}.attention"),
+        *_norm(f"{hf}.self_attn_layer_norm", f"{ours}.attention_pre_norm"),
+        *linear(f"{hf}.fc1", f"{ours}.mlp.up"),
+        *linear(f"{hf}.fc2", f"{ours}.mlp.down"),
+        *_norm(f"{hf}.final_layer_norm", f"{ours}.mlp_pre_norm"),
+    )
+
+
+_HF = HfFamily(
+    model_type="whisper",
+    reference="openai/whisper-tiny",
+    architecture="WhisperForConditionalGeneration",
+    fields=(
+        HfField("max_target_positions", "seq_len", 448),
+        HfField("d_model", "hidden_dim", 384),
+        HfField("decoder_layers", "num_layers", 4),
+        HfField("decoder_attention_heads", "num_heads", 6),
+        HfField("decoder_ffn_dim", "intermediate_dim", 1536),
+        HfField("encoder_layers", "encoder_layers", 4),
+        HfField("encoder_attention_heads", "encoder_heads", 6),
+        HfField("encoder_ffn_dim", "encoder_intermediate_dim", 1536),
+        HfField("num_mel_bins", "num_mels", 80),
+        HfField("init_std", "initializer_range", 0.02),
+        HfField("dropout", "resid_pdrop", 0.0),
+        HfField("attention_dropout", "attn_pdrop", 0.0),
+        HfField(
+            "activation_function",
+            "activation_function",
+            "gelu",
+            read={"swish": "silu", "gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"},
+        ),
+        HfField("decoder_start_token_id", "decoder_start_token_id", 50257),
+        HfField("pad_token_id", "pad_token_id", 50256),
+    ),
+    tensors=(
+        HfTensor("encoder.conv1.weight", ("encoder.conv1.weight",), transposed=True),
+        HfTensor("encoder.conv1.bias", ("encoder.conv1.bias",)),
+        HfTensor("encoder.conv2.weight", ("encoder.conv2.weight",), transposed=True),
+        HfTensor("encoder.conv2.bias", ("encoder.conv2.bias",)),
+        HfTensor("encoder.embed_positions.weight", ("encoder.positions",)),
+        *_layer("encoder.layers.{}", "encoder.blocks.{}"),
+        *_norm("encoder.layer_norm", "encoder.final_norm"),
+        HfTensor("decoder.embed_tokens.weight", ("embed.tokens",)),
+        HfTensor("decoder.embed_positions.weight", ("embed.positions",)),
+        *_layer("decoder.layers.{}", "blocks.{}"),
+        *_attention("decoder.layers.{}.encoder_attn", "blocks.{}.cross"),
+        *_norm("decoder.layers.{}.encoder_attn_layer_norm", "blocks.{}.cross_pre_norm"),
+        *_norm("decoder.layer_norm", "final_norm"),
+    ),
+    prefix="model.",
+    fixed={
+        "activation_dropout": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "apply_spec_augment": False,
+        "scale_embedding": False,
+        "tie_word_embeddings": True,
+    },
+    computed_from_hf=_from_hf,
+    computed_to_hf=_to_hf,
+    tied={"proj_out.weight": "decoder.embed_tokens.weight"},
+)
+
+
+class WhisperConfig(DecoderConfig):
+    """The Whisper family, which writes what it hears; the defaults are Whisper tiny (38M parameters)."""
+
+    hf: ClassVar[HfFamily] = _HF
+    module: ClassVar[type[EncoderDecoder]] = EncoderDecoder
+    frozen_params: ClassVar[frozenset[str]] = frozenset({"encoder.positions"})
+
+    type: Literal["whisper"] = "whisper"
+    """The family."""
+    seq_len: int = Field(default=448, gt=0)
+    """The longest text, in tokens."""
+    num_layers: int = Field(default=4, gt=0)
+    """Number of blocks of the decoder."""
+    hidden_dim: int = Field(default=384, ge=4, multiple_of=2)
+    """Width of the residual streams; a multiple of num_heads and of encoder_heads."""
+    num_heads: int = Field(default=6, gt=0)
+    """Attention heads of the decoder, of its own attention and of that to the encoder."""
+    intermediate_dim: int = Field(default=1536, gt=0)
+    """Width of the decoder's MLPs."""
+    encoder_layers: int = Field(default=4, gt=0)
+    """Number of blocks of the encoder."""
+    encoder_heads: int = Field(default=6, gt=0)
+    """Attention heads of the encoder."""
+    encoder_intermediate_dim: int = Field(default=1536, gt=0)
+    """Width of the encoder's MLPs."""
+    num_mels: int = Field(default=80, gt=0)
+    """Channels of the log-mel spectrogram."""
+    num_frames: int = Field(default=3000, gt=0, multiple_of=2)
+    """Frames of the spectrogram in a row: 3000 are 30 s at 100 frames per second. Shorter audio is filled up with
+    silence."""
+    activation_function: ActivationName = "gelu"
+    """Activation of the MLPs: gelu (exact), gelu_new (its tanh approximation), quick_gelu, relu, silu or tanh. That of
+    the convolutions is always gelu."""
+    initializer_range: float = Field(default=0.02, ge=0)
+    """Standard deviation of the initial weights. Those that write to a residual stream get it divided by
+    sqrt(2 * layers of that stream)."""
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what enters the first layers, and of what each part of a layer adds to the residual stream."""
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the attention probabilities."""
+    decoder_start_token_id: int | None = Field(default=None, ge=0)
+    """The token that every text begins with, for `transformers` and for transcription."""
+    pad_token_id: int | None = Field(default=None, ge=0)
+    """The token that `transformers` fills up texts with."""
+    generation_config: dict[str, Any] = Field(default_factory=dict)
+    """Settings of generation as in Hugging Face's `generation_config.json`: tokens to suppress, tokens of languages and
+    tasks, timestamps. Import keeps them, export writes them, and transcription follows them."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        for name in ("num_heads", "encoder_heads"):
+            if self.hidden_dim % getattr(self, name):
+                raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of {name}={getattr(self, name)}")
+        if self.attn_backend == "ring":
+            raise ValueError("attn_backend: ring cannot attend to an encoder; remove it")
+        return self
+
+    @property
+    def features_shape(self) -> tuple[int, int]:
+        return self.num_frames, self.num_mels
+
+    def spec(self, vocab_size: int) -> DecoderSpec:
+        norm = NormSpec()
+        encoder_block = BlockSpec(
+            # No kernel computes attention without a mask.
+            replace(self._attention(self.encoder_heads), scores=self._unmasked()),
+            self._mlp(self.encoder_intermediate_dim),
+            pre_norm=norm,
+            dropout=self.resid_pdrop,
+        )
+        block = BlockSpec(
+            self._attention(self.num_heads),
+            self._mlp(self.intermediate_dim),
+            pre_norm=norm,
+            dropout=self.resid_pdrop,
+            cross=replace(self._attention(self.num_heads), scores=self._unmasked()),
+        )
+        return DecoderSpec(
+            vocab_size=vocab_size,
+            hidden_dim=self.hidden_dim,
+            num_positions=self.seq_len,
+            blocks=(block,) * self.num_layers,
+            final_norm=norm,
+            embedding=EmbeddingSpec(learned_positions=True, dropout=self.resid_pdrop),
+            encoder=EncoderSpec(
+                self.num_mels,
+                self.num_frames // 2,
+                (encoder_block,) * self.encoder_layers,
+                final_norm=norm,
+                dropout=self.resid_pdrop,
+            ),
+            init_std=self.initializer_range,
+            scan=self.scan,
+            remat=self.remat,
+            remat_groups=self.remat_groups,
+        )
+
+    def _unmasked(self) -> Any:
+        return replace(self.scores(dropout=self.attn_pdrop), backend="xla")
+
+    def _attention(self, heads: int) -> AttentionSpec:
+        scores = self.scores(dropout=self.attn_pdrop)
+        return AttentionSpec(heads, self.hidden_dim // heads, key_bias=False, scores=scores)
+
+    def _mlp(self, width: int) -> MlpSpec:
+        return MlpSpec(width, activation=self.activation_function)

@@ -1,0 +1,170 @@
+"""A decoder that writes what an encoder hears.
+
+Shape letters: B rows, S positions, T new tokens, M frames of the input, P features of a frame, F positions of the
+encoder, C channels, D hidden dimension, L layers, K key heads, H head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.attention import ForwardContext, make_cache_context, make_context
+from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.init import Initializer
+from lm_trainer.nn.linear import ACTIVATIONS, Linear, dropout
+from lm_trainer.nn.moe import RouterStats
+from lm_trainer.nn.norm import make_norm
+from lm_trainer.nn.positions import sinusoids
+from lm_trainer.nn.read import read
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stack import build_blocks, run_blocks
+
+_WIDTH = 3
+"""Frames that a position of a convolution reads."""
+
+
+class Encoder(nnx.Module):
+    """The encoder of an `EncoderSpec`."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        assert spec.encoder is not None
+        self.spec, self.stack = spec.encoder, spec.encoder_stack
+        init = Initializer(rngs, spec.init_std, self.stack.residual_std)
+        dim, kernel = {"embed": spec.hidden_dim}, {"kernel": _WIDTH}
+        self.conv1 = Linear({**kernel, "features": self.spec.num_features}, dim, bias=True, init=init)
+        self.conv2 = Linear({**kernel, "channels": spec.hidden_dim}, dim, bias=True, init=init)
+        # A parameter, since checkpoints hold it, in their precision; `frozen_params` of a model keeps it as it is.
+        table = jnp.asarray(sinusoids(self.spec.num_positions, spec.hidden_dim))
+        self.positions = nnx.Param(table, logical_axes=("position", "embed"))
+        self.blocks = build_blocks(self.stack, init=init)
+        self.final_norm = make_norm(self.spec.final_norm, dim, init=init)
+
+    @jax.named_scope("encoder")
+    def __call__(
+        self, features_BMP: jax.Array, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
+    ) -> jax.Array:
+        """The stream after the last layer, normalized: [B, F, D] in `dtype`; the key is for dropout.
+
+        Raises:
+            UserError: for features of another shape than that of the spec.
+        """
+        self._check(features_BMP.shape)
+        enter, layers, adapters = (None,) * 3 if key is None else jax.random.split(key, 3)
+        activation = ACTIVATIONS[self.spec.activation]
+        x_BMD = activation(self.conv1(_windows(features_BMP.astype(dtype), 1), key=adapters))
+        x_BFD = activation(self.conv2(_windows(x_BMD, 2), key=adapters))
+        x_BFD = (x_BFD.astype(jnp.float32) + read(self.positions, jnp.float32)[None]).astype(dtype)
+        x_BFD = dropout(x_BFD, self.spec.dropout, enter)
+        x_BFD, _, _ = run_blocks(self.stack, self.blocks, x_BFD, _unmasked_context(x_BFD), key=layers)
+        return self.final_norm(x_BFD)
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        frames, features = 2 * self.spec.num_positions, self.spec.num_features
+        if shape[1:] != (frames, features):
+            raise UserError(
+                f"the model hears {frames} frames of {features} features, but the rows have {shape[1]} of {shape[2]}; "
+                f"make those of the data and of the model agree"
+            )
+
+
+def _windows(x_BMC: jax.Array, stride: int) -> jax.Array:
+    """The frames that each position of a convolution reads, [B, M / stride, 3, C]; there are zeros around the row.
+
+    A convolution is then one product of two matrices, whose sums have the same order on every device.
+    """
+    frames = x_BMC.shape[1]
+    padded = jnp.pad(x_BMC, ((0, 0), (1, 1), (0, 0)))
+    return jnp.stack([padded[:, tap : tap + frames : stride] for tap in range(_WIDTH)], axis=2)
+
+
+def _unmasked_context(x_BFD: jax.Array) -> ForwardContext:
+    rows, length = x_BFD.shape[:2]
+    positions_BF = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    bias_11FF = jnp.zeros((1, 1, length, length), jnp.float32)
+    return ForwardContext(positions_BF, positions_BF, {0: bias_11FF}, jnp.ones((rows, length), bool))
+
+
+class EncodedCache(NamedTuple):
+    """Keys and values of the tokens so far, and of what the encoder made of the row."""
+
+    own: KvCache
+    cross: KvCache
+    """[L, B, F, K, H]; never changes."""
+
+
+class EncoderDecoder(Decoder):
+    """A decoder with an encoder, whose layers attend to it between their attention and their MLP."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        super().__init__(spec, rngs=rngs)
+        self.encoder = Encoder(spec, rngs=rngs)
+
+    def hidden_of(
+        self, batch: Batch, *, dtype: DTypeLike = jnp.float32, key: jax.Array | None = None
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """As for `Decoder`.
+
+        Raises:
+            UserError: for a batch without features.
+        """
+        if batch.features is None:
+            raise UserError(_NOTHING_HEARD)
+        keys = self.part_keys(key)
+        encoder_key = None if key is None else jax.random.fold_in(key, 2)
+        tokens_BS, positions_BS, segments_BS = map(jnp.asarray, (batch.tokens, batch.positions, batch.segments))
+        memory_BFD = self.encoder(jnp.asarray(batch.features), dtype=dtype, key=encoder_key)
+        x_BSD = self.enter(tokens_BS, positions_BS, dtype=dtype, key=keys.enter)
+        context = make_context(self.spec.blocks, positions_BS, segments_BS)._replace(memory=memory_BFD)
+        x_BSD, _, stats = run_blocks(self.spec, self.blocks, x_BSD, context, key=keys.blocks)
+        return self.leave(x_BSD, tokens_BS, segments_BS, key=keys.leave), stats
+
+    def hidden_and_stats(self, *_: Any, **__: Any) -> Any:
+        """Raises `UserError`: tokens alone are not enough for this model; `hidden_of` takes them with features."""
+        raise UserError(_NOTHING_HEARD)
+
+    def init_cache(self, *_: Any, **__: Any) -> Any:
+        """Raises `UserError`: a cache of this model begins with features, `listen`."""
+        raise UserError(_NOTHING_HEARD)
+
+    def listen(self, features_BMP: jax.Array, capacity: int, *, dtype: DTypeLike = jnp.float32) -> EncodedCache:
+        """Encodes rows of features, and makes the cache from which `decode` goes on.
+
+        Args:
+            features_BMP: float32.
+            capacity: positions of tokens of each row.
+            dtype: of the cache, in which everything is computed.
+        """
+        memory_BFD = self.encoder(features_BMP, dtype=dtype)
+
+        def keys_and_values(block: nnx.Module) -> tuple[jax.Array, jax.Array]:
+            return block.cross.keys_and_values(memory_BFD)  # pyright: ignore[reportAttributeAccessIssue]
+
+        # All layers are alike, and so stacked in one place of the period.
+        assert self.spec.period == 1
+        cross = KvCache(*jax.lax.map(keys_and_values, self.blocks["0"]))
+        return EncodedCache(super().init_cache(len(features_BMP), capacity, dtype=dtype), cross)
+
+    def decode_hidden(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: EncodedCache
+    ) -> tuple[jax.Array, EncodedCache]:
+        """As for `Decoder`, with a cache that `listen` made."""
+        own = cache.own
+        x_BTD = self.embed(tokens_BT, positions_BT).astype(own.k.dtype)
+        context = make_cache_context(self.spec.blocks, positions_BT, own.k.shape[2])._replace(memory=cache.cross)
+        x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=own)
+        assert filled is not None
+        return self.final_norm(x_BTD), cache._replace(own=filled)
+
+
+_NOTHING_HEARD = (
+    "this model writes what it hears, but there is text alone: its rows need the features of audio (`data.format: "
+    "{type: audio}`), and it goes on from no prompt of text"
+)

@@ -1,0 +1,91 @@
+"""Training of a model that hears: the same bits on every number of devices, and positions that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from lm_trainer.config.loader import load
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import Program, build_program
+from lm_trainer.step.state import to_host
+from tests.models.common import change
+from tests.models.speech import TINY, VOCAB, rows
+from tests.run.conftest import MakeConfig
+
+ROWS, STEPS = 8, 3
+
+
+def write(make_config: MakeConfig, model: Mapping[str, Any] | None = None, **trainer: Any) -> RunConfig:
+    path = make_config(
+        trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS, "elastic_shards": 4}
+        | trainer
+    )
+    written = change(TINY, **(model or {})).model_dump(mode="json")
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "model": written}))
+    return load(path, [], RunConfig).config
+
+
+def train(program: Program, batch: Batch, steps: int = STEPS) -> tuple[list[float], dict[str, np.ndarray]]:
+    program.step.compile(batch)
+    state, losses = program.init(), []
+    for _ in range(steps):
+        state, metrics = program.step(state, program.step.put(batch), 1e-2)
+        losses.append(float(metrics["loss"]))
+    return losses, to_host({**state.params, **state.frozen})
+
+
+def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    config = write(make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True})
+    (losses, one), *others = [
+        train(build_program(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 2, 4)
+    ]
+    for found, weights in others:
+        assert found == losses
+        for name, x in weights.items():
+            assert x.tobytes() == one[name].tobytes(), name
+    first = build_program(config, VOCAB, jax.devices()[:1]).init()
+    assert first.frozen.keys() == {"encoder.positions"}
+    np.testing.assert_array_equal(one["encoder.positions"], first.frozen["encoder.positions"])
+
+
+def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    """Only the features tell texts apart: without them the loss stays above the logarithm of the number of texts."""
+    config = write(make_config)
+    plain = rows(ROWS)
+    texts = np.repeat(np.arange(4), 2) + 5
+    tokens = np.repeat(texts[:, None], plain.tokens.shape[1], axis=1).astype(np.int32)
+    first = np.zeros_like(tokens)
+    heard = np.repeat(np.asarray(rows(4).features), 2, axis=0)
+    # Every text begins alike, and only its first token is learnt.
+    weights = np.zeros(tokens.shape, np.float32)
+    weights[:, 0] = 1
+    batch = plain._replace(tokens=first, targets=tokens, weights=weights, features=heard)
+    program = build_program(config, VOCAB, jax.devices()[:1])
+    deaf, _ = train(program, batch._replace(features=np.zeros_like(heard)), 30)
+    hearing, _ = train(program, batch, 30)
+    assert deaf[-1] > np.log(4) - 0.02
+    assert hearing[-1] < 0.5 * np.log(4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "devices", "message"),
+    [
+        ({"determinism": "layerwise"}, 1, "this model has an encoder beside its decoder; use elastic"),
+        ({"context_axis_size": 2}, 2, "context_axis_size cannot cut a model with an encoder"),
+        ({"pipeline_axis_size": 2}, 2, "pipeline_axis_size cannot cut a model with an encoder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any], devices: int, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build_program(write(make_config, **trainer), VOCAB, jax.devices()[:devices])
