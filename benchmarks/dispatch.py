@@ -1,4 +1,4 @@
-"""What it costs the host to dispatch the programs of a step that is computed layer by layer.
+"""Cost for the host of dispatching the programs of a step that is computed layer by layer.
 
     python -m benchmarks.dispatch --step-seconds 6.8
 
