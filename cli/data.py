@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import data_at
+from cli import data_at, data_find
 from cli.build_progress import build_progress
 from cli.common import (
     OVERRIDES,
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
 
 app.command(context_settings=OVERRIDES)(data_at.at)
+app.command(context_settings=OVERRIDES)(data_find.find)
 
 _CACHE = typer.Option(
     "--cache", metavar="NAME", help="`train`, `validation`, or in a mixture `NAME/train`.", show_default="train"

@@ -38,6 +38,17 @@ class ShuffleConfig(Config):
         """
 
     @abstractmethod
+    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        """Returns the draw in which each row comes in an epoch: the inverse of `locate`, int64 [N].
+
+        Args:
+            rows_N: int64 [N] in [0, num_rows).
+            epoch: from 0.
+            num_rows: rows of the set.
+            seed: of the run.
+        """
+
+    @abstractmethod
     def rows_needed(self, draw: int) -> int | None:
         """Returns the number of rows that must be there for this draw to be certain, and all draws before it.
 
@@ -54,6 +65,10 @@ class NoShuffle(ShuffleConfig):
         del seed
         return np.asarray(draws_N, np.int64) % num_rows
 
+    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        del seed
+        return epoch * num_rows + np.asarray(rows_N, np.int64)
+
     def rows_needed(self, draw: int) -> int | None:
         return draw + 1
 
@@ -66,6 +81,9 @@ class FullShuffle(ShuffleConfig):
     def locate(self, draws_N: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
         epochs_N, indices_N = np.divmod(np.asarray(draws_N, np.int64), num_rows)
         return permute(indices_N, num_rows, _keys(seed, epochs_N))
+
+    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        return epoch * num_rows + permute(rows_N, num_rows, _keys(seed, np.array([epoch])), inverse=True)
 
     def rows_needed(self, draw: int) -> int | None:
         del draw
@@ -91,6 +109,15 @@ class EraShuffle(ShuffleConfig):
         sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
         return starts_N + permute(indices_N - starts_N, sizes_N, _keys(seed, epochs_N, eras_N))
 
+    def draws(self, rows_N: np.ndarray, epoch: int, num_rows: int, seed: int) -> np.ndarray:
+        rows_N, bounds = np.asarray(rows_N, np.int64), self._bounds(num_rows)
+        # A row stays in its era, whose rows alone are permuted.
+        eras_N = np.searchsorted(bounds, rows_N, side="right") - 1
+        starts_N = bounds[eras_N]
+        sizes_N = np.minimum(bounds[eras_N + 1], num_rows) - starts_N
+        keys = _keys(seed, np.full_like(eras_N, epoch), eras_N)
+        return epoch * num_rows + starts_N + permute(rows_N - starts_N, sizes_N, keys, inverse=True)
+
     def rows_needed(self, draw: int) -> int | None:
         # The whole era of the draw: cut short, it would be permuted otherwise.
         return int(self._bounds(draw + 1)[-1])
@@ -109,7 +136,9 @@ AnyShuffle = Annotated[
 ]
 
 
-def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray) -> np.ndarray:
+def permute(
+    indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray, *, inverse: bool = False
+) -> np.ndarray:
     """Permutes [0, size) by a key, each index by itself.
 
     A Feistel network over the smallest even number of bits that holds `size`, its rounds the finaliser of splitmix64
@@ -120,6 +149,7 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
         indices_N: int [N], each in [0, size).
         size: one for all, or int [N].
         key: 64 bits; one for all, or uint64 [N].
+        inverse: find the index that each value came from.
 
     Returns:
         int64 [N].
@@ -133,11 +163,12 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
         result = np.empty(len(values_N), np.int64)
         keys_N = np.broadcast_to(keys, small.shape)
         for part in (small, ~small):
-            result[part] = permute(values_N[part], sizes[part], keys_N[part])
+            result[part] = permute(values_N[part], sizes[part], keys_N[part], inverse=inverse)
         return result
     mask = (_U(1) << half) - _U(1)
     rounds = 2 * _ROUNDS if small.any() else _ROUNDS
-    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in range(1, rounds + 1)]
+    numbers = range(rounds, 0, -1) if inverse else range(1, rounds + 1)
+    round_keys = [_mix(keys + _U(0x9E3779B97F4A7C15 * number & _WORD)) for number in numbers]
     # Cycle walking: the network permutes a range of up to four times `size`, and a value outside is put in again until
     # it is inside. As every value lies on a cycle of the permutation, this ends, and gives each result once.
     walking = np.arange(len(values_N))
@@ -147,7 +178,10 @@ def permute(indices_N: np.ndarray, size: int | np.ndarray, key: int | np.ndarray
         left, right = values_N[walking] >> of[0], values_N[walking] & of[1]
         for round_key in round_keys:
             here = round_key if round_key.ndim == 0 or len(walking) == len(values_N) else round_key[walking]
-            left, right = right, left ^ (_mix(right ^ here) & of[1])
+            if inverse:
+                left, right = right ^ (_mix(left ^ here) & of[1]), left
+            else:
+                left, right = right, left ^ (_mix(right ^ here) & of[1])
         values = (left << of[0]) | right
         values_N[walking] = values
         walking = walking[values >= of[2]]

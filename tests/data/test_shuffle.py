@@ -155,3 +155,12 @@ def test_a_number_is_a_length_of_eras() -> None:
     assert isinstance(DataConfig(shuffle=True).shuffle_config, FullShuffle)
     assert isinstance(DataConfig(shuffle=False).shuffle_config, NoShuffle)
     assert DataConfig.model_validate({"shuffle": 1}).shuffle_config == EraShuffle(first=1, growth=1, largest=1)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 17, 255, 1000, 5000])
+@pytest.mark.parametrize("shuffle", [NoShuffle(), FullShuffle(), EraShuffle(first=3), EraShuffle(first=64, growth=3)])
+def test_a_row_is_drawn_where_it_was_located(shuffle: ShuffleConfig, rows: int) -> None:
+    for epoch in (0, 1, 7):
+        draws = epoch * rows + np.arange(rows)
+        found = shuffle.locate(draws, rows, seed=5)
+        np.testing.assert_array_equal(shuffle.draws(found, epoch, rows, seed=5), draws)

@@ -49,6 +49,9 @@ class Chunks:
     def spans(self, row: int) -> list[tuple[int, int]]:
         return [(row * self.seq_len, self.seq_len)]
 
+    def rows_with(self, start: int, stop: int) -> np.ndarray:
+        return np.arange(start // self.seq_len, min(-(-stop // self.seq_len), self.num_rows), dtype=np.int64)
+
 
 def read_mixed(parts: Sequence[tuple[np.ndarray, Chunks, np.ndarray]]) -> Batch:
     """Reads one batch from the chunks of several streams that have the same S and the same EOS.

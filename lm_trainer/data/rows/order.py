@@ -5,6 +5,7 @@ Shape letters: B rows of a batch, N positions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -35,6 +36,10 @@ class Rows(Protocol):
         """Returns (start in the stream, number of inputs) of each run of tokens that a row holds."""
         ...
 
+    def rows_with(self, start: int, stop: int) -> np.ndarray:
+        """Returns the rows that hold any of the inputs [start, stop) of the stream: int64, rising."""
+        ...
+
 
 @dataclass(frozen=True)
 class TrainSet:
@@ -52,6 +57,10 @@ class TrainSet:
     def locate(self, draws_N: np.ndarray) -> np.ndarray:
         """Returns the row of each draw: int64 [N]."""
         return self.shuffle.locate(draws_N, self.num_rows, self.seed)
+
+    def draws(self, rows_N: np.ndarray, epoch: int) -> np.ndarray:
+        """Returns the draw of each row in an epoch: int64 [N]."""
+        return self.shuffle.draws(rows_N, epoch, self.num_rows, self.seed)
 
 
 class RowOrigin(NamedTuple):
@@ -120,6 +129,27 @@ class TrainOrder:
             for place, row, epoch in zip(here.tolist(), rows.tolist(), epochs.tolist(), strict=True):
                 found[place] = RowOrigin(train, row, epoch)
         return [found[place] for place in range(len(positions_N))]
+
+    def positions(self, index: int, rows_N: np.ndarray, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (position, row, epoch) wherever rows of one set stand before a position, epoch by epoch.
+
+        Args:
+            index: of the set.
+            rows_N: int64 [N] in [0, num_rows) of it.
+            stop: the position; at most `length`.
+        """
+        train = self.sets[index]
+        for epoch in itertools.count():
+            begin = self._position(index, epoch * train.num_rows)
+            if begin is None or begin >= stop:
+                return
+            for row, draw in zip(rows_N.tolist(), train.draws(rows_N, epoch).tolist(), strict=True):
+                position = self._position(index, draw)
+                if position is not None and position < stop:
+                    yield position, row, epoch
+
+    def _position(self, index: int, draw: int) -> int | None:
+        return draw if len(self.sets) == 1 else self.mixture.position(index, draw)
 
     def _by_set(self, positions_N: np.ndarray) -> Iterator[tuple[np.ndarray, TrainSet, np.ndarray]]:
         """Yields (places in `positions_N`, set, draws of the set) for each set among the positions."""

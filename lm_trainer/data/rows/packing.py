@@ -197,6 +197,11 @@ class PackedRows:
         pieces = slice(int(self.plan.firsts_R[row]), int(self.plan.firsts_R[row + 1]))
         return list(zip(self.plan.starts_P[pieces].tolist(), self.plan.lengths_P[pieces].tolist(), strict=True))
 
+    def rows_with(self, start: int, stop: int) -> np.ndarray:
+        starts_P = self.plan.starts_P
+        pieces = np.flatnonzero((starts_P < stop) & (starts_P + self.plan.lengths_P > start))
+        return np.unique(np.searchsorted(self.plan.firsts_R, pieces, side="right") - 1)
+
     def _copy(
         self, starts_P: np.ndarray, lengths_P: np.ndarray, places_P: np.ndarray, tokens: np.ndarray, targets: np.ndarray
     ) -> None:

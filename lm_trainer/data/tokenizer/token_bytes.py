@@ -20,25 +20,36 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 def token_bytes(tokenizer: HfTokenizer) -> np.ndarray:
     """Counts the UTF-8 bytes of text that each token stands for: int32 [V]; 0 for special tokens and unused ids."""
+    return np.array([len(text or b"") for text in token_texts(tokenizer)], np.int32)
+
+
+def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
+    """The UTF-8 bytes that each token stands for within a text, by its id; None for special tokens and unused ids.
+
+    Bytes of a single token need not be UTF-8: characters may be cut.
+    """
     content = tokenizer.files()[TOKENIZER_FILE].decode()
     rust = RustTokenizer.from_str(content)
     added = rust.get_added_tokens_decoder()
     # In GPT-2's alphabet each character stands for a byte, so that tokens which end inside of a character are exact.
-    bytes_by_character = set(byte_characters()) if "ByteLevel" in json.dumps(json.loads(content)["decoder"]) else set()
+    byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())} if byte_level else {}
     # Between two others, since decoders treat the first token of a text in ways of their own.
     around = _around(rust)
-    empty = len(rust.decode([around, around]).encode())
-    counts_V = np.zeros(tokenizer.vocab_size, np.int32)
+    before = len(rust.decode([around]).encode())
+    after = len(rust.decode([around, around]).encode()) - before
+    texts_V: list[bytes | None] = [None] * tokenizer.vocab_size
     for token, index in rust.get_vocab(with_added_tokens=True).items():
         if index in added:
-            counts_V[index] = 0 if added[index].special else len(added[index].content.encode())
-        elif bytes_by_character and bytes_by_character.issuperset(token):
-            counts_V[index] = len(token)
+            texts_V[index] = None if added[index].special else added[index].content.encode()
+        elif byte_of and byte_of.keys() >= set(token):
+            texts_V[index] = bytes(byte_of[character] for character in token)
         elif _BYTE_TOKEN.fullmatch(token):
-            counts_V[index] = 1
+            texts_V[index] = bytes([int(token[3:5], 16)])
         else:
-            counts_V[index] = max(len(rust.decode([around, index, around]).encode()) - empty, 0)
-    return counts_V
+            whole = rust.decode([around, index, around]).encode()
+            texts_V[index] = whole[before : max(len(whole) - after, before)]
+    return texts_V
 
 
 def _around(rust: RustTokenizer) -> int:

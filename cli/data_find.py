@@ -1,0 +1,133 @@
+"""`lmt data find`: where a text stands in the data of a run, and the steps that train on it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.build_progress import build_progress
+from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, place_argument
+from cli.config_file import config_file
+from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.data.find import Found, TrainedAt
+    from lm_trainer.run.config import RunConfig
+
+_STEPS = 8
+"""Steps of an occurrence that are listed."""
+
+
+def find(
+    ctx: typer.Context,
+    run: Annotated[
+        str, place_argument(metavar="RUN|CONFIG", help="A run, or the YAML file of one.", show_default=False)
+    ],
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text to look for.", show_default=False)] = None,
+    overrides: OverridesArgument = None,
+    *,
+    file: Annotated[
+        Path | None,
+        path_option("--file", metavar="F", help="Look for the content of this file, without its last line break."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Occurrences to list; all are counted.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Find a text in the data of a run: every document that holds it, and at which steps it was and will be trained on.
+
+    All tokens are read, of held-out sets as well; a text is found wherever its tokens begin and end. It is compared
+    byte by byte, as it was tokenised. Text that is not tokenised yet is tokenised first.
+
+    For example:
+
+        lmt data find my-run "It was a bright cold day in April"
+
+        lmt data find my.yaml --file canary.txt --json
+    """
+    words = list(overrides or [])
+    if file is not None and text is not None:
+        # With --file there is no text, and what stands in its place is a setting.
+        words, text = [text, *words], None
+    wanted = _read(file) if file is not None else text
+    if not wanted:
+        raise UserError("say what to look for: a text, or --file F")
+    config, last = _configuration(ctx, run, words)
+    from lm_trainer.data import open_data
+    from lm_trainer.data.find import Tracer, find_text
+    from lm_trainer.data.tokenizer.token_bytes import token_texts
+
+    with build_progress() as show:
+        data = open_data(config.data, seq_len=config.model.seq_len, seed=config.trainer.seed, on_progress=show)
+    texts = token_texts(data.tokenizer)
+    trainer = config.trainer
+    tracer = Tracer(data, trainer.batch_schedule, trainer.num_train_steps, texts)
+    found: list[Found] = []
+    count = 0
+    for name, match in find_text(data, wanted, texts, _progress):
+        count += 1
+        if len(found) < limit:
+            found.append(tracer.trace(name, match))
+            if not as_json:
+                _show(found[-1], last)
+    if sys.stderr.isatty():
+        typer.echo("\r\033[K", err=True, nl=False)
+    if as_json:
+        typer.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
+        return
+    more = f", of which {limit} are listed (--limit)" if count > limit else ""
+    typer.echo(f"{count:,} occurrence{'' if count == 1 else 's'}{more}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read as UTF-8 text ({error})") from None
+
+
+def _configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
+    """The configuration of a run, and its last step; of a file there is no step."""
+    if run.endswith((".yaml", ".yml")):
+        return load_resolved_config(ctx, config_file(ctx, Path(run)), overrides), None
+    import os
+
+    from lm_trainer.reproduce.record import RunRecord
+
+    record = RunRecord.read(run)
+    # Relative paths of the configuration count from where the run was started.
+    os.chdir(record.root)
+    return record.config(record.last, overrides), record.last
+
+
+def _progress(name: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        typer.echo(f"\r{name}: {done:,} of {total:,} tokens", err=True, nl=False)
+
+
+def _show(found: "Found", last: int | None) -> None:
+    typer.echo(f"{found.cache}: {found.where}, character {found.character}")
+    typer.echo(f"  {_when(found, last)}")
+
+
+def _when(found: "Found", last: int | None) -> str:
+    steps = found.trained_at
+    if not steps:
+        return "held out" if found.cache.endswith("validation") else "not trained on by the last step"
+    past = [each for each in steps if last is None or each.step <= last]
+    future = steps[len(past) :]
+    said = "in" if last is None else "trained on in"
+    parts = [f"{said} {_listed(past)}"] if past else []
+    parts += [f"will be in {_listed(future)}"] if future else []
+    return "; ".join(parts)
+
+
+def _listed(steps: "list[TrainedAt] | tuple[TrainedAt, ...]") -> str:
+    shown = ", ".join(f"step {each.step} (row {each.row}, epoch {each.epoch})" for each in steps[:_STEPS])
+    return shown + (f" and {len(steps) - _STEPS} more" if len(steps) > _STEPS else "")
+
+
+def _plain(found: "Found") -> dict:
+    match = found.match._asdict()
+    return {**found._asdict(), "match": match, "trained_at": [each._asdict() for each in found.trained_at]}

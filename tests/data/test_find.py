@@ -1,0 +1,162 @@
+"""A text in the tokens of a run beside a search by brute force, and the steps that train on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lm_trainer.core.piecewise import BatchSchedule, Piecewise
+from lm_trainer.data.config import DataConfig
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.find import Match, Needle, Tracer, find_text, search_stream
+from lm_trainer.data.pipeline import open_data
+from lm_trainer.data.tokenizer.token_bytes import token_texts
+from tests.conftest import RunLmt
+
+SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 150
+
+
+class Tokens:
+    """A stream of tokens in memory."""
+
+    def __init__(self, tokens: np.ndarray):
+        self.tokens = tokens.astype(np.int32)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return self.tokens[None, int(starts[0]) : int(starts[0]) + length]
+
+
+def brute_force(tokens: np.ndarray, texts: list[bytes | None], text: bytes) -> list[Match]:
+    """The occurrences in the bytes of all tokens; what ends a text is a byte that no text holds."""
+    pieces = [texts[token] or b"\xff" for token in tokens]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    whole, found, at = b"".join(pieces), [], -1
+    while (at := whole.find(text, at + 1)) >= 0:
+        first = int(np.searchsorted(ends, at, side="right"))
+        stop = int(np.searchsorted(ends, at + len(text) - 1, side="right")) + 1
+        found.append(Match(first, at - (int(ends[first]) - len(pieces[first])), stop))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_occurrence_is_found_and_no_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    # Few letters and many tokens that begin and end alike, so that a text can be cut in many ways.
+    texts: list[bytes | None] = [bytes(rng.choice(list(b"abc"), rng.integers(1, 6)).tolist()) for _ in range(40)]
+    texts[7] = None
+    tokens = rng.integers(0, len(texts), 3000)
+    monkeypatch.setattr("lm_trainer.data.find.PIECE", 97)
+    monkeypatch.setattr("lm_trainer.data.find._ANCHORS", int(rng.integers(1, 12)))
+    for length in (1, 2, 5, 9, 14):
+        text = bytes(rng.choice(list(b"abc"), length).tolist())
+        counts = np.bincount(tokens[:100], minlength=len(texts))
+        found = list(search_stream(Tokens(tokens), Needle(text, texts, counts)))  # pyright: ignore[reportArgumentType]
+        assert sorted(found) == sorted(brute_force(tokens, texts, text))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("find")
+    lines = [f"Zeile {n}: " + "für Größe und Maß; " * (n % 7 + 1) + f"Nummer {n * n}." for n in range(120)]
+    lines[41] += " Der Kanarienvogel singt überall."
+    lines[90] = "Erst anderes. Der Kanarienvogel singt"
+    for name, part in {"a": lines[:60], "b": lines[60:]}.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in part))
+    (directory / "held.jsonl").write_text(json.dumps({"text": "Und hier: Der Kanarienvogel singt."}) + "\n")
+    return directory
+
+
+def mixture(corpus: Path, **settings: object) -> DataConfig:
+    sets = {name: {"train_urls": [str(corpus / f"{name}.jsonl")]} for name in ("a", "b")}
+    sets["b"]["validation_urls"] = [str(corpus / "held.jsonl")]
+    tokenizer = {"type": "trained_bpe", "vocab_size": 400}
+    weights = {"train_weights": {"a": 0.7, "b": 0.3}}
+    return DataConfig.model_validate(
+        {"configs": sets, "cache_dir": str(corpus / "cache"), "tokenizer": tokenizer, **weights, **settings}
+    )
+
+
+def opened(corpus: Path, **settings: object) -> Data:
+    return open_data(mixture(corpus, **settings), seq_len=16, seed=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": "best_fit"},
+        {"shuffle": {"type": "era", "first": 8}},
+        {"shuffle": False},
+    ],
+)
+def test_the_steps_are_those_whose_rows_hold_the_text(corpus: Path, settings: dict[str, object]) -> None:
+    data = opened(corpus, **settings)
+    texts = token_texts(data.tokenizer)
+    tracer = Tracer(data, SCHEDULE, STEPS, texts)
+    found = [tracer.trace(name, match) for name, match in find_text(data, "Der Kanarienvogel singt", texts)]
+    # The record, 1-based, and the characters before the text.
+    lines = {name: (corpus / f"{name}.jsonl").read_text().splitlines() for name in ("a", "b", "held")}
+    expected = [
+        (cache, f"{corpus}/{name}.jsonl:{line}", json.loads(lines[name][line - 1])["text"].index("Der Kan"))
+        for cache, name, line in (("a/train", "a", 42), ("b/train", "b", 31), ("b/validation", "held", 1))
+    ]
+    assert [(each.cache, each.where, each.character) for each in found] == expected
+    assert found[2].trained_at == ()
+    # By brute force: every row of every step, by the runs of tokens that it was made of.
+    order = data.order(SCHEDULE)
+    for each in found[:2]:
+        expected_at = []
+        for step in range(STEPS):
+            rows = np.arange(SCHEDULE.at(step))
+            for row, origin in enumerate(order.origins(SCHEDULE.rows_before(step) + rows)):
+                spans = origin.set.rows.spans(origin.row) if f"{origin.set.name}/train" == each.cache else []
+                if any(start < each.match.stop and start + count > each.match.first for start, count in spans):
+                    expected_at.append((step + 1, row, origin.epoch))
+        assert [tuple(at) for at in each.trained_at] == expected_at
+        assert len(expected_at) > 1
+    data.close()
+
+
+def test_a_text_that_is_not_there_and_one_across_documents(corpus: Path) -> None:
+    data = opened(corpus)
+    texts = token_texts(data.tokenizer)
+    assert list(find_text(data, "Papagei", texts)) == []
+    assert list(find_text(data, "Nummer 0.Zeile 1", texts)) == []
+    assert len(list(find_text(data, "Größe", texts))) == sum(n % 7 + 1 for n in range(120) if n != 90)
+    data.close()
+
+
+@pytest.mark.slow
+def test_the_command_finds_what_replay_shows(run_lmt: RunLmt, tmp_path: Path, corpus: Path) -> None:
+    config = {
+        "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        "data": mixture(corpus).model_dump(mode="json", exclude_unset=True),
+        "trainer": {"id": "run", "num_train_steps": 40, "train_batch_size": 4, "sample_tokens": 0, "tracker": []},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    done = run_lmt("train", "run.yaml", "trainer.num_train_steps=20")
+    assert done.returncode == 0, done.stderr
+    done = run_lmt("data", "find", "run", "Kanarienvogel", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["occurrences"], found["last_step"]) == (3, 20)
+    first = next(each for each in found["found"] if each["trained_at"])
+    at = first["trained_at"][0]
+    shown = run_lmt("replay", "run", "--step", str(at["step"]), "--show-batch", "--chars", "0")
+    assert shown.returncode == 0, shown.stderr
+    row = shown.stdout.partition(f"row {at['row']}: ")[2].partition(f"row {at['row'] + 1}: ")[0]
+    assert "vogel" in row or "Kanar" in row
+    assert first["where"] in row
+    done = run_lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
+    assert "3 occurrences, of which 1 are listed" in done.stdout
+    (tmp_path / "empty.txt").write_text("\n")
+    for arguments in (("run",), ("run", "--file", "nowhere.txt"), ("run", "--file", "empty.txt"), ("nothing", "x")):
+        done = run_lmt("data", "find", *arguments)
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
