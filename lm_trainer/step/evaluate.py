@@ -73,16 +73,19 @@ class Evaluator:
         """
         ready = self._sums.ready(params)
         parts: dict[str, list[jax.Array | float]] = {}
+        shares = self._devices.shares(self._plan)
+        most = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
         for batch in batches:
             self._compile(batch)
             for name, count in counts(batch).items():
                 parts.setdefault(name, []).append(count)
-            for _, sums in self._sums(ready, self._devices.put(batch, self._plan)):
-                for name, x in sums.items():
-                    parts.setdefault(name, []).append(x)
+            found = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
+            for name in found[0]:
+                # Processes may have unequal numbers of microbatches, but exchange arrays of one length.
+                parts.setdefault(name, []).extend([sums[name] for sums in found] + [0.0] * (most - len(found)))
         # A group of several processes counts in one of them; it is the only group of each.
         counted = np.float32(self._devices.groups[0].is_lead)
-        found = {name: counted * np.asarray(values) for name, values in sorted(parts.items())}
+        found = {name: counted * np.asarray(values, np.float64) for name, values in sorted(parts.items())}
         # math.fsum is exact, so the order, which depends on the mesh, does not matter.
         return {name: math.fsum(gather(values).ravel().tolist()) for name, values in found.items()}
 

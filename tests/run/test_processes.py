@@ -172,3 +172,14 @@ def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_p
     )
     assert done.returncode == 2
     assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stdout
+
+
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise"])
+def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
+    make_config: MakeConfig, tmp_path: Path, determinism: str
+) -> None:
+    """8 microbatches on 6 devices: 4 in one process, 2 in each of two others."""
+    config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": determinism})
+    train(config, tmp_path / "one", processes=1, devices=1)
+    train(config, tmp_path / "three", processes=3, devices=2)
+    assert numbers(tmp_path / "three") == numbers(tmp_path / "one")
