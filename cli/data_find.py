@@ -25,14 +25,18 @@ def find(
     run: Annotated[
         str, place_argument(metavar="RUN|CONFIG", help="A run, or the YAML file of one.", show_default=False)
     ],
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The text to look for.", show_default=False)] = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="[TEXT]", help="The text to look for.", show_default=False)
+    ] = None,
     overrides: OverridesArgument = None,
     *,
     file: Annotated[
         Path | None,
         path_option("--file", metavar="F", help="Look for the content of this file, without its last line break."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Occurrences to list; all are counted.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", min=1, help="Occurrences to list; all are counted.")
+    ] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """Find a text in the data of a run: every document that holds it, and at which steps it was and will be trained on.
@@ -70,7 +74,7 @@ def find(
         if len(found) < limit:
             found.append(tracer.trace(name, match))
             if not as_json:
-                _show(found[-1], last)
+                _show(found[-1], last, named=bool(config.data.configs))
     if sys.stderr.isatty():
         typer.echo("\r\033[K", err=True, nl=False)
     if as_json:
@@ -106,8 +110,10 @@ def _progress(name: str, done: int, total: int) -> None:
         typer.echo(f"\r{name}: {done:,} of {total:,} tokens", err=True, nl=False)
 
 
-def _show(found: "Found", last: int | None) -> None:
-    typer.echo(f"{found.cache}: {found.where}, character {found.character}")
+def _show(found: "Found", last: int | None, *, named: bool) -> None:
+    # The only set has no name.
+    split = found.cache if named else found.cache.rpartition("/")[2]
+    typer.echo(f"{split}: {found.where}, character {found.character}")
     typer.echo(f"  {_when(found, last)}")
 
 

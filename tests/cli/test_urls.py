@@ -21,10 +21,11 @@ NOWHERE = "az://b/x"
 """Refused everywhere: there is no driver for it."""
 TAKE_BUCKETS = (
     *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "report", "tokens", "tokens x")),
+    f"data find {URL}",
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x")),
 )
 """Command lines that read or write runs and exports in object storage."""
-NO_PATHS = {"KEY=VALUE"}
+NO_PATHS = {"KEY=VALUE", "[TEXT]"}
 """Arguments that are no path; options are one if their values are called so."""
 PATH_NAMES = {"DIR", "DIRECTORY", "FILE", "FIT.json", "FILE.html"}
 

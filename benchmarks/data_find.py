@@ -1,0 +1,75 @@
+"""The rate at which `lmt data find` reads tokens, beside a plain comparison of all tokens with one.
+
+    python -m benchmarks.data_find
+
+Tokens of the corpus that Python carries, repeated to 400 million in 16 bits, so in the page cache; in turn, the median of
+five. The texts: one that stands nowhere, one of common words, and a single common word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.setting import load, setting, table
+
+TEXTS = ("It was a bright cold day in April, and the clocks", "return the length of the", "self")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=400_000_000)
+    chosen = parser.parse_args()
+    from lm_trainer.data.config import DataConfig
+    from lm_trainer.data.find import Needle, search_stream
+    from lm_trainer.data.pipeline import open_data
+    from lm_trainer.data.tokenizer.token_bytes import token_texts
+
+    with tempfile.TemporaryDirectory() as scratch:
+        data = open_data(DataConfig(cache_dir=f"{scratch}/cache"), seq_len=128, seed=0)
+        stream, texts = data.caches["train/train"].stream, token_texts(data.tokenizer)
+        once = stream.read(np.array([0]), len(stream))[0]
+        file = Path(scratch) / "tokens.bin"
+        with file.open("wb") as out:
+            for _ in range(-(-chosen.tokens // len(once))):
+                out.write(once.astype(np.uint16).tobytes())
+        mapped = Mapped(np.memmap(file, np.uint16, "r"))
+        counts = np.bincount(once[:65536], minlength=len(texts))
+        rows = []
+        for text in TEXTS:
+            needle = Needle(text.encode(), texts, counts)
+            seconds, plain, found = [], [], 0
+            for _ in range(5):
+                began = time.perf_counter()
+                found = sum(1 for _ in search_stream(mapped, needle))  # pyright: ignore[reportArgumentType]
+                seconds.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                np.count_nonzero(mapped.tokens == 77)
+                plain.append(time.perf_counter() - began)
+            rate, other = (mapped.tokens.nbytes / statistics.median(each) / 1e9 for each in (seconds, plain))
+            rows.append([repr(text), f"{found:,}", f"{rate:.2f}", f"{other:.2f}"])
+    print(setting("numpy"), load())
+    print(f"\n{len(mapped):,} tokens, {mapped.tokens.nbytes / 1e9:.1f} GB.\n")
+    print(table(["text", "occurrences", "GB/s", "GB/s of a comparison"], rows))
+
+
+class Mapped:
+    """A memory map in the place of a stream of tokens."""
+
+    def __init__(self, tokens: np.ndarray):
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, starts: np.ndarray, length: int) -> np.ndarray:
+        return np.asarray(self.tokens[int(starts[0]) : int(starts[0]) + length], np.int32)[None]
+
+
+if __name__ == "__main__":
+    main()
