@@ -2,7 +2,7 @@
 
     python -m benchmarks.data_find
 
-Tokens of the corpus that Python carries, repeated to 400 million in 16 bits, so in the page cache; in turn, the median of
+Tokens of the corpus that Python carries, repeated to 400 million in 16 bits, so in the page cache; in turn, medians of
 five. The texts: one that stands nowhere, one of common words, and a single common word.
 """
 

@@ -155,7 +155,8 @@ class Soak:
 
     def broken_promises(self, code: int, ending: str, said: str) -> list[str]:
         # A fault of the server may end an attempt before the moment; whoever starts is told in one line.
-        promised = {"kill -9": {-9}, "SIGTERM": {75, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
+        # Who is asked to stop in the last step is done; before the first one there is nothing to save.
+        promised = {"kill -9": {-9}, "SIGTERM": {75, 0, -15}}.get(ending, {0, 1, 2, -9}) | {1, 2}
         problems = [] if code in promised else [f"exit code {code}"]
         if "Traceback" in said:
             problems.append(f"a traceback:\n{said[-3000:]}")

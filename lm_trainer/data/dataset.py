@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
+import grain
+
+from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.identity import DataIdentity
-from lm_trainer.data.loader import HostRows, TrainIterator
+from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
@@ -108,6 +111,23 @@ class Data:
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of whole batches until `data.stop_strategy` ends training; None = it never does."""
         return whole_steps(self.order(schedule), _schedule(schedule))
+
+    def train_rows(self, schedule: int | BatchSchedule) -> grain.MapDataset[Batch]:
+        """The rows of a run in their order, as a dataset of Grain: element i is row i, a `Batch` of fields [S].
+
+        They are the rows that `train` batches: those of the step that begins at row `schedule.rows_before(step)` are
+        its next `schedule.at(step)` elements. Any element is read alone; slices, `batch`, `map` and the other methods
+        of Grain apply. Its length is that of the data by `data.stop_strategy`, `sys.maxsize` where they do not end.
+
+        Args:
+            schedule: rows of the global batch, at each step where they change.
+
+        Raises:
+            RuntimeError: until the data are `complete`.
+        """
+        if not self.complete:
+            raise RuntimeError("the text is still being tokenised; open the data without background=True")
+        return row_dataset(self.order(schedule))
 
     def train(
         self, schedule: int | BatchSchedule, *, rows: HostRows, first_step: int = 0, num_steps: int

@@ -53,7 +53,7 @@ class TrainedAt(NamedTuple):
     """As metrics.jsonl counts, from 1."""
     row: int
     epoch: int
-    """Of the set, from 0."""
+    """The epoch of the set, from 0."""
 
 
 class Found(NamedTuple):

@@ -1,4 +1,4 @@
-"""Train batches of a run, prefetched by Grain's threads.
+"""Rows and batches of a run as Grain reads them.
 
 Element i of the source is this host's rows of one step, so a run begins at any step at the same cost, and a batch is
 read in one piece. A step never depends on which batches were read before it.
@@ -6,8 +6,9 @@ read in one piece. A step never depends on which batches were read before it.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import grain
@@ -64,6 +65,28 @@ class _StepSource:
         return f"steps {self._steps} of {self._schedule}"
 
 
+class _RowSource:
+    """Random-access source for Grain: element i is row i of the run, of any step."""
+
+    def __init__(self, order: TrainOrder):
+        self._order = order
+
+    def __len__(self) -> int:
+        # As Grain's own datasets without an end have it.
+        return sys.maxsize if self._order.length is None else self._order.length
+
+    def __getitem__(self, index: Any) -> Batch:
+        return Batch(*(field[0] for field in self._order.read(np.array([int(index)]))))
+
+    def __repr__(self) -> str:
+        return f"rows of {', '.join(train.name for train in self._order.sets)}"
+
+
+def row_dataset(order: TrainOrder) -> grain.MapDataset[Batch]:
+    """The rows of an order that is final, as a dataset of Grain."""
+    return grain.MapDataset.source(_RowSource(order))
+
+
 class TrainIterator(Iterator[Batch]):
     """Yields the batches of consecutive steps. Close it to end its threads.
 
@@ -91,7 +114,7 @@ class TrainIterator(Iterator[Batch]):
         host_rows = rows if callable(rows) else lambda _: rows
         for size in schedule.sizes.values:
             check_rows(size, host_rows(size))
-        self._order, self._taken = order, 0
+        self._order, self._steps, self._taken = order, steps, 0
         self._closed = closed or threading.Event()
         self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
         self._grain: Any = None
@@ -121,6 +144,22 @@ class TrainIterator(Iterator[Batch]):
             UserError: if they will not come, because the build of their cache failed.
         """
         return self._source.missing(self._taken)
+
+    def saved_state(self) -> dict[str, int]:
+        """The state as Grain's iterators have it: the number of the next step, from 0."""
+        return {"next_index": self._steps.start + self._taken}
+
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Makes sure that a saved state is of the step at which this iterator stands.
+
+        Raises:
+            UserError: where it is not.
+        """
+        if state.get("next_index") != self.saved_state()["next_index"]:
+            raise UserError(
+                f"the batches go on after step {self.saved_state()['next_index']}, but the loader was saved after step "
+                f"{state.get('next_index')}: the checkpoint has been put together from two"
+            )
 
     def close(self) -> None:
         """Ends the threads; those that wait end first, since Grain joins them."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from lm_trainer.core.errors import EXIT_CRASH, UserError
 from lm_trainer.parallel.distributed import DistributedConfig
-from lm_trainer.parallel.processes import gather, is_lead
+from lm_trainer.parallel.processes import gather, gather_texts, is_lead
 from lm_trainer.trackers import Progress
 
 GRACE = 10.0
@@ -37,8 +37,6 @@ GRACE = 10.0
 
 # Connecting comes right after a collective operation, so that all processes are there; longer means a firewall.
 _CONNECT_SECONDS = 10.0
-# Texts are exchanged as arrays of one shape: longer host names are cut.
-_NAME_BYTES = 256
 _TOKEN_BYTES = 16
 _LONGEST_LINE = 1 << 16
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
@@ -80,9 +78,9 @@ class FailureDetector:
             host = socket.gethostname()
             self._names = [
                 f"process {index} of {jax.process_count()} ({name})"
-                for index, name in enumerate(_exchange_texts(f"{host}, pid {os.getpid()}"))
+                for index, name in enumerate(gather_texts(f"{host}, pid {os.getpid()}"))
             ]
-            self._connect(_exchange_texts(host))
+            self._connect(gather_texts(host))
             for index, connection in self._connections.items():
                 # A thread, because the main one may hang in a collective operation just when news comes; a daemon,
                 # because a blocking read must not keep the process from ending.
@@ -131,7 +129,7 @@ class FailureDetector:
         port = "" if server is None else str(server.getsockname()[1])
         # The port is chosen by the system, and a token keeps strangers out; both go by a collective operation, which
         # works already.
-        port, token = _exchange_texts(f"{port} {secrets.token_hex(_TOKEN_BYTES)}")[0].split()
+        port, token = gather_texts(f"{port} {secrets.token_hex(_TOKEN_BYTES)}")[0].split()
         if server is not None:
             with server:
                 self._accept(server, token, len(hosts) - 1)
@@ -236,13 +234,6 @@ class _Connection:
             # `close` alone would not wake a thread that reads.
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-def _exchange_texts(text: str) -> list[str]:
-    """Returns the texts of all processes, in their order; every process must call it."""
-    encoded = text.encode()[:_NAME_BYTES]
-    padded = np.frombuffer(encoded.ljust(_NAME_BYTES, b"\0"), np.uint8)
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gather(padded)]
 
 
 def _exit_with_reason(text: str, code: int) -> None:

@@ -30,6 +30,17 @@ def gather(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(values))
 
 
+def gather_texts(text: str) -> list[str]:
+    """Returns this text of every process, in their order. Waits for all."""
+    if jax.process_count() == 1:
+        return [text]
+    content = np.frombuffer(text.encode(), np.uint8)
+    longest = int(gather(np.asarray(len(content), np.int32)).max())
+    padded = np.zeros(longest, np.uint8)
+    padded[: len(content)] = content
+    return [row.tobytes().rstrip(b"\0").decode() for row in gather(padded)]
+
+
 def wait_for_all(what: str) -> None:
     """Returns when every process has come here; processes that wait with another `what` make all of them fail."""
     if jax.process_count() > 1:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import grain
 import numpy as np
 
 from lm_trainer.core.batch import Batch
@@ -55,6 +57,54 @@ class Growing(Protocol):
             UserError: if it will not come.
         """
         ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator whose state is saved with every checkpoint, and given back on resume."""
+
+    def saved_state(self) -> Any:
+        """The state, as JSON, of this process."""
+
+    def restore_state(self, state: Any) -> None:
+        """Goes on from a state, before the first batch; raises `UserError` where that cannot be."""
+
+
+class GrainLoader:
+    """The batches of a pipeline of Grain, from its beginning on, or after a resume from where the checkpoint was.
+
+    Args:
+        dataset: a `grain.MapDataset`, `IterDataset` or `DataLoader` of batches of this process: a `Batch`, or a mapping
+            of its fields.
+    """
+
+    def __init__(self, dataset: Iterable[Any]):
+        # A random-access dataset is read ahead by Grain's threads.
+        self._dataset: Any = dataset.to_iter_dataset() if isinstance(dataset, grain.MapDataset) else dataset
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _GrainIterator(iter(self._dataset))
+
+
+class _GrainIterator(Iterator[Batch]):
+    def __init__(self, iterator: Any):
+        self._iterator = iterator
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        return batch if isinstance(batch, Batch) else Batch(**batch)
+
+    def saved_state(self) -> Any:
+        state = self._iterator.get_state()
+        # Iterators of a `grain.DataLoader` write JSON themselves.
+        return {"json": json.loads(state)} if isinstance(state, bytes) else state
+
+    def restore_state(self, state: Any) -> None:
+        as_text = isinstance(self._iterator.get_state(), bytes)
+        try:
+            self._iterator.set_state(json.dumps(state["json"], indent=4).encode() if as_text else state)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the loader cannot go on from the state in the checkpoint: {error}") from None
 
 
 class BatchLoader:
@@ -148,6 +198,19 @@ class BatchIterator:
     def __init__(self, batches: Iterable[Batch], data_wait: DataWait):
         self._batches: Any = iter(batches)
         self._data_wait, self._growing = data_wait, True
+
+    def saved_state(self) -> Any:
+        """The state of the iterator, as JSON; None where it has none."""
+        return self._batches.saved_state() if isinstance(self._batches, Resumable) else None
+
+    def restore_state(self, state: Any) -> None:
+        """Goes on from a saved state; None, of a checkpoint without one, changes nothing.
+
+        Raises:
+            UserError: where the batches cannot go on there.
+        """
+        if state is not None and isinstance(self._batches, Resumable):
+            self._batches.restore_state(state)
 
     def next(self, state: TrainState) -> Batch | None:
         """The batch of the step from this state; None at the end. Raises as `DataWait.wait`."""

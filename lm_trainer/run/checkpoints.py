@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,10 +10,10 @@ import jax
 
 from lm_trainer.checkpoint.digest import not_finite
 from lm_trainer.checkpoint.store import KEPT, CheckpointStore, Restored
-from lm_trainer.core.errors import NonFiniteError
+from lm_trainer.core.errors import NonFiniteError, UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.parallel.processes import any_process
+from lm_trainer.parallel.processes import any_process, gather_texts
 from lm_trainer.run.adapters import FROZEN, check_frozen, frozen_digest
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
@@ -23,6 +24,8 @@ from lm_trainer.step.state import TrainState, copied
 Fingerprint = str | Mapping[str, str]
 """Fingerprint of data: a text, or the `tokens` and `sources` of `lm_trainer.data`; `tokens` may still be unknown."""
 
+LOADER = "loader"
+"""Key of the states of the loaders of batches, one for each process."""
 OPT_STATE = "opt_state."
 """Prefix of the names of the optimizer's arrays in a checkpoint."""
 
@@ -37,6 +40,9 @@ class Checkpoints:
         data_fingerprint: of the data of the first steps, as many as are given.
         facts: saved with every checkpoint, as JSON.
         watchdog: told that the run waits for a checkpoint.
+
+    Attributes:
+        loader: gives the state of the loader of batches, saved with every checkpoint.
     """
 
     def __init__(
@@ -51,6 +57,25 @@ class Checkpoints:
         self._store, self._program, self._metrics = store, program, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
         self._compiled = False
+        self.loader: Callable[[], Any] = lambda: None
+
+    def loader_state(self, step: int) -> Any:
+        """The state of this process's loader in the checkpoint of a step; None where it has none.
+
+        Raises:
+            UserError: when other processes had parts of it.
+        """
+        saved = self._store.record(step).get(LOADER) if step else None
+        if saved is None:
+            return None
+        here = jax.process_count()
+        # A state that is alike in all processes belongs to the step, and not to a process.
+        if len(saved) != here and any(state != saved[0] for state in saved):
+            raise UserError(
+                f"the loader of batches was saved by {len(saved)} processes, each with a part of the data, and cannot "
+                f"go on in {here}: start as many"
+            )
+        return saved[jax.process_index()] if len(saved) == here else saved[0]
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is due after `step` steps, by the clock of any process: all save the same steps."""
@@ -69,12 +94,17 @@ class Checkpoints:
             "eval_losses": self._metrics.eval_losses,
             **self._metrics.prove(state),
             **({KEPT: True} if keep else {}),
+            **self._loaders(),
         }
         save_state(self._store, state, self._program, {**self._facts, **record})
         if not self._compiled:
             self._compiled = True
             # The programs of the checks and hashes were compiled in that time, which is no step's.
             self._metrics.pause()
+
+    def _loaders(self) -> dict[str, Any]:
+        states = [json.loads(text) for text in gather_texts(json.dumps(self.loader()))]
+        return {} if all(state is None for state in states) else {LOADER: states}
 
     def poll(self) -> None:
         """Raises `MachineError` if the save under way has failed, or another process has taken the run over."""

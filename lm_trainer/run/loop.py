@@ -27,6 +27,8 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         UserError: when the data that a step needs will not come.
     """
     iterator = BatchIterator(batches, run.data_wait)
+    iterator.restore_state(run.checkpoints.loader_state(state.step))
+    run.checkpoints.loader = iterator.saved_state
     while state.step < run.num_train_steps:
         started = time.perf_counter()
         run.watchdog.arm(f"the batch of step {state.step + 1}")

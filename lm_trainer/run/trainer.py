@@ -21,7 +21,7 @@ from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
 from lm_trainer.run.attempt import Attempt, open_attempt
-from lm_trainer.run.batches import BatchLoader, EvalData, TrainData, batches_from
+from lm_trainer.run.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.evaluations import EvalSets
 from lm_trainer.run.hooks import HookFn, Hooks, StepInfo, When
@@ -246,9 +246,24 @@ class Trainer:
         self._loop = self._stack.enter_context(open_loop(self.attempt, program, state, options))
         return state
 
-    def data_loader(self, dataset: TrainData) -> BatchLoader:
-        """The batches of this run from a dataset that knows them by number."""
-        return BatchLoader(lambda step: batches_from(self.program, dataset, step, self.num_train_steps))
+    @overload
+    def data_loader(self, dataset: TrainData) -> BatchLoader: ...
+
+    @overload
+    def data_loader(self, dataset: Iterable[Any]) -> GrainLoader: ...
+
+    def data_loader(self, dataset: TrainData | Iterable[Any]) -> BatchLoader | GrainLoader:
+        """The batches of this run from a dataset that knows them by number, or from a pipeline of Grain.
+
+        A pipeline begins at its beginning; its state is saved with every checkpoint, from which a resume goes on.
+
+        Args:
+            dataset: has a method `train`, as `lm_trainer.data.open_data` returns it; or as for `GrainLoader`.
+        """
+        if not hasattr(dataset, "train"):
+            return GrainLoader(dataset)  # pyright: ignore[reportArgumentType]
+        numbered: Any = dataset
+        return BatchLoader(lambda step: batches_from(self.program, numbered, step, self.num_train_steps))
 
     def train_step(self, state: TrainState, batch: Batch) -> StepInfo:
         """One step, without hooks; the arrays of `state` are consumed.

@@ -101,7 +101,7 @@ def test_a_fingerprint_comes_with_every_checkpoint(finished: Path) -> None:
     assert {len(value) for value in found.values()} == {16}
 
 
-def test_verify_repeats_a_segment_and_touches_nothing(finished: Path, in_tmp_path: Path) -> None:
+def test_verify_repeats_a_segment_and_adds_a_line_alone(finished: Path, in_tmp_path: Path) -> None:
     before = content(finished)
     result = run_here("verify", finished / "logs/run", "--seed", "1", "--json")
     assert result.returncode == 0, result.stderr
@@ -110,7 +110,10 @@ def test_verify_repeats_a_segment_and_touches_nothing(finished: Path, in_tmp_pat
     (part,) = found["stretches"]
     assert part["end"] - part["start"] == part["steps"] == 2
     assert (part["fingerprints"], part["difference"], part["notes"]) == (1, None, [])
-    assert content(finished) == before
+    after = content(finished)
+    line = json.loads(after.pop("logs/run/verified.jsonl"))
+    assert (line["equal"], line["seed"], len(line["segments"])) == (True, 1, 1)
+    assert after == before
     assert list(in_tmp_path.iterdir()) == []
 
 
