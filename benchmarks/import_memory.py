@@ -67,7 +67,7 @@ def write_checkpoint(directory: Path, gigabytes: float) -> int:
     )
     family = config.hf_family()
     shapes = {
-        file_name(family, entry.name): entry.shape for entry in file_tensors(family, hf.param_infos(config, VOCAB), 1)
+        file_name(family, entry.name): entry.shape for entry in file_tensors(family, hf.param_infos(config, VOCAB))
     }
     files: list[list[str]] = [[]]
     size = 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import grain
+import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
@@ -76,7 +77,7 @@ class _RowSource:
         return sys.maxsize if self._order.length is None else self._order.length
 
     def __getitem__(self, index: Any) -> Batch:
-        return Batch(*(field[0] for field in self._order.read(np.array([int(index)]))))
+        return jax.tree.map(lambda x: x[0], self._order.read(np.array([int(index)])))
 
     def __repr__(self) -> str:
         return f"rows of {', '.join(train.name for train in self._order.sets)}"

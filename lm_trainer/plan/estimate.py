@@ -81,7 +81,7 @@ def estimate_microbatches(
     held = {
         "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
         # All microbatches of a device are sent to it before the first is computed.
-        "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in row),
+        "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in jax.tree.leaves(row)),
     }
     given = _Given(config, vocab_size, model, sharding, plan, shares, device_platform(group.kind), temporary)
     by_determinism = {"layerwise": _layerwise, "elastic": _whole, "fast": _one_program}

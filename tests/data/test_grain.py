@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -57,7 +58,7 @@ def test_rows_are_those_of_the_run(corpus: Path, name: str) -> None:
         # Grain's own slices and batches.
         mine = rows[first : first + size].batch(size)[0]
         assert isinstance(mine, Batch)
-        for field, expected in zip(mine, batch, strict=True):
+        for field, expected in zip(jax.tree.leaves(mine), jax.tree.leaves(batch), strict=True):
             assert field.dtype == expected.dtype
             np.testing.assert_array_equal(field, expected)
     # Any row by itself, without those before it, and far beyond the first epoch where the data do not end.
