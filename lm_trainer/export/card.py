@@ -40,17 +40,19 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
-    header = ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=["lm_trainer", "jax"])
+    hears = bool(hf_config.get("is_encoder_decoder"))
+    task = "automatic-speech-recognition" if hears else "text-generation"
+    header = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["lm_trainer", "jax"])
     architecture = ", ".join(hf_config.get("architectures") or [str(hf_config.get("model_type", "unknown"))])
     rows = [
         ("Architecture", architecture),
         ("Parameters", f"{parameters:,}"),
         ("Vocabulary", _count(hf_config.get("vocab_size"))),
-        ("Context length", _count(hf_config.get("max_position_embeddings", hf_config.get("n_positions")))),
+        ("Context length", _count(next((hf_config[key] for key in _CONTEXTS if key in hf_config), None))),
         ("Weights", hf_config.get("dtype")),
         *_training_rows(facts),
     ]
-    return _TEXT.format(
+    return (_SPEECH if hears else _TEXT).format(
         header=header.to_yaml().strip(),
         title=escape(name),
         table=_table(rows),
@@ -151,6 +153,40 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 This is a base model: it continues text and follows no instructions. What it writes mirrors its training data, errors
 and biases included, and has not been reviewed.
 """
+
+
+_SPEECH = """\
+---
+{header}
+---
+
+# {title}
+
+A model that writes what it hears, trained with `lm_trainer`, exported for `transformers`.
+
+| | |
+|---|---|
+{table}
+
+## Use
+
+```python
+from transformers import AutoTokenizer, WhisperForConditionalGeneration
+
+tokenizer = AutoTokenizer.from_pretrained("{source}")
+model = WhisperForConditionalGeneration.from_pretrained("{source}")
+# features: log-mel spectrograms as the model was trained on, a tensor [rows, mels, frames]
+print(tokenizer.batch_decode(model.generate(features), skip_special_tokens=True))
+```
+
+## Limits
+
+It writes words that were not said where it hears badly, above all in silence and noise. What it writes mirrors its
+training data, errors and biases included, and has not been reviewed.
+"""
+
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_target_positions")
+"""Names of the longest text in config.json."""
 
 
 def escape(text: str) -> str:

@@ -102,7 +102,7 @@ def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
     card = model_card(model.name, hf_config=config, parameters=parameters, facts=model.facts, hub_name=options.hub_name)
     with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
         write_json(draft / "config.json", config)
-        write_json(draft / "generation_config.json", _generation_config(config))
+        write_json(draft / "generation_config.json", model.config.generation_to_hf(_generation_config(config)))
         write_weights(draft, tensors, dtype=dtype, max_shard_size=options.max_shard_size)
         tokenizer.save(draft)
         (draft / "README.md").write_text(card, encoding="utf-8")
@@ -176,7 +176,9 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
         )
     with blame(config_file):
         _check_unquantized(raw)
-        return hf.config_from_hf(raw)
+        config, vocab_size = hf.config_from_hf(raw)
+    generation = directory / "generation_config.json"
+    return (config.with_generation(read_json(generation)) if generation.is_file() else config), vocab_size
 
 
 def _check_unquantized(raw: Mapping[str, Any]) -> None:

@@ -198,6 +198,15 @@ class DecoderConfig(Config):
         """Frames, and features of each, that a row has beside its tokens; None for a model of text alone."""
         return None
 
+    def with_generation(self, raw: Mapping[str, Any]) -> Self:
+        """These settings with those that a generation_config.json has beside them; most families keep none."""
+        del raw
+        return self
+
+    def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content of generation_config.json, from that of a model of text."""
+        return plain
+
     def differs_from_hf(self) -> str | None:
         """Says of which sequences transformers computes something else; None where it computes the same of all."""
         return None

@@ -173,6 +173,16 @@ class WhisperConfig(DecoderConfig):
             raise ValueError("attn_backend: ring cannot attend to an encoder; remove it")
         return self
 
+    def with_generation(self, raw: Mapping[str, Any]) -> Self:
+        kept = {key: value for key, value in raw.items() if key != "transformers_version"}
+        return self.model_copy(update={"generation_config": {**self.generation_config, **kept}})
+
+    def generation_to_hf(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
+        # Drawing tokens is for texts of one's own; what was said is the likeliest text.
+        ids = {key: value for key, value in plain.items() if key.endswith("_token_id")}
+        ids |= {"decoder_start_token_id": self.decoder_start_token_id, "pad_token_id": self.pad_token_id}
+        return {**{key: value for key, value in ids.items() if value is not None}, **self.generation_config}
+
     @property
     def features_shape(self) -> tuple[int, int]:
         return self.num_frames, self.num_mels
