@@ -61,7 +61,7 @@ class _Run:
     def __init__(self, config: RunConfig, store: CheckpointStore, steps: int):
         self._program, vocab_size = configured_program(config)
         step = self._program.step
-        batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size)
+        batch = random_batch(len(step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
         step.compile(batch)
         self._placed, self._state, self._store, self.steps = step.put(batch), self._program.init(), store, steps
         arrays = saved_arrays(self._state, self._program)

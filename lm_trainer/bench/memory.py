@@ -29,7 +29,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     """
     program, vocab_size = configured_program(config := resolve_model(config, "bench"))
     rows, seq_len = program.step.local_rows(), config.model.seq_len
-    batch = random_batch(len(rows), seq_len, vocab_size)
+    batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     state = program.init()
     plan = program.step.plans.at(0)
     variants = dict(_variants(config, plan.rows * seq_len))

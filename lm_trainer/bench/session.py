@@ -62,7 +62,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
     program, vocab_size = configured_program(config := resolve_model(config, "bench"))
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = program.step.local_rows()
-    batch = random_batch(len(rows), seq_len, vocab_size)
+    batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     gradient = program.step.compile(batch)
     devices = program.sharding.mesh.devices
     yield BenchSession(

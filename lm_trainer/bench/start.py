@@ -114,7 +114,7 @@ def _measure() -> None:
     config = RunConfig.model_validate_json(sys.stdin.read())
     now = time.time()
     program, vocab_size = configured_program(config)
-    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size)
+    batch = random_batch(len(program.step.local_rows()), config.model.seq_len, vocab_size, config.model.features_shape)
     program.step.compile(batch)
     now = mark("compile", now)
     state = jax.block_until_ready(program.init())

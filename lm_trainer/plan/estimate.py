@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
 from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
@@ -76,7 +77,7 @@ def estimate_microbatches(
     mesh = trainer.abstract_mesh(group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
     averaged = config.trainer.model_averaging is not None
-    row = random_batch(1, config.model.seq_len, vocab_size)
+    row = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
     shares = plan.shares(mesh, config.trainer.microbatches_per_gather)
     held = {
         "state": sum(state_bytes(abstract_state(model.shapes, tx, sharding, averaged=averaged)).values()),
@@ -150,7 +151,7 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
     # Any key will do, with which dropout has its masks.
     key: Any = np.zeros(2, np.uint32)
     functions = PartFunctions(model, loss_function(config).parts(spec), key, model.trainable)
-    rows = random_batch(plan.rows, config.model.seq_len, given.vocab_size)
+    rows = random_batch(plan.rows, config.model.seq_len, given.vocab_size, config.model.features_shape)
     reads = find_reads(functions, model.shapes, rows)
     together = given.shares.most
     running, _ = programs_and_results(given.shares, sharding.mesh, given.platform)
@@ -232,9 +233,17 @@ def estimate_temporary(
         tokens: in the microbatch.
         fused: attention is computed by a kernel, which keeps no scores.
         axes: mesh axis -> devices along it, of those that share a microbatch; None: one device computes it.
+
+    Raises:
+        UserError: for a model with an encoder.
     """
     model, axes = config.model, axes or {}
     spec = model.spec(vocab_size)
+    if spec.encoder is not None:
+        raise UserError(
+            f"the memory of a {model.type} model is not estimated, because of its encoder: `lmt plan` without a search "
+            f"compiles its step and says what that needs"
+        )
     attention, mlp = spec.blocks[0].attention, spec.blocks[0].mlp
     whole = tokens
     # Rows or positions are divided by these axes, heads and the width of the MLP by tensor parallelism.
@@ -283,6 +292,6 @@ def compile_temporary(config: RunConfig, vocab_size: int) -> Temporary:
     """
     # One device is enough: the program of a microbatch is the same on every mesh.
     program = build_program(config, vocab_size, jax.local_devices()[:1])
-    compiled = program.step.compile(random_batch(1, config.model.seq_len, vocab_size))
+    compiled = program.step.compile(random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape))
     by_name = {MICROBATCH: compiled} if isinstance(compiled, Executable) else compiled.by_name
     return {name: ProgramBytes.of(executable).temporary for name, executable in by_name.items()}

@@ -136,7 +136,7 @@ class StepMemory:
         program = self.program = build_program(config, vocab_size, devices)
         state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
         self.state = state_bytes(state)
-        self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size)
+        self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
         self._fixed = compile_programs(self._phases(self.largest_step()), grows=False, texts=texts)
         self._elastic = config.trainer.determinism != "fast"
 

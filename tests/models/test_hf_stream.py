@@ -11,8 +11,10 @@ from lm_trainer.models import hf
 from lm_trainer.models.hf_stream import Slices, read_block
 from lm_trainer.models.hf_table import HfFamily, write_tensors
 from tests.models.common import TINY, VOCAB
+from tests.models.speech import TINY as SPEECH
 
-FAMILIES = sorted(name for name, config in TINY.items() if isinstance(config.hf, HfFamily))
+MODELS = {**TINY, "whisper": SPEECH}
+FAMILIES = sorted(name for name, config in MODELS.items() if isinstance(config.hf, HfFamily))
 
 
 def random_blocks(shape: tuple[int, ...], rng: np.random.Generator) -> list[Slices]:
@@ -35,7 +37,7 @@ def assembled(pieces: list[Any], block: Slices, tensors: dict[str, np.ndarray], 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_of_every_parameter(family: str) -> None:
-    config = TINY[family]
+    config = MODELS[family]
     rng = np.random.default_rng(0)
     leaves = hf.param_infos(config, VOCAB)
     params = {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in leaves.items()}

@@ -14,6 +14,7 @@ import yaml
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.plan.estimate import compile_temporary, estimate_temporary
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import Program, build_program
 from lm_trainer.step.state import to_host
@@ -43,8 +44,11 @@ def train(program: Program, batch: Batch, steps: int = STEPS) -> tuple[list[floa
     return losses, to_host({**state.params, **state.frozen})
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Path) -> None:
-    config = write(make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True})
+    config = write(
+        make_config, {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "gradient_checkpointing": True, "scan_layers": True}
+    )
     (losses, one), *others = [
         train(build_program(config, VOCAB, jax.devices()[:count]), rows(ROWS)) for count in (1, 2, 4)
     ]
@@ -74,6 +78,29 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
     hearing, _ = train(program, batch, 30)
     assert deaf[-1] > np.log(4) - 0.02
     assert hearing[-1] < 0.5 * np.log(4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer",
+    [{"determinism": "fast"}, {"model_axis_size": 2, "tensor_parallel_axes": ["mlp", "heads"]}],
+    ids=["fast", "tensor parallel"],
+)
+def test_other_ways_to_share_the_work_agree_up_to_rounding(
+    make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any]
+) -> None:
+    wanted, weights = train(build_program(write(make_config), VOCAB, jax.devices()[:1]), rows(ROWS))
+    found, others = train(build_program(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+    for name, x in others.items():
+        np.testing.assert_allclose(x, weights[name], atol=1e-2, err_msg=name)
+
+
+def test_memory_is_measured_where_it_is_not_estimated(make_config: MakeConfig, in_tmp_path: Path) -> None:
+    config = write(make_config)
+    assert compile_temporary(config, VOCAB)["microbatch"] > 0
+    with pytest.raises(UserError, match="whisper model is not estimated, because of its encoder"):
+        estimate_temporary(config, VOCAB, 4, 32)
 
 
 @pytest.mark.parametrize(
