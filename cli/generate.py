@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.common import CheckpointOption, ModelArgument, path_option
+from cli.trace import DataTrace
 from lm_trainer.core.errors import UserError
 
 
@@ -39,6 +40,9 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="With --json: log p of every new token, in nats.")
     ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Name the longest spans that stand verbatim in the data of the run.")
+    ] = False,
     json_lines: Annotated[bool, typer.Option("--json", help="One JSON object for each continuation.")] = False,
 ) -> None:
     """Continue prompts with a model.
@@ -54,6 +58,8 @@ def generate(
         lmt generate my-run --prompt-file story.txt --num-samples 3 --top-p 0.95
 
         lmt generate path/to/hf-model --prompt "Once upon a time" --json
+
+        lmt generate my-run --prompt "import " --trace
     """
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
@@ -79,9 +85,10 @@ def generate(
     if logprobs and not json_lines:
         raise UserError("--logprobs: log probabilities are a part of --json; write it as well")
     prompts = read_prompts(prompt or [], prompt_file or [])
+    data = DataTrace(model) if trace else None
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
-    if len(prompts) == num_samples == 1 and not json_lines:
+    if len(prompts) == num_samples == 1 and not json_lines and data is None:
         pieces = stream_text(source, prompts[0], sampling, stop=stop or (), devices=chosen)
         first = next(pieces, "")
         for piece in itertools.chain([prompts[0] + first], pieces):
@@ -92,9 +99,12 @@ def generate(
     samples = continue_texts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
-            typer.echo(json.dumps(_as_json(dataclasses.asdict(sample)), ensure_ascii=False))
-        else:
-            typer.echo(("\n---\n" if index else "") + for_terminal(sample.prompt + sample.text))
+            spans = {} if data is None else {"trace": data.spans(sample.tokens)}
+            typer.echo(json.dumps(_as_json(dataclasses.asdict(sample)) | spans, ensure_ascii=False))
+            continue
+        typer.echo(("\n---\n" if index else "") + for_terminal(sample.prompt + sample.text))
+        if data is not None:
+            data.show(sample.tokens)
 
 
 def _as_json(sample: dict[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from cli.trace import DataTrace
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.find import Match, Needle, Tracer, find_text, search_stream
 from lm_trainer.data.pipeline import open_data
 from lm_trainer.data.tokenizer.token_bytes import token_texts
+from lm_trainer.data.verbatim import longest_spans
 from tests.conftest import RunLmt
 
 SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 150
@@ -132,8 +136,38 @@ def test_a_text_that_is_not_there_and_one_across_documents(corpus: Path) -> None
     data.close()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_spans_are_the_longest_there_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    monkeypatch.setattr("lm_trainer.data.verbatim._PIECE", 61)
+    stream, least = rng.integers(0, 4, 400), 4
+    # Parts of the stream between tokens of their own.
+    parts = [stream[a : a + n] for a, n in zip(rng.integers(0, 380, 4), rng.integers(2, 30, 4), strict=True)]
+    text = np.concatenate([np.concatenate([part, rng.integers(0, 4, 1)]) for part in parts])
+    data: Any = SimpleNamespace(caches={"train": SimpleNamespace(stream=Tokens(stream))})
+    found = longest_spans(data, text.tolist(), least=least)
+    longest: list[tuple[int, int]] = []
+    for start in range(len(text)):
+        stops = [
+            stop
+            for stop in range(start + least, len(text) + 1)
+            if any(
+                (stream[a : a + stop - start] == text[start:stop]).all() for a in range(len(stream) - stop + start + 1)
+            )
+        ]
+        if stops and (not longest or stops[-1] > longest[-1][1]):
+            longest.append((start, stops[-1]))
+    assert [(span.start, span.stop) for span in found] == longest
+    for span in found:
+        np.testing.assert_array_equal(
+            stream[span.first : span.first + span.stop - span.start], text[span.start : span.stop]
+        )
+
+
 @pytest.mark.slow
-def test_the_command_finds_what_replay_shows(run_lmt: RunLmt, tmp_path: Path, corpus: Path) -> None:
+def test_the_command_finds_what_replay_shows(
+    run_lmt: RunLmt, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = {
         "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
         "data": mixture(corpus).model_dump(mode="json", exclude_unset=True),
@@ -153,6 +187,16 @@ def test_the_command_finds_what_replay_shows(run_lmt: RunLmt, tmp_path: Path, co
     row = shown.stdout.partition(f"row {at['row']}: ")[2].partition(f"row {at['row'] + 1}: ")[0]
     assert "vogel" in row or "Kanar" in row
     assert first["where"] in row
+    done = run_lmt("generate", "run", "--prompt", "Zeile 3: ", "--temperature", "0", "--trace", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "trace" in json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    trace = DataTrace("run")
+    told = "Erst anderes. Der Kanarienvogel singt"
+    (span,) = trace.spans(trace.tokenizer.encode(told))
+    assert (span["text"], span["where"], span["character"]) == (told, f"{corpus}/b.jsonl:31", 0)
+    assert span["trained_at"] == next(each["trained_at"] for each in found["found"] if each["where"] == span["where"])
+    assert trace.spans(trace.tokenizer.encode("anders ist es hier")) == []
     done = run_lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout
     (tmp_path / "empty.txt").write_text("\n")

@@ -1,0 +1,85 @@
+"""Spans of generated text that stand in the data of the model's run: `lmt generate --trace`."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cli.build_progress import build_progress
+from lm_trainer.core.errors import UserError
+
+
+class DataTrace:
+    """The opened data of a run, in which spans are looked for.
+
+    Args:
+        model: as it was given.
+
+    Raises:
+        UserError: when it is no run, or its data are gone.
+    """
+
+    def __init__(self, model: str):
+        from lm_trainer.data import open_data
+        from lm_trainer.data.find import Tracer
+        from lm_trainer.data.tokenizer.token_bytes import token_texts
+        from lm_trainer.reproduce.record import RunRecord
+        from lm_trainer.run.open_model import local_model
+
+        if local_model(model) is not None:
+            raise UserError(
+                f"--trace: {model} is a model in Hugging Face's layout, whose data are not known; name a run"
+            )
+        record = RunRecord.read(model)
+        config, here = record.config(record.last), Path.cwd()
+        # Relative paths of the configuration count from where the run was started.
+        os.chdir(record.root)
+        try:
+            with build_progress() as show:
+                self._data = open_data(
+                    config.data, seq_len=config.model.seq_len, seed=config.trainer.seed, on_progress=show
+                )
+        finally:
+            os.chdir(here)
+        texts = token_texts(self._data.tokenizer)
+        trainer = config.trainer
+        self._tracer = Tracer(self._data, trainer.batch_schedule, min(record.last, trainer.num_train_steps), texts)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the data."""
+        return self._data.tokenizer
+
+    def spans(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """The spans of new tokens as plain data: `text`, `tokens`, `where`, `character` and `trained_at`."""
+        from lm_trainer.data.find import Match
+        from lm_trainer.data.verbatim import longest_spans
+
+        found = []
+        for span in longest_spans(self._data, tokens):
+            traced = self._tracer.trace(span.cache, Match(span.first, 0, span.first + span.stop - span.start))
+            text = self._data.tokenizer.decode(list(tokens[span.start : span.stop]))
+            at = [each._asdict() for each in traced.trained_at]
+            found.append(
+                {"text": text, "tokens": span.stop - span.start, "where": traced.where}
+                | {"character": traced.character, "trained_at": at}
+            )
+        return found
+
+    def show(self, tokens: Sequence[int]) -> None:
+        """Prints the spans."""
+        for line in _lines(self.spans(tokens)):
+            typer.echo(line)
+
+
+def _lines(spans: list[dict[str, Any]]) -> Iterator[str]:
+    from lm_trainer.generate.text import for_terminal
+
+    yield "" if spans else "\nno 8 tokens in a row stand in the data of the run"
+    for span in spans:
+        steps = ", ".join(str(at["step"]) for at in span["trained_at"][:4]) or "none"
+        shown = for_terminal(span["text"]).replace("\n", "\\n")
+        place = f"{span['where']}, character {span['character']} (steps {steps})"
+        yield f"{span['tokens']} tokens stand in {place}: {shown}"
