@@ -34,7 +34,12 @@ def without_credentials(value: Any) -> Any:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns True if the words of a key name a secret: those of `hf_token` and `apiKey` do, `tokenizer` does not."""
+    """Returns True if the words of a key name a secret: those of `hf_token` and `apiKey` do, `tokenizer` does not.
+
+    Nor does `pad_token_id`: numbers of tokens in a vocabulary are no secret.
+    """
     words = [word.lower() for word in _WORD.findall(name)]
+    if words[-2:] in (["token", "id"], ["token", "ids"]):
+        words = words[:-2]
     pairs = itertools.pairwise(words)
     return not _SECRET_WORDS.isdisjoint(words) or any(pair in (("api", "key"), ("access", "key")) for pair in pairs)

@@ -204,7 +204,7 @@ class TestSecrets:
         assert is_secret_name(name)
 
     @pytest.mark.parametrize(
-        "name", ["tokenizer", "tokens", "max_tokens", "key", "secretary", "api", "tokenize", "keyed"]
+        "name", ["tokenizer", "tokens", "max_tokens", "key", "secretary", "api", "tokenize", "keyed", "pad_token_id"]
     )
     def test_names_of_other_things(self, name: str) -> None:
         assert not is_secret_name(name)
