@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -68,8 +69,7 @@ def test_probabilities_are_those_of_the_model(lmt: Lmt) -> None:
     # Of documents that are long enough, as many tokens as the model reads at once, and one.
     assert history.documents == [[*TEXTS[1].encode()][:33], [*TEXTS[2].encode()][:33]]
     assert sorted(history.steps) == [2, 4]
-    source = open_model("a")
-    model = source.build()
+    model = jax.jit(open_model("a", devices=jax.local_devices()[:1]).build())
     for ids, scored in zip(history.documents, history.steps[4], strict=True):
         row = jnp.array([ids[:-1]])
         logits = np.asarray(model(row, jnp.arange(row.size)[None], jnp.zeros_like(row)), np.float64)[0]
