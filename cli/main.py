@@ -22,6 +22,7 @@ from cli import (
     runs,
     tokens,
     train,
+    usage,
     verify,
 )
 from cli.common import OVERRIDES
@@ -40,6 +41,24 @@ _EXIT_CODES = (
 
 class _Commands(TyperGroup):
     """Prints errors that are addressed to the user without a traceback; any other is a crash, exit code 1."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Prints mistakes in the command line in the form of all other errors, and not in boxes."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **options)
+        try:
+            code = super().main(*args, standalone_mode=False, **options)
+        except usage.UsageError as error:
+            if told := usage.describe(error):
+                report_error(UserError(told))
+            code = error.exit_code
+        # A command's own result is no code; that of `typer.Exit` is.
+        raise SystemExit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and (known := usage.other_name(args)):
+            raise usage.refuse(args[0], known)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

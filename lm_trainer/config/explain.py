@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -73,16 +74,54 @@ class Explainer:
         """Records every error of a failed validation."""
         # pydantic reports each member of a union that did not fit; together they are one mistake of the user.
         groups: dict[KeyPath, list[ErrorDetails]] = {}
-        for detail in error.errors(include_url=False):
-            path = self._path_of(detail["loc"])
-            if path is not None and not self.document.is_unreadable(path):
-                groups.setdefault(path, []).append(detail)
+        for path, detail in self._located(error, Place.root(self.root), self.document.data):
+            groups.setdefault(path, []).append(detail)
+        for path in [path for path, details in groups.items() if details[0]["type"] == "union_tag_invalid"]:
+            groups |= self._below_unknown_type(path)
         for path, details in groups.items():
             self._report(path, details)
 
-    def _path_of(self, location: tuple[int | str, ...]) -> KeyPath | None:
+    def _below_unknown_type(self, path: KeyPath) -> dict[KeyPath, list[ErrorDetails]]:
+        """The errors in a block of unknown `type` that are errors whichever type was meant, by their paths."""
+        place, block = self.find(path)
+        if place is None or not isinstance(block, dict):
+            return {}
+        models = [model for model in place.models(block, every=True) if tags(model)]
+        found = [self._as_if(model, path, block) for model in models]
+        errors: dict[KeyPath, list[ErrorDetails]] = {}
+        for key in block.keys() - {"type"}:
+            # A type without the key says nothing about its value, unless none has it.
+            having = [one for model, one in zip(models, found, strict=True) if key in model.model_fields] or found
+            for below in having[0]:
+                if below[: len(path) + 1] == (*path, key) and all(below in one for one in having):
+                    errors[below] = having[0][below]
+        # In the order of the file.
+        return {below: errors[below] for one in found for below in one if below in errors}
+
+    def _as_if(self, model: type[BaseModel], path: KeyPath, block: dict[str, Any]) -> dict[KeyPath, list[ErrorDetails]]:
+        """The errors of the block at `path` if it were of one class of its union."""
+        typed = {**block, "type": tags(model)[0]}
+        try:
+            model.model_validate(copy.deepcopy(typed))
+        except ValidationError as error:
+            groups: dict[KeyPath, list[ErrorDetails]] = {}
+            for below, detail in self._located(error, Place.root(model), typed, path):
+                groups.setdefault(below, []).append(detail)
+            return groups
+        return {}
+
+    def _located(
+        self, error: ValidationError, place: Place, value: Any, path: KeyPath = ()
+    ) -> Iterator[tuple[KeyPath, ErrorDetails]]:
+        """Yields the errors of `value`, which stands at a place with this path, each with its own path."""
+        for detail in error.errors(include_url=False):
+            below = self._path_of(detail["loc"], place, value, path)
+            if below is not None and not self.document.is_unreadable(below):
+                yield below, detail
+
+    @staticmethod
+    def _path_of(location: tuple[int | str, ...], place: Place, value: Any, path: KeyPath) -> KeyPath | None:
         """Turns the location of an error into a path, without names of union members; None for a member not meant."""
-        place, value, path = Place.root(self.root), self.document.data, ()
         for index, key in enumerate(location):
             if place.shape.alternatives:
                 # A member is named, not a key. Of those that cannot hold such a value (a list, a block) nothing is said

@@ -152,7 +152,8 @@ def _apply_one(override: Override, document: Document, root: type[BaseModel]) ->
     # Only now that nothing can fail any more, new blocks are hung in.
     for outer, inner, step in zip(holders, holders[1:], override.path, strict=False):
         outer[step] = inner
-    if key == "type" and isinstance(holder, dict) and holder.get("type") != value:
+    around, _ = Explainer(document, root).find(override.path[:-1])
+    if key == "type" and isinstance(holder, dict) and not _same_type(around, holder.get("type"), value):
         _start_afresh(holder, override, document)
     elif value not in (None, [], {}):
         _replace(Place.root(root), override, document)
@@ -209,6 +210,12 @@ def _entered(value: Any, key: str | int, place: Place, override: Override, depth
         hint = f"; set {at}.type too" if any(map(tags, place.models(None, every=True))) else ""
         raise ValueError(f"{at} is {display(value)}, not a block of keys{hint}")
     return value
+
+
+def _same_type(place: Place | None, old: Any, new: Any) -> bool:
+    """True if a block's new `type` is its old one, or another word for it."""
+    named = [place.model_for({"type": each}) for each in (old, new)] if place else [None, None]
+    return old == new or (named[0] is not None and named[0] is named[1])
 
 
 def _start_afresh(holder: dict[str, Any], override: Override, document: Document) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import optax
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, field_validator
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.clip import clip_update_rms
@@ -18,7 +18,8 @@ class AdamConfig(OptimizerConfig):
 
     elementwise_transform: ClassVar[bool] = True
 
-    type: Literal["adam"] = "adam"
+    type: Literal["adam", "adamw"] = "adam"
+    """`adamw` is another word for `adam`, whose weight decay is decoupled."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the average of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -34,6 +35,12 @@ class AdamConfig(OptimizerConfig):
     adamc_weight_decay: bool = False
     """Multiplies the weight decay by learning rate / peak learning rate, so that normalised layers keep a steady ratio
     of gradient to weight as the learning rate falls (Defazio 2025, arXiv 2506.02285)."""
+
+    @field_validator("type")
+    @classmethod
+    def _has_one_name(cls, value: str) -> str:
+        # A run has the same identity under either.
+        return "adam" if value == "adamw" else value
 
     @property
     def elementwise(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat
 
 from lm_trainer.core.config import Config, Ignored
 from lm_trainer.optim.schedule import POWER_EXPONENT, POWER_SCALE, Constants, ScheduleName
@@ -64,6 +64,30 @@ class PowerShape(Config):
         return Constants(power_scale=self.a, power_exponent=self.b)
 
 
+_WSD = "lr_schedule: linear with decay: 0.1, which holds the peak until the last tenth of the run"
+_ELSEWHERE = {
+    "wsd": _WSD,
+    "wsd_s": f"{_WSD}; with cycles: N it does so N times",
+    "warmup_stable_decay": _WSD,
+    "trapezoidal": _WSD,
+    "cosine_with_warmup": "lr_schedule: cosine with warmup",
+    "linear_with_warmup": "lr_schedule: linear with warmup",
+    "constant_with_warmup": "lr_schedule: constant with warmup",
+    "cosine_with_restarts": "lr_schedule: cosine with cycles",
+    "cosine_with_min_lr": "lr_schedule: cosine with min_lr_ratio",
+    "inverse_sqrt": "lr_schedule: inv_sqrt",
+}
+"""Names of schedules in other programs, and how they are written here."""
+
+
+def _refuse_names_of_others(value: Any) -> Any:
+    name = value.get("type") if isinstance(value, dict) else value
+    known = _ELSEWHERE.get(name.lower().replace("-", "_")) if isinstance(name, str) else None
+    if known is not None:
+        raise ValueError(f"{name!r} is written here as {known}")
+    return value
+
+
 AnyShape = Annotated[CosineShape | InvSqrtShape | PowerShape | PlainShape, Field(discriminator="type")]
-DecayShape = ScheduleName | AnyShape
+DecayShape = Annotated[ScheduleName | AnyShape, BeforeValidator(_refuse_names_of_others)]
 """A shape by its name, or a block with its constants."""

@@ -1,18 +1,21 @@
 """The help of `lmt`, its speed, and its exit codes."""
 
 import errno
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import lm_trainer
-from cli import main
+from cli import main, usage
 from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
-from tests.conftest import RunLmt, lmt_environment
+from tests.conftest import ROOT, RunLmt, lmt_environment
 
 COMMANDS = (
     *("train", "config", "export-hf", "import-hf", "generate", "bench", "data", "launch", "ladder"),
@@ -74,6 +77,45 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
     assert "config" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["fine-tune", "x.yaml"], "no command 'fine-tune': here it is lmt train CONFIG, with initialize_from_hf"),
+        (["convert"], "no command 'convert': here it is lmt import-hf"),
+        (["generate"], "missing argument 'MODEL'; `lmt generate --help` tells more"),
+        (["plan", str(ROOT / "configs/gpt2_nano.yaml")], "missing option '--devices'; `lmt plan --help` tells more"),
+        (["config", "chek"], "no such command 'chek'; did you mean 'check'"),
+        (["runs", "--jsno"], "no such option: --jsno"),
+        (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_one_line_as_all_other_errors(arguments: list[str], told: str) -> None:
+    done = CliRunner().invoke(main.app, arguments)
+    assert done.exit_code == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+
+
+def test_every_pointer_for_a_foreign_name_leads_to_a_command_that_there_is() -> None:
+    there = set(_commands(typer.main.get_command(main.app), ()))
+    for name, told in usage.OTHER_NAMES.items():
+        assert name not in {command[0] for command in there}
+        for words in re.findall(r"lmt ([a-z -]+)", told):
+            command = tuple(words.split())
+            assert command[0].startswith("--") or any(
+                command[: len(c)] == c or c[: len(command)] == command for c in there
+            )
+    for words in (line for line in usage.OTHER_NAMES.values() if "lmt" not in line):
+        assert "configs/gpt2_nano.yaml" in words
+
+
+def _commands(group: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield (*prefix, name)
+        yield from _commands(command, (*prefix, name))
+
+
 class TestEnds:
     """Each way in which a command can end, through the group that `lmt` is made of."""
 
@@ -127,7 +169,7 @@ class TestEnds:
 def test_a_crash_shows_a_traceback_but_no_values(tmp_path: Path) -> None:
     program = """
 import typer
-from cli import main
+from cli import main, usage
 
 @main.app.command()
 def crash() -> None:

@@ -45,6 +45,29 @@ def test_an_empty_mapping_and_sections_left_empty_are_all_defaults(files: Files)
     assert files.load("model:\ntrainer:\n  checkpointer:\n  # nothing yet\n").config == Run()
 
 
+def test_an_unknown_type_hides_none_of_the_mistakes_beside_it(files: Files) -> None:
+    text = """
+        model:
+          type: medium
+          hidden_dim: much
+          num_layers: 0
+          rope_theta: 1
+          checkpointing: [1]
+          colour: red
+        trainer:
+          tracker: [{type: clod, tags: x, logdir: ok}]
+    """
+    assert files.problems(text) == [
+        "2:9: model.type: unknown type 'medium', expected 'small' or 'wide'",
+        "3:15: model.hidden_dim: expected a whole number, got 'much'",
+        "4:15: model.num_layers: expected a number greater than 0, got 0",
+        "6:18: model.checkpointing: expected true or false or 'full' or 'dots', got a list of 1",
+        "7:3: model.colour: unknown key; there are type, hidden_dim, num_heads, num_layers, checkpointing, rope_theta",
+        "9:20: trainer.tracker.0.type: unknown type 'clod', expected 'cloud' or 'board'; did you mean 'cloud'?",
+        "9:32: trainer.tracker.0.tags: expected a list, got 'x'",
+    ]
+
+
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(files: Files) -> None:
     text = """
         learning_rate: 3
@@ -152,7 +175,7 @@ class TestBlocksWithAType:
         assert files.load("data: {train_urls: one.txt}").config.data.train_urls == ["one.txt"]
 
     def test_an_unknown_type_is_reported_at_the_type(self, files: Files) -> None:
-        assert files.problems("model:\n  type: smal\n  hidden_dim: x\n") == [
+        assert files.problems("model:\n  type: smal\n  hidden_dim: 8\n") == [
             "2:9: model.type: unknown type 'smal', expected 'small' or 'wide'; did you mean 'small'?"
         ]
         assert files.problems("optimizer: {type: adamw}") == [

@@ -18,6 +18,7 @@ from lm_trainer.optim import AdamConfig, AnyOptimizer, OptimizerConfig
 from tests.optim.common import FEW, PARAMS, Run, gradients
 
 CONFIGS = typing.get_args(typing.get_args(AnyOptimizer)[0])
+OPTIMIZERS: TypeAdapter[OptimizerConfig] = TypeAdapter(AnyOptimizer)
 every = pytest.mark.parametrize("config", [c() for c in CONFIGS], ids=[c().type for c in CONFIGS])
 
 
@@ -86,3 +87,16 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_others_reduce_the_loss(co
 def squares(training: Run) -> float:
     """A loss with the gradient 2 * weights."""
     return sum(float(np.sum(x * x)) for x in training.weights().values())
+
+
+def test_adamw_is_another_word_for_adam() -> None:
+    other = OPTIMIZERS.validate_python({"type": "adamw", "learning_rate": 0.5})
+    assert other == AdamConfig(learning_rate=0.5)
+    # A run has the same identity, and so the same directory, under either.
+    assert other.model_dump() == AdamConfig(learning_rate=0.5).model_dump()
+
+
+@pytest.mark.parametrize("name", ["wsd", "WSD-S", "cosine_with_warmup"])
+def test_a_schedule_by_the_name_of_others_is_told_how_it_is_written(name: str) -> None:
+    with pytest.raises(ValidationError, match=f"'{name}' is written here as lr_schedule: (linear|cosine) with"):
+        OPTIMIZERS.validate_python({"type": "lion", "lr_schedule": name})

@@ -1,0 +1,71 @@
+"""Usage errors in the words and the form of all other errors, with a pointer for commands that other programs have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+OTHER_NAMES = {
+    "evaluate": "lmt eval MODEL",
+    "eval_harness": "lmt eval MODEL --tasks NAMES",
+    "finetune": "lmt train CONFIG, with initialize_from_hf in the configuration (and adapter: for LoRA)",
+    "pretrain": "lmt train CONFIG",
+    "resume": "lmt train CONFIG, the same command again",
+    "convert": "lmt import-hf from transformers' files, lmt export-hf to them",
+    "export": "lmt export-hf RUN DIRECTORY",
+    "import": "lmt import-hf DIRECTORY CHECKPOINT for weights, lmt config import FILE for a configuration",
+    "download": "lmt import-hf NAME CHECKPOINT",
+    "upload": "lmt export-hf RUN DIRECTORY --push-to-hub ORG/NAME",
+    "sample": "lmt generate MODEL --prompt TEXT",
+    "inference": "lmt generate MODEL --prompt TEXT",
+    "serve": "lmt export-hf RUN DIRECTORY, for a server such as vLLM",
+    "tokenize": "lmt data build CONFIG",
+    "preprocess": "lmt data build CONFIG",
+    "prepare": "lmt data build CONFIG",
+    "tokenizer": "lmt data train-tokenizer",
+    "benchmark": "lmt bench",
+    "profile": "lmt bench, or trainer.profiler=true for a run",
+    "memory": "lmt plan CONFIG --devices 8xH100",
+    "estimate": "lmt plan CONFIG --devices 8xH100",
+    "list": "lmt runs",
+    "ls": "lmt runs",
+    "status": "lmt runs",
+    "compare": "lmt diff RUN RUN for bits, lmt report RUN RUN for curves",
+    "plot": "lmt config plot CONFIG for schedules, lmt report RUN for curves",
+    "validate": "lmt config check CONFIG",
+    "check": "lmt config check CONFIG",
+    "init": "a file that you copy: configs/gpt2_nano.yaml is the smallest",
+    "slurm": "lmt launch slurm CONFIG",
+    "torchrun": "lmt launch local CONFIG",
+    "sweep": "lmt ladder for sizes; one lmt train CONFIG KEY=VALUE for each setting otherwise",
+    "version": "lmt --version",
+    "help": "lmt --help",
+}
+"""Commands that people from other programs type, by the name without `-` and `_`, and what does it here."""
+
+UsageError: Any = typer.BadParameter.__base__
+"""Its class; typer exports what derives from it alone."""
+
+
+def other_name(arguments: Sequence[str]) -> str | None:
+    """The command that does what was asked for by a name that there is not; None where none is known."""
+    name = arguments[0].lower().replace("_", "-") if arguments else ""
+    known = {key.replace("_", "-"): told for key, told in OTHER_NAMES.items()}
+    return known.get(name) or known.get(name.replace("-", ""))
+
+
+def refuse(name: str, known: str) -> Any:
+    """The error for a command that has another name here."""
+    return UsageError(f"no command {name!r}: here it is {known}")
+
+
+def describe(error: Any) -> str:
+    """One line that says what is wrong with a command line, and which command's help tells more; '' for bare help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return ""
+    message = error.format_message().strip().rstrip(".").replace(". Did you mean", "; did you mean")
+    context = getattr(error, "ctx", None)
+    more = "" if context is None or message.endswith("?") else f"; `{context.command_path} --help` tells more"
+    return f"{message[:1].lower()}{message[1:]}{more}"
