@@ -18,6 +18,7 @@ from lm_trainer.data.mixture import shares
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
+from lm_trainer.data.sources.fields import is_template, template_parts
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
@@ -64,7 +65,9 @@ class SetConfig(Config):
     source: Numeric[AnySource | None] = None
     """Reader of documents: by the names of the files, if absent; `embedded` where there are no `train_urls`."""
     text_key: Numeric[str] = "text"
-    """The field of a record (a JSON line, a Parquet row) that holds the document."""
+    """The field of a record (a JSON line, a Parquet row) that holds the document; `a.b.c` for one inside of others."""
+    text_template: Numeric[str | None] = None
+    """A text of several fields, in place of `text_key`: `"{title}\\n\\n{body}"`; `{{` stands for a brace."""
     format: Numeric[AnyFormat] = TextFormat()
     """Format by which a row becomes tokens with a loss mask: plain text, or a block with a `type`."""
     cache_dir: Operational[CachePath | None] = None
@@ -87,7 +90,7 @@ class SetConfig(Config):
     @model_validator(mode="after")
     def _check_prebuilt(self) -> Self:
         if isinstance(self.source, PrebuiltCache):
-            for key in ("cache_dir", "format", "text_key"):
+            for key in ("cache_dir", "format", "text_key", "text_template"):
                 if key in self.model_fields_set:
                     raise ValueError(f"{key} has no effect on a cache that is already built; remove it")
         return self
@@ -98,6 +101,22 @@ class SetConfig(Config):
             raise ValueError(
                 f"text_key has no effect beside format: {self.format.type}, which names its fields; remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if is_template(self.text_key):
+            raise ValueError(f"text_key: {self.text_key!r} is no field; a text of several is text_template")
+        if self.text_template is None:
+            return self
+        if self.format.fields() or getattr(self.format, "text_key", None) or "text_key" in self.changed_fields:
+            raise ValueError(
+                "text_template has no effect beside text_key, or a format that names its fields; remove one"
+            )
+        try:
+            template_parts(self.text_template)
+        except ValueError as error:
+            raise ValueError(f"text_template: {error}") from None
         return self
 
     @model_validator(mode="after")
@@ -147,7 +166,7 @@ class SetConfig(Config):
         """
         urls = (self.train_urls or []) if split == "train" else self.validation_urls
         source, fields = self.source_config, self.format.fields()
-        text_key = getattr(self.format, "text_key", None) or self.text_key
+        text_key = self.text_template or getattr(self.format, "text_key", None) or self.text_key
         if source is None:
             return shards_of_urls(split, urls, text_key, fields)
         if source.takes_urls and not urls:

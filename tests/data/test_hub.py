@@ -52,7 +52,7 @@ def hub():
                 "de/a.jsonl.gz": gzip.compress(b'{"text": "d0"}\n'),
                 "de/held.jsonl": b'{"text": "d1"}\n',
             },
-            "org/odd": {"table.csv": b"a,b"},
+            "org/odd": {"table.xlsx": b"a,b"},
         }
         german = [{"split": "train", "path": "de/*.gz"}, {"split": "dev", "path": ["de/held.jsonl"]}]
         english = {"config_name": "en", "data_files": "en/*.jsonl"}
@@ -155,7 +155,7 @@ def test_what_is_not_there_is_named(hub: FakeDatasets, tmp_path: Path) -> None:
     assert "has no configuration 'fr'; it has: en, de" in unknown["error"]
     assert "no files for the split 'dev'" in split["error"]
     assert "data/train-00000-of-00002.parquet" in split["error"]
-    assert "table.csv" in odd["error"]
+    assert "table.xlsx" in odd["error"]
 
 
 def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:

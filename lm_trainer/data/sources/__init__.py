@@ -9,8 +9,10 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, suffix
+from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.hub import HuggingFace
@@ -22,7 +24,7 @@ from lm_trainer.data.sources.text import TextFiles
 from lm_trainer.data.sources.urls import match_files
 
 AnySource = Annotated[
-    Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,
+    ArrowFiles | CsvFiles | Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,
     Field(discriminator="type"),
 ]
 
@@ -92,7 +94,7 @@ def _source_of_file(file: File, split: Split) -> type[FileSource]:
     known = ", ".join(ending for source in _FILE_SOURCES for ending in source.suffixes)
     raise UserError(
         f"data.{split}_urls: cannot tell from its name how to read {file.name} (known: {known}; packed: {UNPACKED}); "
-        "say it with data.source.type: text, jsonl or parquet"
+        f"say it with data.source.type: {', '.join(source.model_fields['type'].default for source in _FILE_SOURCES)}"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
+from lm_trainer.data.sources.fields import MISSING, is_template, lookup, names_of, text_of
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
 
@@ -83,7 +84,7 @@ class SourceConfig(Config):
         Args:
             split: the split.
             urls: the files, for sources that take them.
-            text_key: the field of a record that is the document.
+            text_key: the field of a record that is the document, or a template of several: see `fields.py`.
             fields: if any, rows carry these fields of each record, and no text.
 
         Raises:
@@ -109,20 +110,22 @@ class FileSource(SourceConfig):
 
 def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:
     """Makes a row, still without its place, of a record; see `SourceConfig.shards` for the arguments."""
+    wanted = fields or names_of(text_key)
     if not isinstance(value, Mapping):
-        names = " and ".join(repr(name) for name in fields or (text_key,))
+        names = " and ".join(repr(name) for name in wanted)
         return bad(f"expected an object with the field {names}, found {kind_of(value)}")
-    for name in fields or (text_key,):
-        if name not in value:
+    found = {name: lookup(value, name) for name in wanted}
+    key = "data.format" if fields else "data.text_template" if is_template(text_key) else "data.text_key"
+    for name in wanted:
+        if found[name] is MISSING:
             known = ", ".join(sorted(map(str, value))[:8]) or "none"
-            key = "data.format" if fields else "data.text_key"
             return bad(f"no field {name!r} (fields: {known}); {key} names the field to read")
     if fields:
-        return Row(0, "", "", record={name: value[name] for name in fields})
-    text = value[text_key]
-    return (
-        Row(0, "", text) if isinstance(text, str) else bad(f"the field {text_key!r} is {kind_of(text)}, not a string")
-    )
+        return Row(0, "", "", record=found)
+    for name, part in found.items():
+        if not isinstance(part, str):
+            return bad(f"the field {name!r} is {kind_of(part)}, not a string")
+    return Row(0, "", text_of(value, text_key))
 
 
 def all_text(row: Row) -> str:

@@ -12,8 +12,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
+from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
@@ -24,11 +26,11 @@ _ALIASES = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "eval"),
 }
-_READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, TextFiles)
+_READERS: tuple[type[FileSource], ...] = (Parquet, JsonLines, ArrowFiles, CsvFiles, TextFiles)
 
 
 class HuggingFace(SourceConfig):
-    """A data set of the Hugging Face hub, whose files are Parquet, JSON lines or text.
+    """A data set of the Hugging Face hub, whose files are Parquet, JSON lines, Arrow, CSV or text.
 
     The files of a split are those that the data set's card lists, or else those that the split's name stands in.
     """

@@ -12,6 +12,7 @@ from typing import IO, Any, ClassVar, Literal
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.compression import suffix
+from lm_trainer.data.sources.fields import text_of
 from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
@@ -71,7 +72,10 @@ class JsonShard:
             value = decode(line)
         except ValueError:
             return None
-        if not isinstance(value, dict) or not isinstance(text := value.get(self.text_key), str):
+        if not isinstance(value, dict):
+            return None
+        text = value.get(self.text_key)
+        if not isinstance(text, str) and not isinstance(text := text_of(value, self.text_key), str):
             return None
         # The decoders differ in how deeply they read. Brackets are counted, since they are at least as many as levels.
         for item in value.values():

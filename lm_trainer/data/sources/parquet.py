@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
+from lm_trainer.data.sources.fields import names_of
 from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
 _BATCH_ROWS = 1024
@@ -49,7 +51,7 @@ class ParquetShard:
         for file in self.files:
             with open_seekable(file) as stream:
                 # This reads the footer alone, so a file that lies before `start` is counted at little cost.
-                table = _open(file, stream, self.fields or (self.text_key,))
+                table = _open(file, stream, self.fields or names_of(self.text_key))
                 count = table.metadata.num_rows
                 if before + count > start:
                     yield from self._rows_of(file, table, before, start)
@@ -64,45 +66,12 @@ class ParquetShard:
                 number += rows
             else:
                 groups.append(index)
-        columns, name = list(self.fields or (self.text_key,)), file.name
+        columns = list(self.fields or names_of(self.text_key))
         for batch in _batches(file, table, groups, columns):
-            for record in _records(batch) if self.fields else _texts(batch):
+            for row in batch_rows(batch, self.text_key, self.fields):
                 if number >= start:
-                    where = f"{name}:{number - before + 1}"
-                    if isinstance(record, str):
-                        yield Row(number, where, record)
-                    else:
-                        row = record if isinstance(record, BadRow) else read_record(record, self.text_key, self.fields)
-                        yield row._replace(number=number, where=where)
+                    yield row._replace(number=number, where=f"{file.name}:{number - before + 1}")
                 number += 1
-
-
-def _texts(batch: Any) -> list[Any]:
-    """Returns the text of each row of a single column; of a row without text, its record, as `_records` does."""
-    # A list of values costs much less than a list of mappings of one value each.
-    try:
-        values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
-    except UnicodeDecodeError:
-        values = None
-    if values is None:
-        return _records(batch)
-    name = batch.schema.names[0]
-    return [value if isinstance(value, str) else {name: value} for value in values]
-
-
-def _records(batch: Any) -> list[Any]:
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        # Arrow does not say which row is not UTF-8, so each is tried by itself.
-        return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
-
-
-def _record(row: Any) -> Any:
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        return bad(f"invalid UTF-8 at byte {error.start} of the text")
 
 
 def _open(file: File, stream: Any, columns: tuple[str, ...]) -> Any:
@@ -116,13 +85,7 @@ def _open(file: File, stream: Any, columns: tuple[str, ...]) -> Any:
         table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False)
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Parquet file: {error}") from None
-    names = table.schema_arrow.names
-    for column in columns:
-        if column not in names:
-            raise UserError(
-                f"{file.url} has no column {column!r} (columns: {', '.join(names)}); "
-                "data.text_key or data.format names the column to read"
-            )
+    check_columns(file, table.schema_arrow, columns)
     return table
 
 

@@ -1,0 +1,95 @@
+"""Arrow IPC files: those of `datasets`, of Feather and of any other library that writes Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, ClassVar, Literal
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
+from lm_trainer.data.sources.fields import names_of
+from lm_trainer.data.sources.files import File, damaged, group, open_seekable
+
+_BATCH_ROWS = 1024
+_MAGIC = b"ARROW1"
+
+
+class ArrowFiles(FileSource):
+    """Arrow IPC files and streams, Feather (version 2) included; the document stands in the column `data.text_key`."""
+
+    type: Literal["arrow"] = "arrow"
+
+    suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather", ".ipc", ".arrows")
+
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
+        return [ArrowShard(run, text_key, fields) for run in group(files)]
+
+
+@dataclass(frozen=True)
+class ArrowShard:
+    """Some files, in order; a row is a row."""
+
+    files: tuple[File, ...]
+    text_key: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {"type": "arrow", **what, "files": [file.identity() for file in self.files]}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        number = 0
+        for file in self.files:
+            first = number
+            with open_seekable(file) as stream:
+                for batch in _batches(file, stream, self.fields or names_of(self.text_key)):
+                    if number + batch.num_rows <= start:
+                        number += batch.num_rows
+                        continue
+                    for row in batch_rows(batch, self.text_key, self.fields):
+                        if number >= start:
+                            yield row._replace(number=number, where=f"{file.name}:{number - first + 1}")
+                        number += 1
+
+
+def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[Any]:
+    """Yields record batches of few rows, in which only the columns that are read were decoded."""
+    import pyarrow
+
+    try:
+        schema = _open(stream, None).schema
+        check_columns(file, schema, columns)
+        # A nested field is read with all of its column.
+        roots = {column if column in schema.names else column.partition(".")[0] for column in columns}
+        reader = _open(stream, sorted(schema.get_field_index(root) for root in roots))
+        indexed = hasattr(reader, "get_batch")
+        for batch in (reader.get_batch(i) for i in range(reader.num_record_batches)) if indexed else reader:
+            for first in range(0, batch.num_rows, _BATCH_ROWS):
+                yield batch.slice(first, _BATCH_ROWS)
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{file.url} is truncated or damaged, or no Arrow file: {error}") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise damaged(file, error) from None
+
+
+def _open(stream: IO[bytes], columns: list[int] | None) -> Any:
+    """Opens a file or, where it does not begin as one, a stream, for some columns; None: all."""
+    import pyarrow.ipc
+
+    # Without threads of Arrow's own: a process that ends while one of them holds `stream` aborts.
+    options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=columns)
+    stream.seek(0)
+    is_file = stream.read(len(_MAGIC)) == _MAGIC
+    stream.seek(0)
+    open_ = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    return open_(stream, options=options)

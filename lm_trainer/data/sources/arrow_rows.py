@@ -1,0 +1,76 @@
+"""Rows of Arrow tables, for all sources whose files become one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, Row, bad, read_record
+from lm_trainer.data.sources.files import File
+
+
+def batch_rows(batch: Any, text_key: str, fields: tuple[str, ...]) -> Iterator[Row | BadRow]:
+    """Yields the rows of a record batch, still without number and place."""
+    for record in _records(batch) if fields else _texts(batch):
+        if isinstance(record, str):
+            yield Row(0, "", record)
+        else:
+            yield record if isinstance(record, BadRow) else read_record(record, text_key, fields)
+
+
+def check_columns(file: File, schema: Any, columns: Sequence[str]) -> None:
+    """Refuses a table without some of the columns, or the fields `a.b.c` inside of them, that are to be read.
+
+    Raises:
+        UserError: naming those that there are.
+    """
+    for column in columns:
+        if not _has(schema, column):
+            raise UserError(
+                f"{file.url} has no column {column!r} (columns: {', '.join(schema.names)}); "
+                "data.text_key, data.text_template or data.format names the column to read"
+            )
+
+
+def _has(schema: Any, column: str) -> bool:
+    if column in schema.names:
+        return True
+    root, *rest = column.split(".")
+    if root not in schema.names:
+        return False
+    kind = schema.field(root).type
+    for name in rest:
+        index = kind.get_field_index(name) if hasattr(kind, "get_field_index") else -1
+        if index < 0:
+            return False
+        kind = kind.field(index).type
+    return True
+
+
+def _texts(batch: Any) -> list[Any]:
+    """Returns the text of each row of a single column; of a row without text, its record, as `_records` does."""
+    # A list of values costs much less than a list of mappings of one value each.
+    try:
+        values = batch.column(0).to_pylist() if batch.num_columns == 1 else None
+    except UnicodeDecodeError:
+        values = None
+    if values is None:
+        return _records(batch)
+    name = batch.schema.names[0]
+    return [value if isinstance(value, str) else {name: value} for value in values]
+
+
+def _records(batch: Any) -> list[Any]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        # Arrow does not say which row is not UTF-8, so each is tried by itself.
+        return [_record(batch.slice(index, 1)) for index in range(batch.num_rows)]
+
+
+def _record(row: Any) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return bad(f"invalid UTF-8 at byte {error.start} of the text")
