@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from docs.generate import fill
+from docs.generate.levanter import levanter_key
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import ConfigError
 from lm_trainer.run.config import RunConfig
 from tests.conftest import ROOT
 
-SECTIONS = yaml.safe_load((ROOT / "docs" / "levanter_keys.yaml").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+SECTIONS = yaml.safe_load((ROOT / "docs" / "generate" / "levanter_keys.yaml").read_text(encoding="utf-8"))
 
 
 def read(directory: Path, section: str, block: dict[str, Any]) -> RunConfig:
@@ -37,12 +27,12 @@ def read(directory: Path, section: str, block: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section['section']} {section.get('type', '')}")
-def test_every_entry_is_what_the_loader_does(section: dict[str, Any], hooks: ModuleType, tmp_path: Path) -> None:
+def test_every_entry_is_what_the_loader_does(section: dict[str, Any], tmp_path: Path) -> None:
     at, kind = section["section"], section.get("type")
     empty = {"type": kind} if kind else {}
     plain = read(tmp_path, at, empty)
     for key, there in section["keys"].items():
-        entry = hooks.levanter_key(at, kind, key, there)
+        entry = levanter_key(at, kind, key, there)
         if entry.startswith("refused: "):
             with pytest.raises(ConfigError, match=f"{key}: "):
                 read(tmp_path, at, {**empty, key: 1})
@@ -51,8 +41,8 @@ def test_every_entry_is_what_the_loader_does(section: dict[str, Any], hooks: Mod
             assert same == (entry == "same" or entry.startswith("read with a note")), (key, entry)
 
 
-def test_the_page_has_a_row_for_every_key(hooks: ModuleType) -> None:
-    page = hooks.on_page_markdown((ROOT / "docs" / "reference" / "levanter-keys.md").read_text(encoding="utf-8"))
+def test_the_page_has_a_row_for_every_key() -> None:
+    page = fill((ROOT / "docs" / "reference" / "levanter-keys.md").read_text(encoding="utf-8"))
     assert page.count("\n| `") == sum(len(section["keys"]) for section in SECTIONS) > 100
     assert "| `haps` | `null` | read with a note, as `cycles` |" in page
     assert "| `scan_layers` | `true` | default differs (here: `null`) |" in page

@@ -1,113 +1,49 @@
-"""Fills the reference pages from the code when the site is built, so that they cannot be out of date.
+"""The reference of the configuration: every key with its type, default and meaning, one page a section."""
 
-A page asks for it with a line such as `<!-- generated: configuration -->`. Below a YAML block, the line
-`<!-- generated: plot -->` draws what the block configures.
-"""
-
-import html
+import functools
 import json
 import re
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
 
+INDEX = "../config"
+"""The page of the keys at the top, and of every section that has no page of its own."""
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for every page: replaces the markers."""
-    drawn = re.sub(r"(```yaml\n((?:(?!```).)*)```\n\n)<!-- generated: plot -->", _with_plot, markdown, flags=re.DOTALL)
-    generators = {
-        "configuration": configuration,
-        "command line": command_line,
-        "what there is": what_there_is,
-        "keys of Levanter": levanter_keys,
-    }
-    return re.sub(r"<!-- generated: ([\w ]+) -->", lambda match: generators[match[1]](), drawn)
+PAGES = {
+    "": INDEX,
+    "model": "model",
+    "data": "data",
+    "data.source": "data-source",
+    "data.format": "data-format",
+    "data.tokenizer": "data-tokenizer",
+    "trainer": "trainer",
+    "trainer.tracker": "trainer-tracker",
+    "trainer.alerts": "trainer-alerts",
+    "trainer.checkpointer": "trainer-checkpointer",
+    "optimizer": "optimizer",
+    "adapter": "adapter",
+    "eval_harness": "eval-harness",
+}
+"""Sections with a page of their own -> the page in docs/reference/config/, without its ending."""
 
 
-def command_line() -> str:
-    """The output of `lmt --help` and `lmt COMMAND --help` as Markdown."""
-    command = [sys.executable, "-m", "typer", "cli.main", "utils", "docs", "--name", "lmt"]
-    text = html.unescape(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return re.sub(r"^(#+ `lmt)", r"#\1", text, flags=re.MULTILINE)
+def configuration(section: str = "") -> str:
+    """Every key of a section, and of those below it that have no page of their own.
+
+    Args:
+        section: the dotted key, one of `PAGES`; without it, the keys at the top.
+    """
+    return _pages()[PAGES[section]]
 
 
-def configuration() -> str:
-    """Every key of the configuration with its type, default and meaning."""
+@functools.cache
+def _pages() -> dict[str, str]:
     from lm_trainer.run.config import RunConfig
 
     return render(RunConfig.model_json_schema(mode="validation"))
-
-
-def levanter_keys() -> str:
-    """A table for each section of Levanter's reference: key, its default there, and what becomes of it here."""
-    import yaml
-
-    sections = yaml.safe_load((Path(__file__).parent / "levanter_keys.yaml").read_text(encoding="utf-8"))
-    return "\n".join(_levanter_section(**section) for section in sections)
-
-
-def _levanter_section(section: str, keys: dict[str, Any], type: str | None = None) -> str:
-    title = f"`{section}`" + (f", `type: {type}`" if type else "")
-    rows = (
-        f"| `{key}` | `{json.dumps(there)}` | {levanter_key(section, type, key, there)} |"
-        for key, there in keys.items()
-    )
-    return "\n".join([f"## {title}\n", "| key | default there | here |", "|---|---|---|", *rows, ""])
-
-
-def levanter_key(section: str, kind: str | None, key: str, there: Any) -> str:
-    """Says what becomes of one key of Levanter's: same, another default, read with a note, or refused.
-
-    Args:
-        section: the dotted key of the block.
-        kind: the block's `type`, where it has one.
-        key: the key in the block.
-        there: its default there.
-
-    Raises:
-        LookupError: when no block can stand at the section.
-    """
-    model = _block(section, kind)
-    if key in model.model_fields:
-        return _compared_default(model, key, there)
-    if key in model.renamed_keys:
-        return f"read with a note, as `{model.renamed_keys[key]}`"
-    if key in model.respelt_keys:
-        return "read in another spelling"
-    if key in model.ignored_keys:
-        return f"read with a note: {model.ignored_keys[key].reason}"
-    return f"refused: {model.refused_keys.get(key, 'there is no such key')}"
-
-
-def _block(section: str, kind: str | None) -> Any:
-    from lm_trainer.config.place import Place
-    from lm_trainer.run.config import RunConfig
-
-    place = Place.root(RunConfig)
-    for name in section.split("."):
-        place = place.step(None, name)
-    model = place.model_for({"type": kind} if kind else None)
-    if model is None:
-        raise LookupError(f"{section}: no block of type {kind}")
-    return model
-
-
-def _compared_default(model: Any, key: str, there: Any) -> str:
-    from pydantic import ValidationError
-
-    default = model.model_fields[key].get_default(call_default_factory=True)
-    try:
-        same = getattr(model.model_validate({key: there}), key) == default
-    except ValidationError:
-        same = False
-    shown = json.dumps(model.model_construct(**{key: default}).model_dump(mode="json", include={key})[key])
-    return "same" if same else f"default differs (here: `{shown}`)"
 
 
 KINDS = {
@@ -133,7 +69,9 @@ def what_there_is() -> str:
 
 
 def _link(tag: str, definition: str) -> str:
-    return f"[`{tag}`](reference/config.md#{definition.lower()})"
+    anchor = definition.lower()
+    page = next(page for page, text in _pages().items() if f"{{ #{anchor} " in text)
+    return f"[`{tag}`](reference/config/{page}.md#{anchor})"
 
 
 def kinds(root: Schema) -> dict[str, list[tuple[str, str]]]:
@@ -141,29 +79,46 @@ def kinds(root: Schema) -> dict[str, list[tuple[str, str]]]:
     return dict(_Renderer(root).kinds("", root))
 
 
-def _with_plot(match: re.Match[str]) -> str:
-    return f"{match[1]}```text\n{schedule_plot(match[2])}```"
-
-
-def schedule_plot(text: str) -> str:
-    """The drawing of `lmt config plot` for a configuration."""
-    from lm_trainer.config.loader import load
-    from lm_trainer.plot import plot_schedules, to_text
-    from lm_trainer.run.config import RunConfig
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "run.yaml"
-        path.write_text(text, encoding="utf-8")
-        return to_text(plot_schedules(load(path, [], RunConfig).config), width=96, height=8)
-
-
-def render(root: Schema) -> str:
+def render(root: Schema) -> dict[str, str]:
     """One heading and table for every section of a JSON schema with `$defs`, in the order of the keys.
 
     Where a section is one of several kinds, told apart by `type`, the keys that at least half of them have alike stand
     once, before the kinds.
+
+    Returns:
+        Page -> its Markdown. Links lead from page to page.
     """
-    return "\n".join(_Renderer(root).section("", root))
+    lines: dict[str, list[str]] = {page: [] for page in PAGES.values()}
+    page = INDEX
+    for line in _Renderer(root).section("", root):
+        if line.startswith(_TURN):
+            page = line.removeprefix(_TURN)
+        else:
+            lines[page].append(line)
+    texts = {page: "\n".join(some) for page, some in lines.items()}
+    homes = {anchor: page for page, text in texts.items() for anchor in re.findall(r"\{ #([\w-]+) ", text)}
+    return {page: _linked(page, text, homes) for page, text in texts.items()}
+
+
+_TURN = "page: "
+"""Begins a line that says to which page the next ones belong."""
+
+
+def _linked(page: str, text: str, homes: dict[str, str]) -> str:
+    def link(match: re.Match[str]) -> str:
+        home = homes[match[1]]
+        folder = "config/" if page == INDEX else ""
+        return f"](#{match[1]})" if home == page else f"]({folder}{home}.md#{match[1]})"
+
+    return re.sub(r"\]\(#([\w-]+)\)", link, text)
+
+
+def _page_of(path: str) -> tuple[str, str]:
+    """The longest beginning of a dotted key that has a page, and the page."""
+    parts = path.split(".")
+    known = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    section = next(section for section in known if section in PAGES)
+    return section, PAGES[section]
 
 
 class _Renderer:
@@ -242,7 +197,14 @@ class _Renderer:
         return {key: self._row(f"{path}.{key}", key, schema) for key in schema["properties"] if key != "type"}
 
     def _heading(self, path: str, title: str, anchor: str, schema: Schema) -> Iterator[str]:
-        yield f"{'#' * min(2 + path.count('.'), 4)} {title} {{ #{anchor} }}"
+        """A heading on the page of the section; kinds have a path that ends in a dot, and are listed by `type`."""
+        section, page = _page_of(path.strip("."))
+        below = path.removeprefix(section).strip(".")
+        depth = path.count(".") - section.count(".")
+        label = title.rpartition(" with ")[2].replace("`type: ", "").replace("`", "") if path.endswith(".") else below
+        level = 1 if section and path == section else min(2 + max(depth - bool(section), 0), 4)
+        yield f"{_TURN}{page}"
+        yield f'{"#" * level} {title} {{ #{anchor} data-toc-label="{label or path}" }}'
         yield ""
         yield schema.get("description", "")
         yield ""

@@ -1,0 +1,29 @@
+"""Fills pages of the documentation from the code, so that they cannot be out of date.
+
+A page asks for it with a line such as `<!-- generated: command line -->`; words after a colon are the argument, as in
+`<!-- generated: configuration: optimizer -->`. Below a YAML block, `<!-- generated: plot -->` draws what it configures.
+"""
+
+import re
+from collections.abc import Callable
+
+from docs.generate import command_line, configuration, features, levanter, repository, schedules
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    "configuration": configuration.configuration,
+    "command line": command_line.command_line,
+    "what there is": configuration.what_there_is,
+    "features of models": features.features,
+    "keys of Levanter": levanter.levanter_keys,
+    "file": repository.file_of_repository,
+}
+"""Generators of Markdown, by the name that a page asks for; the argument, where there is one, is a text."""
+
+
+def fill(markdown: str) -> str:
+    """Replaces the markers of a page."""
+    return re.sub(r"<!-- generated: ([\w ]+)(?:: (\S+))? -->", _generated, schedules.with_plots(markdown))
+
+
+def _generated(match: re.Match[str]) -> str:
+    return GENERATORS[match[1]](*filter(None, [match[2]]))

@@ -1,0 +1,125 @@
+"""The tables of what each family of models is made of, and what can be done with it, asked of the code."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+YES, NO = "✓", "no"
+
+VOCABULARY = 50_304
+POSITIONS = 2048
+"""Tokens of the rows for which kernels are asked whether they can."""
+
+AXES = ("model", "context", "expert", "pipeline")
+KERNELS = {"cudnn": "gpu", "splash": "tpu", "ring": "tpu"}
+"""Implementations of attention -> a platform where it is."""
+
+
+def features() -> str:
+    """Two tables, each with a row for every family."""
+    from lm_trainer.models import MODEL_CONFIGS
+
+    families = {family.model_fields["type"].default: family for family in MODEL_CONFIGS}
+    return "\n".join(
+        [*_table(families, _MADE_OF), "", "## What can be done with it", "", *_table(families, _ABILITIES)]
+    )
+
+
+def _table(families: dict[str, Any], columns: dict[str, Callable[[Any], str]]) -> Iterator[str]:
+    yield f"| family | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for name, family in families.items():
+        yield f"| `{name}` | {' | '.join(cell(family) for cell in columns.values())} |"
+
+
+def _spec(family: Any) -> Any:
+    return family().spec(VOCABULARY)
+
+
+def _positions(family: Any) -> str:
+    spec = _spec(family)
+    if spec.embedding.learned_positions:
+        return "learned"
+    kind = type(spec.blocks[0].attention.positions).__name__.removesuffix("Spec")
+    return {"Rope": "rotary", "Alibi": "ALiBi"}[kind]
+
+
+def _attention(family: Any) -> str:
+    attentions = [block.attention for block in _spec(family).blocks]
+    found = {
+        "sliding window": any(attention.window for attention in attentions),
+        "grouped heads": any(attention.kv_heads < attention.num_heads for attention in attentions),
+        "query and key norm": any(attention.qk_norm for attention in attentions),
+        "soft cap": any(attention.scores.softcap for attention in attentions),
+        "attends to an encoder": _spec(family).encoder is not None,
+    }
+    return ", ".join(name for name, there in found.items() if there) or "plain"
+
+
+def _mlp(family: Any) -> str:
+    mlp = _spec(family).blocks[0].mlp
+    if _spec(family).num_routers:
+        return f"{mlp.num_experts} experts, {mlp.top_k} for each token"
+    return f"gated {mlp.activation}" if mlp.gated else mlp.activation
+
+
+def _norm(family: Any) -> str:
+    spec = _spec(family)
+    block = spec.blocks[0]
+    kind = (block.pre_norm or block.post_norm).kind
+    where = [name for name, norm in (("before", block.pre_norm), ("after", block.post_norm)) if norm]
+    return f"{'RMS' if kind == 'rms' else 'layer'}, {' and '.join(where)}"
+
+
+def _head(family: Any) -> str:
+    return "tied" if _spec(family).head.tied else "own"
+
+
+def _hugging_face(family: Any) -> str:
+    from lm_trainer.models.hf_table import NoHfFormat
+
+    return NO if isinstance(family.hf, NoHfFormat) else YES
+
+
+def _axis(axis: str) -> Callable[[Any], str]:
+    def cell(family: Any) -> str:
+        from lm_trainer.core.errors import UserError
+        from lm_trainer.step.model_parallel import check_model
+
+        try:
+            # 24 layers, so that their number is not what hinders a cut into stages.
+            check_model(family(num_layers=24).spec(VOCABULARY), {name: 2 if name == axis else 1 for name in AXES})
+        except UserError:
+            return NO
+        return YES
+
+    return cell
+
+
+def _kernel(name: str) -> Callable[[Any], str]:
+    def cell(family: Any) -> str:
+        """The kernel must do the self-attention of every layer."""
+        import jax.numpy as jnp
+
+        from lm_trainer.core.errors import UserError
+        from lm_trainer.nn.attention_dispatch import choose_backend
+        from lm_trainer.nn.attention_kernel import AttentionMetadata
+
+        metadata = AttentionMetadata(KERNELS[name], jnp.bfloat16, POSITIONS, POSITIONS * (2 if name == "ring" else 1))
+        try:
+            for block in _spec(family).blocks:
+                scores = dataclasses.replace(block.attention.scores, backend=name)
+                choose_backend(dataclasses.replace(block.attention, scores=scores), metadata)
+        except UserError:
+            return NO
+        return YES
+
+    return cell
+
+
+_MADE_OF = {"positions": _positions, "attention": _attention, "MLP": _mlp, "norms": _norm, "head": _head}
+_ABILITIES = {
+    "Hugging Face": _hugging_face,
+    **{f"`{axis}_axis_size`": _axis(axis) for axis in AXES},
+    **{f"`{name}`": _kernel(name) for name in KERNELS},
+}

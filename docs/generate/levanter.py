@@ -1,0 +1,71 @@
+"""The table of Levanter's keys, and what becomes of each of them here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def levanter_keys() -> str:
+    """A table for each section of Levanter's reference: key, its default there, and what becomes of it here."""
+    import yaml
+
+    sections = yaml.safe_load((Path(__file__).with_name("levanter_keys.yaml")).read_text(encoding="utf-8"))
+    return "\n".join(_levanter_section(**section) for section in sections)
+
+
+def _levanter_section(section: str, keys: dict[str, Any], type: str | None = None) -> str:
+    title = f"`{section}`" + (f", `type: {type}`" if type else "")
+    rows = (
+        f"| `{key}` | `{json.dumps(there)}` | {levanter_key(section, type, key, there)} |"
+        for key, there in keys.items()
+    )
+    return "\n".join([f"## {title}\n", "| key | default there | here |", "|---|---|---|", *rows, ""])
+
+
+def levanter_key(section: str, kind: str | None, key: str, there: Any) -> str:
+    """Says what becomes of one key of Levanter's: same, another default, read with a note, or refused.
+
+    Args:
+        section: the dotted key of the block.
+        kind: the block's `type`, where it has one.
+        key: the key in the block.
+        there: its default there.
+
+    Raises:
+        LookupError: when no block can stand at the section.
+    """
+    model = _block(section, kind)
+    if key in model.model_fields:
+        return _compared_default(model, key, there)
+    if key in model.renamed_keys:
+        return f"read with a note, as `{model.renamed_keys[key]}`"
+    if key in model.respelt_keys:
+        return "read in another spelling"
+    if key in model.ignored_keys:
+        return f"read with a note: {model.ignored_keys[key].reason}"
+    return f"refused: {model.refused_keys.get(key, 'there is no such key')}"
+
+
+def _block(section: str, kind: str | None) -> Any:
+    from lm_trainer.config.place import Place
+    from lm_trainer.run.config import RunConfig
+
+    place = Place.root(RunConfig)
+    for name in section.split("."):
+        place = place.step(None, name)
+    model = place.model_for({"type": kind} if kind else None)
+    if model is None:
+        raise LookupError(f"{section}: no block of type {kind}")
+    return model
+
+
+def _compared_default(model: Any, key: str, there: Any) -> str:
+    from pydantic import ValidationError
+
+    default = model.model_fields[key].get_default(call_default_factory=True)
+    try:
+        same = getattr(model.model_validate({key: there}), key) == default
+    except ValidationError:
+        same = False
+    shown = json.dumps(model.model_construct(**{key: default}).model_dump(mode="json", include={key})[key])
+    return "same" if same else f"default differs (here: `{shown}`)"
