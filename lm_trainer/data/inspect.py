@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.documents import begin_of, document_lengths, read_lengths
 from lm_trainer.data.cache.format import BUILDER, MANIFEST, fingerprint, part_key, read_record, token_dtype
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
+from lm_trainer.data.cache.token_place import TokenPlace
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.provenance import source_of
@@ -97,7 +98,19 @@ def verify(store: KvStore, ledger: Ledger) -> list[str]:
         if record["tokens"] != tokens:
             wrong.append(f"{store.url}/{part_key(name, 'json')} says {record['tokens']} tokens, the ledger {tokens}")
         wrong += [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
+        if (place := record.get("place")) is not None:
+            wrong += _compare_place(place, tokens)
     return wrong
+
+
+def _compare_place(record: dict[str, Any], count: int) -> list[str]:
+    place = TokenPlace(*(record[name] for name in TokenPlace._fields))
+    try:
+        content = np.ascontiguousarray(place.open(count)[0:count])
+    except MachineError as error:
+        return [str(error)]
+    changed = hashlib.sha256(content.data).hexdigest() != record["sha256"]
+    return [f"{place.path} has changed since it was indexed"] if changed else []
 
 
 def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import FORMAT, LEDGER, damaged, fingerprint, part_name, read_record, shard_key
 from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.token_place import TokenPlace
 
 
 @dataclass
@@ -32,6 +33,8 @@ class Ledger:
     bad_examples: list[str] = field(default_factory=list)
     marks: bool = False
     """True if the parts have loss masks."""
+    places: list[list[Any]] = field(default_factory=list)
+    """The place of the tokens of each part, where they stay in the files that they were found in: see `TokenPlace`."""
     next: list[int] = field(default_factory=lambda: [0, 0])
     """Shard and part that come next."""
     finished: bool = False
@@ -57,7 +60,14 @@ class Ledger:
             ledger = cls(**found)
         except TypeError:
             raise damaged(store, LEDGER) from None
-        if len({len(each) for each in (ledger.parts, ledger.tokens, ledger.documents, ledger.sha256)}) != 1:
+        lists = [
+            ledger.parts,
+            ledger.tokens,
+            ledger.documents,
+            ledger.sha256,
+            *([ledger.places] if ledger.places else []),
+        ]
+        if len({len(each) for each in lists}) != 1:
             raise damaged(store, LEDGER)
         return ledger
 
@@ -84,9 +94,13 @@ class Ledger:
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])
         self.text_bytes.append(record["text_bytes"])
-        tokens, mask = record["blobs"]["bin"]["sha256"], record["blobs"].get("msk")
+        blobs = record["blobs"]
+        place = record.get("place")
+        if place is not None:
+            self.places.append([place[name] for name in TokenPlace._fields])
+        tokens, mask = (place or blobs["bin"])["sha256"], blobs.get("msk")
         self.sha256.append(fingerprint([tokens, mask["sha256"]]) if mask else tokens)
-        self.marks = "msk" in record["blobs"]
+        self.marks = mask is not None
         self.rows += record["rows"][1] - record["rows"][0]
         self.empty += record["empty"]
         self.bad += record["bad"]
@@ -99,8 +113,13 @@ class Ledger:
             if found is not None and self._progress <= Ledger(**json.loads(found))._progress:
                 return
             # Refused if another builder wrote meanwhile; then its ledger is compared anew.
-            if store.write_json(LEDGER, asdict(self), if_generation=generation):
+            if store.write_json(LEDGER, self._content(), if_generation=generation):
                 return
+
+    def _content(self) -> dict[str, Any]:
+        content = asdict(self)
+        # Absent where parts hold their tokens, as nearly all do.
+        return content if self.places else {key: value for key, value in content.items() if key != "places"}
 
     @property
     def begun(self) -> bool:

@@ -19,6 +19,7 @@ from lm_trainer.core.errors import MachineError
 from lm_trainer.data.cache.format import part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.token_place import TokenPlace
 
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
 """Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
@@ -46,6 +47,8 @@ class TokenStream:
         counts = np.asarray(ledger.tokens, np.int64)
         ends = np.cumsum(counts)
         self._names, self._starts = ledger.parts, ends - counts
+        # Masks always lie in the cache.
+        self._places = ledger.places if self._kind == "bin" else []
         # The last to change: readers know by the ends how far the stream goes, and hold no lock.
         self._ends = ends
 
@@ -88,7 +91,7 @@ class TokenStream:
             MachineError: if a part is missing or was cut short.
         """
         pieces = self._pieces(starts_N, counts_N, places_N)
-        if self._store.local is None:
+        if self._store.local is None and not self._places:
             self._copy_remote(pieces, out)
             return
         parts = {part for _, part, _, _ in pieces}
@@ -150,6 +153,8 @@ class TokenStream:
             return tokens
 
     def _open(self, part: int) -> Any:
+        if self._places:
+            return TokenPlace(*self._places[part]).open(int(self._ends[part] - self._starts[part]))
         assert self._store.local is not None
         path = self._store.local / part_key(self._names[part], self._kind)
         count = int(self._ends[part] - self._starts[part])

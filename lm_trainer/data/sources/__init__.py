@@ -18,13 +18,27 @@ from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
+from lm_trainer.data.sources.levanter import LevanterCache
+from lm_trainer.data.sources.megatron import Megatron
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
+from lm_trainer.data.sources.token_files import TokenFiles
 from lm_trainer.data.sources.urls import match_files
 
 AnySource = Annotated[
-    ArrowFiles | CsvFiles | Embedded | HuggingFace | InMemory | JsonLines | Parquet | PrebuiltCache | TextFiles,
+    ArrowFiles
+    | CsvFiles
+    | Embedded
+    | HuggingFace
+    | InMemory
+    | JsonLines
+    | LevanterCache
+    | Megatron
+    | Parquet
+    | PrebuiltCache
+    | TextFiles
+    | TokenFiles,
     Field(discriminator="type"),
 ]
 

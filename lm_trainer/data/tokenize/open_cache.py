@@ -14,6 +14,7 @@ from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.sources import Shard
+from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.progress import BuildProgress
@@ -91,6 +92,7 @@ def open_cache(build: Build | FinishedCache, ledger: Ledger) -> OpenCache:
     """Opens the cache of a build, as far as the ledger goes."""
     stream = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
     # The ledger of a cache without parts does not tell yet; the format of one that was built elsewhere never does.
-    if ledger.marks or build.format.has_loss_mask:
+    by_index = any(isinstance(shard, TokenShard) and shard.by_index for shard in build.shards)
+    if ledger.marks or build.format.has_loss_mask or by_index:
         stream.loss_mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8))
     return OpenCache(build.store, stream, ledger, build.shards, fingerprint(build.manifest()))

@@ -19,8 +19,10 @@ from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.formats import EncodedDocument, UnusableRow
 from lm_trainer.data.sources import BadRow, Row
+from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.progress import Stopped
 from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, prefetch, read_batches
+from lm_trainer.data.tokenize.token_indexer import index_tokens
 
 
 @dataclass
@@ -57,7 +59,11 @@ def write_shard(
         MachineError: if the store cannot be written.
         Stopped: if `stopped` said so.
     """
-    if job.store.read(shard_key(job.index)) is None:
+    if job.store.read(shard_key(job.index)) is not None:
+        return
+    if isinstance(job.shard, TokenShard):
+        index_tokens(job, on_rows, stopped)
+    else:
         _ShardWriter(job, on_rows, stopped).run()
 
 

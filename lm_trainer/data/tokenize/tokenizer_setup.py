@@ -12,6 +12,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
+from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.cache_spec import CacheSpec
 from lm_trainer.data.tokenize.progress import BuildProgress, OnProgress
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TokenizerConfig, TrainedBpe, train_bpe
@@ -97,7 +98,12 @@ def _load_named(wanted: TokenizerConfig) -> HfTokenizer:
 
 
 def _train_shards(caches: Mapping[str, CacheSpec]) -> list[Shard]:
-    return [shard for name, cache in caches.items() if name.endswith("/train") for shard in cache.shards]
+    shards = [shard for name, cache in caches.items() if name.endswith("/train") for shard in cache.shards]
+    if any(isinstance(shard, TokenShard) for shard in shards):
+        raise UserError(
+            "data.tokenizer: name the tokenizer that the tokens were made with; none can be trained on them"
+        )
+    return shards
 
 
 def _read_trained(store: KvStore, recipe: dict[str, Any]) -> HfTokenizer | None:

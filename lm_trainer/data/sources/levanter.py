@@ -1,0 +1,131 @@
+"""Token caches of Levanter: a ledger, and arrays of TensorStore with the tokens and the ends of documents."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lm_trainer.core.config import LocalPath
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.format import fingerprint
+from lm_trainer.data.cache.token_place import open_array
+from lm_trainer.data.sources.base import Shard, SourceConfig, Split
+from lm_trainer.data.sources.tokens import DocumentEnds, TokenArray, TokenShard
+
+_LEDGER, _FIELD = "shard_ledger.json", "input_ids"
+
+
+class LevanterCache(SourceConfig):
+    """A cache of tokenised text that Levanter built; its arrays are read where they lie."""
+
+    type: Literal["levanter"] = "levanter"
+    path: LocalPath
+    """The directory that holds `train/` and, if there is one, `validation/`: the `cache_dir` of Levanter."""
+    document_ends: DocumentEnds = "eos"
+    """`eos`: the end-of-document token ends documents, and has to end those of the cache. `index`: the cache alone ends
+    them, for data that were tokenised without such a token."""
+
+    takes_urls: ClassVar[bool] = False
+    has_fields: ClassVar[bool] = False
+
+    def shards(
+        self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
+    ) -> list[Shard]:
+        del urls, text_key, fields
+        root = Path(self.path).expanduser().absolute() / split
+        if not (root / _LEDGER).is_file():
+            if split == "validation":
+                return []
+            raise UserError(f"data.source.path: {root} holds no cache of Levanter: there is no {_LEDGER} in it")
+        return [LevanterShard(str(root), fingerprint(_ledger(root)), self.document_ends)]
+
+
+def _ledger(root: Path) -> dict[str, Any]:
+    try:
+        ledger = json.loads((root / _LEDGER).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{root / _LEDGER} cannot be read: {error}") from None
+    if not ledger.get("is_finished"):
+        raise UserError(f"{root} is not finished; let Levanter build it to its end")
+    return ledger
+
+
+@dataclass(frozen=True)
+class LevanterShard(TokenShard):
+    """The cache of a split; see `TokenShard`."""
+
+    root: str
+    ledger: str
+    """The hash of its ledger."""
+    document_ends: DocumentEnds
+
+    @property
+    def by_index(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.document_ends == "index"
+
+    @property
+    def size(self) -> int:
+        return sum(file.stat().st_size for path in self._directories() for file in (path / "data").rglob("*"))
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "levanter", "url": self.root, "ledger": self.ledger, "document_ends": self.document_ends}
+
+    def check_unchanged(self) -> None:
+        if fingerprint(_ledger(Path(self.root))) != self.ledger:
+            raise UserError(f"{self.root} changed while it was indexed; start again when nothing writes to it any more")
+
+    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+        del dtype
+        found = []
+        for path in self._directories():
+            ends = _ends(path)
+            data = str(path / "data")
+            ids = open_array(data, _kind(data)).dtype.numpy_dtype
+            if ids.kind not in "iu":
+                raise UserError(f"{data} holds {ids.name}, no token ids")
+            found.append(TokenArray(str(path), data, _kind(data), ids.str, 0, int(ends[-1]) if len(ends) else 0))
+        return found
+
+    def ends(self, number: int, array: TokenArray) -> np.ndarray:
+        del array
+        return _ends(self._directories()[number])
+
+    def _directories(self) -> list[Path]:
+        """Lists the places of the field with the ids: one, or one for each shard of a cache that was not merged."""
+        root = Path(self.root)
+        ledger = _ledger(root)
+        parts = [root / name for name in ledger.get("finished_shards", [])] if ledger.get("layout") == "sharded" else []
+        for part in parts or [root]:
+            fields = sorted(
+                entry.name for entry in os.scandir(part) if entry.is_dir() and (part / entry.name / "data").is_dir()
+            )
+            if _FIELD not in fields:
+                raise UserError(f"{part} has no field {_FIELD} (fields: {', '.join(fields) or 'none'})")
+            if others := [name for name in fields if name not in (_FIELD, "attention_mask")]:
+                raise UserError(
+                    f"{part} has {', '.join(others)} beside {_FIELD}, which would not be heeded; it is not read"
+                )
+        return [part / _FIELD for part in parts or [root]]
+
+
+def _kind(path: str) -> str:
+    return "zarr3" if os.path.exists(f"{path}/zarr.json") else "zarr"
+
+
+def _ends(path: Path) -> np.ndarray:
+    """Reads where documents end; the first item of the array is their number, and the others are the ends."""
+    array = open_array(str(path / "offsets"), _kind(str(path / "offsets")))
+    rows = int(array[0].read().result())
+    ends = np.asarray(array[1 : rows + 1].read().result(), np.int64)
+    starts = np.concatenate([[0], ends[:-1]])
+    if wrong := np.flatnonzero(ends < starts).tolist():
+        raise UserError(
+            f"{path}/offsets: document {wrong[0]} ends at {ends[wrong[0]]}, before it begins; it is damaged"
+        )
+    return ends

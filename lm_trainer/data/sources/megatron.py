@@ -1,0 +1,133 @@
+"""Megatron's indexed data sets: `NAME.bin` with the tokens, `NAME.idx` with the documents."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.files import File, file_at
+from lm_trainer.data.sources.tokens import (
+    DocumentEnds,
+    TokenArray,
+    TokenFileSource,
+    TokenShard,
+    check_files,
+    count_tokens,
+    local_path,
+)
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class Megatron(TokenFileSource):
+    """Data sets that Megatron's tools wrote: `train_urls` names the `.bin` files, beside which their `.idx` lie.
+
+    They are memory-mapped and trained on as they are.
+    """
+
+    type: Literal["megatron"] = "megatron"
+    document_ends: DocumentEnds = "eos"
+    """`eos`: the end-of-document token ends documents, and has to end those of the index. `index`: the index alone ends
+    them, for data that were written without such a token."""
+
+    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+        for file in files:
+            if not file.url.endswith(".bin"):
+                raise UserError(f"{file.name}: name the .bin file of Megatron's data set; its .idx is found beside it")
+        return MegatronShard(files, tuple(_index_of(file) for file in files), self.document_ends)
+
+
+def _index_of(file: File) -> File:
+    from fsspec.implementations.local import LocalFileSystem
+
+    path = f"{local_path(file).removesuffix('.bin')}.idx"
+    if not os.path.exists(path):
+        raise UserError(f"{file.name} has no index: there is no {path}; for tokens alone, set data.source.type: tokens")
+    return file_at(LocalFileSystem(), path, path)
+
+
+@dataclass(frozen=True)
+class MegatronShard(TokenShard):
+    """The data sets of a split; see `TokenShard`."""
+
+    files: tuple[File, ...]
+    indexes: tuple[File, ...]
+    document_ends: DocumentEnds
+
+    @property
+    def by_index(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.document_ends == "index"
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def identity(self) -> dict[str, Any]:
+        files = [file.identity() for file in (*self.files, *self.indexes)]
+        return {"type": "megatron", "document_ends": self.document_ends, "files": files}
+
+    def check_unchanged(self) -> None:
+        check_files((*self.files, *self.indexes))
+
+    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+        del dtype
+        found = []
+        for file, index in zip(self.files, self.indexes, strict=True):
+            ids = _header(index)[0]
+            found.append(TokenArray(file.name, local_path(file), "raw", ids.str, 0, count_tokens(file, 0, ids)))
+        return found
+
+    def ends(self, number: int, array: TokenArray) -> np.ndarray:
+        index = self.indexes[number]
+        dtype, sequences, documents = _header(index)
+        with open(index.url, "rb") as stream:
+            stream.seek(_HEADER.size)
+            lengths_N = np.fromfile(stream, "<i4", sequences).astype(np.int64)
+            pointers_N = np.fromfile(stream, "<i8", sequences)
+            firsts_D = np.fromfile(stream, "<i8", documents)
+        if negative := np.flatnonzero(lengths_N < 0).tolist():
+            raise UserError(f"{index.name}: sequence {negative[0]} has {lengths_N[negative[0]]} tokens; it is damaged")
+        ends_N = np.cumsum(lengths_N)
+        if wrong := np.flatnonzero(pointers_N != (ends_N - lengths_N) * dtype.itemsize).tolist():
+            row = wrong[0]
+            raise UserError(
+                f"{index.name}: sequence {row} begins at byte {pointers_N[row]} of {array.name} by its pointer, but at "
+                f"{(ends_N - lengths_N)[row] * dtype.itemsize} by the lengths of those before it; it is damaged"
+            )
+        total = int(ends_N[-1]) if sequences else 0
+        if total != array.count:
+            row = int(np.searchsorted(ends_N, array.count, side="right"))
+            raise UserError(
+                f"{array.name} holds {array.count} tokens, but {index.name} lists {total}"
+                + (f": sequence {row} ends beyond the file" if total > array.count else "")
+                + "; they are not of one data set, or one was cut short"
+            )
+        if documents < 1 or firsts_D[0] != 0 or firsts_D[-1] != sequences or (np.diff(firsts_D) < 0).any():
+            raise UserError(f"{index.name}: its list of documents does not go from sequence 0 to {sequences}")
+        ends_D = np.concatenate([[0], ends_N])[firsts_D[1:]]
+        return ends_D.astype(np.int64)
+
+
+def _header(index: File) -> tuple[np.dtype, int, int]:
+    """Returns the type of the tokens, the number of sequences, and that of documents plus one."""
+    with open(index.url, "rb") as stream:
+        content = stream.read(_HEADER.size)
+    if len(content) < _HEADER.size or not content.startswith(_MAGIC):
+        raise UserError(f"{index.name} is no index of Megatron, or was cut short")
+    _, version, code, sequences, documents = _HEADER.unpack(content)
+    if version != 1 or code not in _DTYPES:
+        raise UserError(f"{index.name} has version {version} and tokens of type {code}; version 1 of integers is read")
+    wanted = _HEADER.size + sequences * 12 + documents * 8
+    if index.size != wanted:
+        raise UserError(
+            f"{index.name} has {index.size} bytes, but {sequences} sequences in {documents - 1} documents need "
+            f"{wanted}; it was cut short, or is of several modalities, which are not read"
+        )
+    return np.dtype(_DTYPES[code]), sequences, documents

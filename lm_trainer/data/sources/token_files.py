@@ -1,0 +1,94 @@
+"""Token files without an index: nanoGPT's `.bin`, those of llm.c and modded-nanogpt, OLMo's `.npy` and NumPy's own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.tokens import (
+    TokenArray,
+    TokenFileSource,
+    TokenShard,
+    check_files,
+    count_tokens,
+    local_path,
+)
+
+_NUMPY_MAGIC = b"\x93NUMPY"
+_LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+"""By the first of the 256 int32 of a header of llm.c, whose third is the number of tokens."""
+_LLMC_HEADER = 1024
+
+
+class TokenFiles(TokenFileSource):
+    """Files of token ids of `data.tokenizer`, one after another: raw, or behind a header of NumPy or llm.c.
+
+    They are memory-mapped and trained on as they are. The end-of-document token ends documents.
+    """
+
+    type: Literal["tokens"] = "tokens"
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+    """The type of the ids in files without a header; if absent, uint16 where the vocabulary fits, else uint32."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
+
+    def token_shard(self, files: tuple[File, ...]) -> TokenShard:
+        return TokenFileShard(files, self.dtype)
+
+
+@dataclass(frozen=True)
+class TokenFileShard(TokenShard):
+    """The files of a split; see `TokenShard`."""
+
+    files: tuple[File, ...]
+    dtype: str | None
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "tokens", "dtype": self.dtype, "files": [file.identity() for file in self.files]}
+
+    def check_unchanged(self) -> None:
+        check_files(self.files)
+
+    def arrays(self, dtype: np.dtype) -> list[TokenArray]:
+        raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
+        return [_array(file, raw) for file in self.files]
+
+
+def _array(file: File, raw: np.dtype) -> TokenArray:
+    path = local_path(file)
+    index = f"{path.removesuffix('.bin')}.idx"
+    if path.endswith(".bin") and os.path.exists(index):
+        raise UserError(f"beside {file.name} lies its index, {index}; set data.source: {{type: megatron}} to use it")
+    dtype, header, said = raw, 0, None
+    with open(path, "rb") as stream:
+        begin = stream.read(_LLMC_HEADER)
+        if begin.startswith(_NUMPY_MAGIC):
+            stream.seek(0)
+            dtype, header, said = _numpy_header(file, stream)
+    if len(begin) == _LLMC_HEADER and (magic := int.from_bytes(begin[:4], "little")) in _LLMC_DTYPES:
+        dtype, header, said = _LLMC_DTYPES[magic], _LLMC_HEADER, int.from_bytes(begin[8:12], "little")
+    count = count_tokens(file, header, dtype)
+    if said is not None and said != count:
+        raise UserError(f"{file.name} holds {count} tokens, but its header says {said}; it was cut short or damaged")
+    return TokenArray(file.name, path, "raw", dtype.str, header, count)
+
+
+def _numpy_header(file: File, stream: Any) -> tuple[np.dtype, int, int]:
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    except ValueError as error:
+        raise UserError(f"{file.name} begins like a NumPy file, but is none: {error}") from None
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise UserError(f"{file.name} holds {dtype.name} of shape {shape}; expected one row of integers")
+    return dtype, stream.tell(), shape[0]

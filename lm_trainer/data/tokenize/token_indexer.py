@@ -1,0 +1,149 @@
+"""Index of a shard that is tokens already: where its documents end, and a hash. The tokens stay where they are.
+
+Shape letters: T tokens of a part, D documents of a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
+from lm_trainer.data.cache.kvstore import canonical_json
+from lm_trainer.data.cache.loss_mask import pack_loss_mask
+from lm_trainer.data.cache.token_place import TokenPlace
+from lm_trainer.data.sources.tokens import TokenArray, TokenShard
+from lm_trainer.data.tokenize.progress import Stopped
+from lm_trainer.data.tokenize.shard_reader import ShardJob
+
+PART_TOKENS = 1 << 24
+"""Tokens of a part, unless the file ends before."""
+
+
+class _Begin(NamedTuple):
+    """The beginning of a part."""
+
+    part: int
+    row: int
+    """Tokens of the shard before it."""
+    continues: bool
+    """True if it begins inside a document."""
+
+
+def index_tokens(
+    job: ShardJob, on_rows: Callable[[int], None] | None = None, stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Writes every part of the shard that is not there yet, without tokens; arguments and errors as `write_shard`."""
+    shard = job.shard
+    assert isinstance(shard, TokenShard)
+    arrays = shard.arrays(token_dtype(job.tokenizer.vocab_size))
+    begin, documents = _Begin(0, 0, False), 0
+    for number, array in enumerate(arrays):
+        ends_D = shard.ends(number, array)
+        if ends_D is not None and not shard.by_index:
+            _check_ends(job, array, ends_D)
+        for first in range(0, array.count, PART_TOKENS):
+            record = read_record(job.store, part_name(job.index, begin.part))
+            if record is None:
+                if stopped():
+                    raise Stopped
+                count = min(PART_TOKENS, array.count - first)
+                place = TokenPlace(array.path, array.kind, array.dtype, array.header, first)
+                record = _index_part(job, begin, place, count, ends_D)
+                if on_rows is not None:
+                    on_rows(record["text_bytes"])
+            begin = _Begin(begin.part + 1, record["rows"][1], record["open"])
+            documents += record["documents"]
+    shard.check_unchanged()
+    if begin.row and not documents:
+        raise UserError(
+            f"{arrays[0].name}: its {begin.row} tokens hold no end-of-document token (id {job.tokenizer.eos_id}) of "
+            "data.tokenizer; is it the tokenizer that they were made with?"
+        )
+    job.store.write_json(shard_key(job.index), {"parts": begin.part})
+
+
+def _check_ends(job: ShardJob, array: TokenArray, ends_D: np.ndarray) -> None:
+    """Makes sure that every document of an index ends with EOS.
+
+    Raises:
+        UserError: naming the first that does not.
+    """
+    tokens = TokenPlace(array.path, array.kind, array.dtype, array.header, 0).open(array.count)
+    begin = 0
+    for first in range(0, array.count, PART_TOKENS):
+        last = min(first + PART_TOKENS, array.count)
+        stop = int(np.searchsorted(ends_D, last, side="right"))
+        lasts = ends_D[begin:stop]
+        lasts = np.maximum(lasts - 1 - first, 0)
+        found = np.asarray(tokens[first:last])[lasts]
+        # An empty document has no last token.
+        empty = np.diff(ends_D[begin:stop], prepend=ends_D[begin - 1] if begin else 0) == 0
+        if wrong := np.flatnonzero((found != job.tokenizer.eos_id) & ~empty).tolist():
+            raise UserError(
+                f"{array.name}: document {begin + wrong[0]} of its index ends with the token {found[wrong[0]]}, not "
+                f"with the end-of-document token {job.tokenizer.eos_id} of data.tokenizer. If documents were written "
+                "without such a token, set data.source.document_ends: index"
+            )
+        begin = stop
+
+
+def _index_part(
+    job: ShardJob, begin: _Begin, place: TokenPlace, count: int, ends_D: np.ndarray | None
+) -> dict[str, Any]:
+    """Writes the index of one part and its commit record, which it returns."""
+    shard, name = job.shard, part_name(job.index, begin.part)
+    assert isinstance(shard, TokenShard)
+    ids_T = np.ascontiguousarray(place.open(count)[0:count])
+    _check_ids(job, place, ids_T)
+    if shard.by_index and ends_D is not None:
+        here = slice(*np.searchsorted(ends_D, [place.first, place.first + count], side="right"))
+        ends = np.unique(ends_D[here]) - place.first
+    else:
+        ends = np.flatnonzero(ids_T == job.tokenizer.eos_id) + 1
+    is_open = not len(ends) or int(ends[-1]) != count
+    edges = np.concatenate([[0], ends, [count]] if is_open else [[0], ends])
+    lengths = np.diff(edges)
+    blobs = {"len": lengths.astype("<u4").tobytes(), "row": edges[:-1].astype("<u4").tobytes()}
+    if shard.by_index:
+        ended = lengths[:-1] if is_open else lengths
+        blobs["msk"] = pack_loss_mask(np.ones(count, bool), ended)
+    for kind, blob in blobs.items():
+        job.store.write(part_key(name, kind), blob)
+    record = {
+        "shard": job.index,
+        "part": begin.part,
+        "rows": [begin.row, begin.row + count],
+        "documents": len(ends),
+        "continues": begin.continues,
+        "open": is_open,
+        "text_bytes": ids_T.nbytes,
+        "tokens": count,
+        **{"empty": 0, "replaced": 0, "bad": 0, "bad_examples": []},
+        "blobs": {
+            kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
+        },
+        "place": {**place._asdict(), "sha256": hashlib.sha256(ids_T.data).hexdigest()},
+    }
+    job.store.write(part_key(name, "json"), canonical_json(record))
+    return record
+
+
+def _check_ids(job: ShardJob, place: TokenPlace, ids_T: np.ndarray) -> None:
+    """Makes sure that the ids are of the vocabulary: others would be read from another row of the embedding.
+
+    Raises:
+        UserError: naming the first that is not.
+    """
+    vocab_size = job.tokenizer.vocab_size
+    if int(ids_T.max()) < vocab_size and int(ids_T.min()) >= 0:
+        return
+    at = int(np.flatnonzero((ids_T < 0) | (ids_T >= vocab_size))[0])
+    raise UserError(
+        f"{place.path}: token {place.first + at} is {ids_T[at]}, but data.tokenizer has {vocab_size} tokens; it is not "
+        "the tokenizer that the file was made with, or the ids are of another type"
+    )

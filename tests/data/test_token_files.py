@@ -1,0 +1,250 @@
+"""Files of tokens, trained on where they lie: the rows are those of the same ids as records."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data import DataConfig, open_data
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.inspect import inspect, status, verify
+from lm_trainer.data.provenance import documents_of_step
+from lm_trainer.data.tokenizer.bytes import EOS_ID
+
+RNG = np.random.default_rng(0)
+BODIES = [RNG.integers(0, 256, n).tolist() for n in RNG.integers(1, 60, 50)]
+DOCUMENTS = [[*body, EOS_ID] for body in BODIES]
+SEQ = 16
+
+Writer = Callable[[Path, Sequence[Sequence[int]], bool], dict[str, Any]]
+
+
+def flat(documents: Sequence[Sequence[int]], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(document, dtype) for document in documents])
+
+
+def nanogpt(path: Path, documents: Sequence[Sequence[int]], _: bool = False) -> dict[str, Any]:
+    half = len(documents) // 2
+    flat(documents[:half], np.uint16).tofile(path / "train_0.bin")
+    flat(documents[half:], np.uint16).tofile(path / "train_1.bin")
+    return {"train_urls": [str(path / "train_*.bin")]}
+
+
+def llmc(path: Path, documents: Sequence[Sequence[int]], _: bool = False) -> dict[str, Any]:
+    """Files of a fixed number of tokens, which end inside of documents."""
+    ids = flat(documents, np.uint16)
+    for number, part in enumerate(np.array_split(ids, 3)):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(part)
+        (path / f"fineweb_{number}.bin").write_bytes(header.tobytes() + part.tobytes())
+    return {"train_urls": [str(path / "fineweb_{0..2}.bin")]}
+
+
+def olmo(path: Path, documents: Sequence[Sequence[int]], _: bool = False) -> dict[str, Any]:
+    """As OLMo's tools do it: no header, in spite of the name."""
+    ids = flat(documents, np.uint32)
+    array = np.memmap(path / "part-0.npy", np.uint32, "w+", shape=ids.shape)
+    array[:] = ids
+    array.flush()
+    return {"train_urls": [str(path / "part-0.npy")], "source": {"type": "tokens", "dtype": "uint32"}}
+
+
+def numpy_file(path: Path, documents: Sequence[Sequence[int]], _: bool = False) -> dict[str, Any]:
+    np.save(path / "ids.npy", flat(documents, np.int64))
+    return {"train_urls": [str(path / "ids.npy")]}
+
+
+def megatron(path: Path, documents: Sequence[Sequence[int]], by_index: bool = False) -> dict[str, Any]:
+    """By the description of the format: every document is two sequences where it can be cut."""
+    sequences, firsts = [], [0]
+    for document in documents:
+        cut = len(document) // 2
+        sequences += [document[:cut], document[cut:]] if cut else [document]
+        firsts.append(len(sequences))
+    lengths = [len(sequence) for sequence in sequences]
+    ids = flat(sequences, np.int32)
+    (path / "text_document.bin").write_bytes(ids.tobytes())
+    with (path / "text_document.idx").open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(lengths), len(firsts)))
+        file.write(struct.pack(f"<{len(lengths)}i", *lengths))
+        pointers = [4 * sum(lengths[:i]) for i in range(len(lengths))]
+        file.write(struct.pack(f"<{len(lengths)}q", *pointers) + struct.pack(f"<{len(firsts)}q", *firsts))
+    source = {"type": "megatron", "document_ends": "index" if by_index else "eos"}
+    return {"train_urls": [str(path / "text_document.bin")], "source": source}
+
+
+def levanter(path: Path, documents: Sequence[Sequence[int]], by_index: bool = False) -> dict[str, Any]:
+    def write(name: str, values: np.ndarray) -> None:
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{path}/train/input_ids/{name}/"},
+            "metadata": {
+                "shape": [2**40],
+                "data_type": str(values.dtype),
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4096]}},
+                "codecs": [
+                    {
+                        "name": "sharding_indexed",
+                        "configuration": {
+                            "chunk_shape": [256],
+                            "codecs": [
+                                {"name": "bytes", "configuration": {"endian": "little"}},
+                                {"name": "zstd", "configuration": {"level": 3}},
+                            ],
+                        },
+                    }
+                ],
+            },
+        }
+        ts.open(spec, create=True, delete_existing=True).result()[: len(values)].write(values).result()
+
+    write("data", flat(documents, np.int32))
+    ends = np.cumsum([len(document) for document in documents])
+    write("offsets", np.array([len(documents), *ends], np.int64))
+    ledger = {"total_num_rows": len(documents), "is_finished": True, "finished_shards": ["a"], "layout": "consolidated"}
+    (path / "train/shard_ledger.json").write_text(json.dumps(ledger))
+    return {"source": {"type": "levanter", "path": str(path), "document_ends": "index" if by_index else "eos"}}
+
+
+WRITERS: list[Writer] = [nanogpt, llmc, olmo, numpy_file, megatron, levanter]
+
+
+def opened(path: Path, section: dict[str, Any], **more: Any) -> Data:
+    config = {"tokenizer": "bytes", "cache_dir": str(path / "cache"), **section, **more}
+    return open_data(DataConfig.model_validate(config), seq_len=SEQ, seed=3)
+
+
+def as_records(path: Path, documents: Sequence[Sequence[int]], **more: Any) -> Data:
+    (path / "ids.jsonl").write_text("".join(json.dumps({"input_ids": document}) + "\n" for document in documents))
+    section = {"train_urls": [str(path / "ids.jsonl")], "format": {"type": "ids"}}
+    return opened(path, {**section, "cache_dir": str(path / "records")}, **more)
+
+
+def batches(data: Data, steps: int = 12) -> list[Batch]:
+    return list(data.train(4, rows=range(4), num_steps=steps))
+
+
+def assert_equal(found: list[Batch], wanted: list[Batch]) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_rows_are_those_of_the_same_ids_as_records(
+    tmp_path: Path, write: Writer, packing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Several parts, whose ends lie inside of documents.
+    monkeypatch.setattr("lm_trainer.data.tokenize.token_indexer.PART_TOKENS", 500)
+    data = opened(tmp_path, write(tmp_path, DOCUMENTS, False), packing=packing)
+    assert_equal(batches(data), batches(as_records(tmp_path, BODIES, packing=packing)))
+    # No token is copied into the cache.
+    assert not list((tmp_path / "cache").rglob("parts/*.bin"))
+    assert data.num_train_tokens == sum(map(len, DOCUMENTS))
+    (state,) = status(data.config)
+    assert verify(KvStore(state.url), state.ledger) == []
+    assert state.ledger.num_documents == len(DOCUMENTS)
+    shown = list(inspect(data.config, "train", 7, 2))
+    assert [one.tokens for one in shown] == [len(document) for document in DOCUMENTS[7:9]]
+    assert ":token " in shown[0].where
+    row = next(documents_of_step(data, BatchSchedule.constant(4), 2))
+    assert sum(passage.tokens for passage in row.passages) >= SEQ // 2
+
+
+@pytest.mark.parametrize("write", [megatron, levanter])
+def test_documents_without_an_end_token_end_where_the_index_says(tmp_path: Path, write: Writer) -> None:
+    bodies = [body for body in BODIES if len(body) > 1]
+    with pytest.raises(UserError, match=r"document 0 of its index ends with the token .*document_ends: index"):
+        opened(tmp_path, write(tmp_path, bodies, False))
+    data = opened(tmp_path, write(tmp_path, bodies, True), cache_dir=str(tmp_path / "other"), shuffle=False)
+    (found,) = batches(data, 1)
+    stream = flat(bodies, np.int32)[: 4 * SEQ]
+    segments = np.repeat(np.arange(len(bodies)), [len(body) for body in bodies])[: 4 * SEQ + 1]
+    np.testing.assert_array_equal(found.tokens.reshape(-1), stream)
+    same = segments[1:] == segments[:-1]
+    np.testing.assert_array_equal(found.weights.reshape(-1), same)
+    np.testing.assert_array_equal(np.diff(found.segments)[0] == 0, same[: SEQ - 1])
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    section = megatron(tmp_path, DOCUMENTS)
+    bin_file, idx_file = tmp_path / "text_document.bin", tmp_path / "text_document.idx"
+    whole, index = bin_file.read_bytes(), idx_file.read_bytes()
+
+    def refused(match: str, more: dict[str, Any] | None = None, **keys: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            opened(tmp_path, {**section, **(more or {}), "cache_dir": str(tmp_path / "none")}, **keys)
+
+    bin_file.write_bytes(whole[:-40])
+    refused(r"text_document\.bin holds \d+ tokens, but .*\.idx lists \d+: sequence \d+ ends beyond the file")
+    bin_file.write_bytes(whole[:-3])
+    refused("no whole number of int32 tokens")
+    bin_file.write_bytes(whole)
+    sequences = struct.unpack_from("<Q", index, 18)[0]
+    broken = bytearray(index)
+    struct.pack_into("<q", broken, 34 + 4 * sequences + 8 * 3, 7)
+    idx_file.write_bytes(broken)
+    refused(r"text_document\.idx: sequence 3 begins at byte 7 of .*bin by its pointer, but at \d+ by the lengths")
+    idx_file.write_bytes(index[:-8])
+    refused(r"has \d+ bytes, but \d+ sequences in 50 documents need \d+")
+    idx_file.write_bytes(b"nothing")
+    refused("is no index of Megatron")
+    idx_file.write_bytes(index)
+    refused("beside .* lies its index", {"source": None})
+    refused("data.tokenizer: name the tokenizer that the tokens were made with", tokenizer=None)
+    flat([[5, 999]], np.int32).tofile(tmp_path / "wrong.bin")
+    wrong = {"train_urls": [str(tmp_path / "wrong.bin")], "source": {"type": "tokens", "dtype": "int32"}}
+    refused(r"wrong\.bin: token 1 is 999, but data\.tokenizer has 257 tokens", wrong)
+    flat(BODIES, np.int32).tofile(tmp_path / "wrong.bin")
+    refused(r"hold no end-of-document token \(id 256\)", wrong)
+    (tmp_path / "wrong.bin.gz").write_bytes(b"")
+    refused("is compressed; tokens are memory-mapped", {**wrong, "train_urls": [str(tmp_path / "wrong.bin.gz")]})
+    with pytest.raises(UserError, match="text without fields"):
+        opened(tmp_path, {**section, "format": {"type": "ids"}})
+    llmc(tmp_path, DOCUMENTS)
+    (tmp_path / "fineweb_1.bin").write_bytes((tmp_path / "fineweb_1.bin").read_bytes()[:-2])
+    refused(
+        r"fineweb_1\.bin holds \d+ tokens, but its header says \d+",
+        {"train_urls": [str(tmp_path / "fineweb_1.bin")], "source": None},
+    )
+
+
+def test_caches_of_levanter_that_cannot_be_trained_on(tmp_path: Path) -> None:
+    section = levanter(tmp_path, DOCUMENTS)
+    (tmp_path / "train/loss_weights/data").mkdir(parents=True)
+    with pytest.raises(UserError, match="has loss_weights beside input_ids, which would not be heeded"):
+        opened(tmp_path, section)
+    (tmp_path / "train/shard_ledger.json").write_text('{"is_finished": false}')
+    with pytest.raises(UserError, match="is not finished"):
+        opened(tmp_path, section)
+    with pytest.raises(UserError, match="holds no cache of Levanter"):
+        opened(tmp_path, {"source": {"type": "levanter", "path": str(tmp_path / "none")}})
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+    section = olmo(tmp_path, DOCUMENTS)
+    data = opened(tmp_path, section)
+    state = status(data.config)[0]
+    path = tmp_path / "part-0.npy"
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    assert verify(KvStore(state.url), state.ledger) == [f"{path} has changed since it was indexed"]
+    with pytest.raises(UserError, match=r"part-0\.npy has changed since"):
+        opened(tmp_path, section)
+    path.write_bytes(content[:100])
+    with pytest.raises(MachineError, match="was cut short since it was indexed"):
+        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).tail(0)
