@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import data_at, data_find
+from cli import data_at, data_dedup, data_find, data_overlap
 from cli.build_progress import build_progress
 from cli.common import (
     OVERRIDES,
@@ -25,6 +25,8 @@ app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahe
 
 app.command(context_settings=OVERRIDES)(data_at.at)
 app.command(context_settings=OVERRIDES)(data_find.find)
+app.command(context_settings=OVERRIDES)(data_dedup.dedup)
+app.command(context_settings=OVERRIDES)(data_overlap.overlap)
 
 _CACHE = typer.Option(
     "--cache", metavar="NAME", help="`train`, `validation`, or in a mixture `NAME/train`.", show_default="train"
@@ -148,14 +150,17 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
+    from lm_trainer.data.tokenize.open_cache import excluded_of
 
-    seq_len, caches = run.model.seq_len, report.status(run.data)
+    seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_of(run.data)
     _refuse_misfits(caches)
     for cache in caches:
-        found = report.stats(KvStore(cache.url), cache.ledger, seq_len)
+        found = report.stats(KvStore(cache.url), cache.ledger, seq_len, excluded.get(cache.key))
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
-        typer.echo(f"{cache.name}: {counts}{so_far}, {found.text_bytes / found.tokens:.2f} bytes per token")
+        typer.echo(f"{cache.name}: {counts}{so_far}, {found.bytes_per_token:.2f} bytes per token")
+        if found.left_out:
+            typer.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
         typer.echo(f"  tokens per document: {lengths}")
         for name, packed in found.packing.items():

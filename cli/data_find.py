@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,7 +58,7 @@ def find(
     wanted = _read(file) if file is not None else text
     if not wanted:
         raise UserError("say what to look for: a text, or --file F")
-    config, last = _configuration(ctx, run, words)
+    config, last = find_configuration(ctx, run, words)
     from lm_trainer.data import open_data
     from lm_trainer.data.find import Tracer, find_text
     from lm_trainer.data.tokenizer.token_bytes import token_texts
@@ -69,14 +70,13 @@ def find(
     tracer = Tracer(data, trainer.batch_schedule, trainer.num_train_steps, texts)
     found: list[Found] = []
     count = 0
-    for name, match in find_text(data, wanted, texts, _progress):
+    for name, match in find_text(data, wanted, texts, partial(show_progress, what="tokens")):
         count += 1
         if len(found) < limit:
             found.append(tracer.trace(name, match))
             if not as_json:
                 _show(found[-1], last, named=bool(config.data.configs))
-    if sys.stderr.isatty():
-        typer.echo("\r\033[K", err=True, nl=False)
+    clear_progress()
     if as_json:
         typer.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
         return
@@ -91,7 +91,7 @@ def _read(file: Path) -> str:
         raise UserError(f"{file}: cannot be read as UTF-8 text ({error})") from None
 
 
-def _configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
+def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple["RunConfig", int | None]:
     """The configuration of a run, and its last step; of a file there is no step."""
     if run.endswith((".yaml", ".yml")):
         return load_resolved_config(ctx, config_file(ctx, Path(run)), overrides), None
@@ -105,9 +105,16 @@ def _configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tuple[
     return record.config(record.last, overrides), record.last
 
 
-def _progress(name: str, done: int, total: int) -> None:
+def show_progress(name: str, done: int, total: int, what: str = "documents") -> None:
+    """Shows how far a scan is, on a terminal."""
     if sys.stderr.isatty():
-        typer.echo(f"\r{name}: {done:,} of {total:,} tokens", err=True, nl=False)
+        typer.echo(f"\r{name}: {done:,} of {total:,} {what}", err=True, nl=False)
+
+
+def clear_progress() -> None:
+    """Removes the line of `show_progress`."""
+    if sys.stderr.isatty():
+        typer.echo("\r\033[K", err=True, nl=False)
 
 
 def _show(found: "Found", last: int | None, *, named: bool) -> None:
@@ -119,6 +126,8 @@ def _show(found: "Found", last: int | None, *, named: bool) -> None:
 
 def _when(found: "Found", last: int | None) -> str:
     steps = found.trained_at
+    if found.excluded:
+        return "left out by data.exclude"
     if not steps:
         return "held out" if found.cache.endswith("validation") else "not trained on by the last step"
     past = [each for each in steps if last is None or each.step <= last]

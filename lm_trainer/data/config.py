@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from lm_trainer.core.config import Config, Ignored, LocalPathOrHubName
+from lm_trainer.core.config import Config, Ignored, LocalPath, LocalPathOrHubName
 from lm_trainer.core.numeric import Numeric, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
@@ -30,6 +30,8 @@ def _as_list(value: Any) -> Any:
 
 
 Urls = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
+
+Lists = Annotated[list[LocalPath], BeforeValidator(_as_list, json_schema_input_type=LocalPath | list[LocalPath])]
 
 SINGLE_SET = "train"
 """The name of the only set of a configuration without `configs`."""
@@ -219,6 +221,9 @@ class DataConfig(SetConfig):
     max_train_batches: Numeric[PerSet | None] = None
     """Trains on the first rows of a set alone: as many as make so many batches of the first step's size; for all sets,
     or by name."""
+    exclude: Numeric[Lists] = []
+    """Lists of documents of the training text to leave out, as `lmt data dedup` and `lmt data overlap` write them: the
+    run is that of text without these documents, and nothing is tokenised again."""
     num_validation_sequences: Numeric[PerSet | None] = None
     """Holds the last rows of the training text out, so many, as validation text; for all sets, or by name."""
 

@@ -21,7 +21,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.provenance import passages
+from lm_trainer.data.provenance import passages_of_whole
 from lm_trainer.data.rows.order import TrainOrder
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import Tokenizer
@@ -67,7 +67,9 @@ class Found(NamedTuple):
     """Characters of the document before it."""
     match: Match
     trained_at: tuple[TrainedAt, ...]
-    """In the order of the steps; empty for what is held out, or beyond the last step."""
+    """In the order of the steps; empty for what is held out or left out, or beyond the last step."""
+    excluded: bool = False
+    """True where `data.exclude` leaves the document out."""
 
 
 class Needle:
@@ -214,7 +216,7 @@ def find_text(
     if not as_tokenised:
         raise UserError("there is nothing to look for: the text is empty")
     for name, cache in data.caches.items():
-        stream = cache.stream
+        stream = cache.whole
         sample = stream.read(np.array([0]), min(len(stream), _SAMPLED))[0] if len(stream) else np.zeros(0, np.int32)
         counts_V = np.bincount(sample, minlength=len(texts_V))
         needle = Needle(as_tokenised.encode(), texts_V, counts_V)
@@ -246,17 +248,21 @@ class Tracer:
     def trace(self, name: str, match: Match) -> Found:
         """The document of an occurrence, and its steps."""
         cache = self._data.caches[name]
-        (passage,) = passages(cache, self._data.tokenizer, match.first, 1)
+        (passage,) = passages_of_whole(cache, self._data.tokenizer, match.first, 1)
         character = self._characters(cache, self._data.tokenizer, match, passage.offset)
         trained = tuple(sorted(self._trained_at(name, match)))
-        return Found(name, passage.where, character, match, trained)
+        excluded = cache.place_of(match.first) is None
+        return Found(name, passage.where, character, match, trained, excluded)
 
     def _trained_at(self, name: str, match: Match) -> Iterator[TrainedAt]:
         if name not in self._index:
             return
         index = self._index[name]
         train = self._order.sets[index]
-        rows = train.rows.rows_with(match.first, match.stop)
+        # A document is kept or left out whole, so the tokens of an occurrence stay together.
+        if (first := self._data.caches[name].place_of(match.first)) is None:
+            return
+        rows = train.rows.rows_with(first, first + match.stop - match.first)
         stop = self._schedule.rows_before(self._num_steps)
         stop = stop if self._order.length is None else min(stop, self._order.length)
         steps = range(self._num_steps + 1)
@@ -265,7 +271,7 @@ class Tracer:
             yield TrainedAt(step + 1, position - self._schedule.rows_before(step), epoch)
 
     def _characters(self, cache: OpenCache, tokenizer: Tokenizer, match: Match, offset: int) -> int:
-        ids = cache.stream.read(np.array([match.first - offset]), offset + 1)[0].tolist()
+        ids = cache.whole.read(np.array([match.first - offset]), offset + 1)[0].tolist()
         texts = [self._texts_V[token] or b"" for token in ids]
         before = b"".join(texts[:-1]) + texts[-1][: match.skipped]
         # Some tokenizers put a blank before a document that is none of its text.

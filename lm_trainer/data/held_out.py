@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.provenance import Passage, passages
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.cache_spec import find_caches
-from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
+from lm_trainer.data.tokenize.open_cache import OpenCache, excluded_of, open_cache
 from lm_trainer.data.tokenize.plan import plan_builds
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer
@@ -77,7 +76,10 @@ def open_held_out(
             "there is no text to evaluate on: name files as data.validation_urls, or set data.num_validation_sequences"
         )
     callbacks, plan = BuildCallbacks(on_progress), plan_builds(config, directory, wanted, tokenizer)
-    caches = {name: open_cache(build, build.run(callbacks)) for name, build in plan.builds.items()}
+    excluded = excluded_of(config)
+    caches = {
+        name: open_cache(build, build.run(callbacks), excluded.get(name), name) for name, build in plan.builds.items()
+    }
     by_stream = {id(cache.stream): cache for cache in caches.values()}
     sets = []
     for rows in RowBuilder(config, plan.tokenizer, seq_len, seed=0).eval_sets(caches):
@@ -87,7 +89,7 @@ def open_held_out(
 
 
 def _held_out(rows: EvalSet, cache: OpenCache) -> HeldOut:
-    ends_D = np.cumsum(document_lengths(cache.store, cache.ledger))
+    ends_D = np.cumsum(cache.document_lengths())
     # A set that is the end of a training text may begin inside of a document, whose rest then is its first one.
     return HeldOut(rows.name, rows, cache, ends_D[ends_D > rows.first_token])
 

@@ -58,4 +58,8 @@ class DataIdentity:
             "stages": [stage for stage in config.stages if step is None or stage[0] < max(step, 1)],
             "packing": config.packing,
             "limits": [config.of_set(config.max_train_batches, name) for name in config.trained],
+            **({"excluded": excluded} if (excluded := self._excluded()) else {}),
         }
+
+    def _excluded(self) -> dict[str, str]:
+        return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}

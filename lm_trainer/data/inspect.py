@@ -16,6 +16,7 @@ import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.documents import begin_of, document_lengths, read_lengths
+from lm_trainer.data.cache.exclusion import Exclusion
 from lm_trainer.data.cache.format import BUILDER, MANIFEST, fingerprint, part_key, read_record, token_dtype
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
@@ -46,6 +47,8 @@ class CacheStatus:
     """The process that builds it, and the time since its last heartbeat."""
     misfit: str | None
     """The reason for which training would refuse it, if it would."""
+    key: str = ""
+    """`NAME/train` or `NAME/validation`."""
 
     @property
     def begun(self) -> bool:
@@ -70,17 +73,17 @@ def status(config: DataConfig) -> list[CacheStatus]:
     """Returns the state of each cache, and tells if it fits the configuration; reads no text and changes nothing."""
     directory, caches = find_caches(config)
     misfits = find_misfits(config, directory, caches)
-    return [_status(cache, misfits.get(name)) for name, cache in caches.items()]
+    return [_status(name, cache, misfits.get(name)) for name, cache in caches.items()]
 
 
-def _status(cache: CacheSpec, misfit: str | None) -> CacheStatus:
+def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     store = KvStore(cache.url)
     manifest, builder = store.read_json(MANIFEST), store.read_json(BUILDER)
     who = None
     if builder is not None:
         who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
     found = None if manifest is None else fingerprint(manifest)
-    return CacheStatus(cache.title, store.url, found, Ledger.read(store), len(cache.shards), who, misfit)
+    return CacheStatus(cache.title, store.url, found, Ledger.read(store), len(cache.shards), who, misfit, name)
 
 
 def verify(store: KvStore, ledger: Ledger) -> list[str]:
@@ -130,14 +133,17 @@ class CacheStats(NamedTuple):
 
     documents: int
     tokens: int
-    text_bytes: int
+    bytes_per_token: float
     quantiles: dict[str, int]
     """Tokens of a document, end included: the least, the median, ..."""
     packing: dict[str, PackingStats]
+    left_out: int
+    """Documents that `data.exclude` leaves out, and that the other figures are without."""
+    left_out_tokens: int
 
 
-def stats(store: KvStore, ledger: Ledger, seq_len: int) -> CacheStats:
-    """Computes the lengths of documents, and how well they fill rows of `seq_len`.
+def stats(store: KvStore, ledger: Ledger, seq_len: int, exclusion: Exclusion | None = None) -> CacheStats:
+    """Computes the lengths of documents, and how well they fill rows of `seq_len`; without those that are left out.
 
     Raises:
         UserError: if nothing has been built yet.
@@ -145,12 +151,20 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int) -> CacheStats:
     lengths_D = document_lengths(store, ledger)
     if not len(lengths_D):
         raise UserError(f"{store.url} holds no documents yet; run: lmt data build")
+    left_out = np.zeros(0, np.int64)
+    if exclusion is not None:
+        exclusion.check(store.url, ledger)
+        left_out = lengths_D[exclusion.documents_N]
+        lengths_D = np.delete(lengths_D, exclusion.documents_N)
     points = {"least": 0, "5 %": 5, "median": 50, "95 %": 95, "most": 100}
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
-    text_bytes = sum(ledger.text_bytes)
-    targets = partial(_num_targets, store, ledger, lengths_D) if ledger.marks else None
-    packing = packing_stats(lengths_D, seq_len, targets)
-    return CacheStats(len(lengths_D), ledger.num_tokens, text_bytes, quantiles, packing)
+    # The loss mask is counted over the whole stream, so not where documents of it are left out.
+    masked = ledger.marks and not len(left_out)
+    packing = packing_stats(lengths_D, seq_len, partial(_num_targets, store, ledger, lengths_D) if masked else None)
+    per_token = sum(ledger.text_bytes) / ledger.num_tokens
+    return CacheStats(
+        len(lengths_D), int(lengths_D.sum()), per_token, quantiles, packing, len(left_out), int(left_out.sum())
+    )
 
 
 def _num_targets(store: KvStore, ledger: Ledger, lengths_D: np.ndarray, count: int) -> int:

@@ -11,7 +11,7 @@ from lm_trainer.data.rows.row_builder import RowBuilder
 from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
-from lm_trainer.data.tokenize.open_cache import open_cache
+from lm_trainer.data.tokenize.open_cache import excluded_of, open_cache
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_backend import RayConfig
@@ -47,10 +47,12 @@ def open_data(
     """
     plan = plan_caches(config, on_progress, ray)
     growing = _unfinished(plan.builds) if background else {}
-    callbacks = BuildCallbacks(on_progress)
+    callbacks, excluded = BuildCallbacks(on_progress), excluded_of(config)
     caches = {
         # A cache that grows is opened as far as it is; any other is built to its end first.
-        name: open_cache(build, Ledger.read(build.store) if name in growing else build.run(callbacks))
+        name: open_cache(
+            build, Ledger.read(build.store) if name in growing else build.run(callbacks), excluded.get(name), name
+        )
         for name, build in plan.builds.items()
     }
     builds = None

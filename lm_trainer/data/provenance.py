@@ -70,7 +70,13 @@ def documents_of_step(data: Data, schedule: BatchSchedule, step: int, row: int |
 
 
 def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
-    """Yields the documents, or parts of them, that the tokens [start, start + count) of a stream are."""
+    """Yields the documents, or parts of them, that the tokens [start, start + count) of `cache.stream` are."""
+    for first, tokens in cache.in_whole(start, count):
+        yield from passages_of_whole(cache, tokenizer, first, tokens)
+
+
+def passages_of_whole(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> Iterator[Passage]:
+    """Yields them for tokens of `cache.whole`."""
     ledger = cache.ledger
     ends = np.cumsum(np.asarray(ledger.tokens, np.int64))
     part = int(np.searchsorted(ends, start, side="right"))
@@ -83,7 +89,7 @@ def passages(cache: OpenCache, tokenizer: Tokenizer, start: int, count: int) -> 
             taken = min(count, int(pieces[index]) - start)
             # Only the first piece of a part can continue a document of an earlier part.
             offset = start - piece_start + (0 if index else begin_of(cache.store, ledger, part)[1])
-            ids = cache.stream.read(np.array([start]), taken)[0].tolist()
+            ids = cache.whole.read(np.array([start]), taken)[0].tolist()
             source = source_of(cache.store, ledger, cache.shards, part, index)
             yield Passage(source, offset, taken, tokenizer.decode(ids))
             start, count = start + taken, count - taken

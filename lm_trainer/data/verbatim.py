@@ -56,7 +56,7 @@ def longest_spans(
     text_N = np.asarray(tokens, np.int32)
     for name, cache in data.caches.items():
         for start, stop, first in _spans(
-            cache.stream, text_N, least, lambda n, c=cache, m=name: progress(m, n, len(c.stream))
+            cache.whole, text_N, least, lambda n, c=cache, m=name: progress(m, n, len(c.whole))
         ):
             known = best.get(start)
             if known is None or stop > known.stop:

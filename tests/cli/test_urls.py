@@ -22,11 +22,12 @@ NOWHERE = "az://b/x"
 TAKE_BUCKETS = (
     *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "report", "tokens", "tokens x")),
     f"data find {URL}",
+    f"data overlap {URL}",
     *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x")),
 )
 """Command lines that read or write runs and exports in object storage."""
-NO_PATHS = {"KEY=VALUE", "[TEXT]"}
-"""Arguments that are no path; options are one if their values are called so."""
+NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL"}
+"""Arguments that are no path, or text that may lie anywhere; options are one if their values are called so."""
 PATH_NAMES = {"DIR", "DIRECTORY", "FILE", "FIT.json", "FILE.html"}
 
 

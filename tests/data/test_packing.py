@@ -20,6 +20,7 @@ from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.packing import PackedRows, PackingPlan, best_fit, open_packing_plan, packing_stats
 from lm_trainer.data.tokenize.build import Build
+from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
 from lm_trainer.models.gpt2 import Gpt2Config
 from tests.data.conftest import MakeBuild
 
@@ -111,7 +112,7 @@ def test_lengths_of_documents_are_put_together_across_parts(build: Build, docume
 
 def test_rows_hold_the_documents(build: Build) -> None:
     stream, seq_len = stream_of(build), 4096
-    plan = open_packing_plan(build.store, build.run(), seq_len)
+    plan = open_packing_plan(open_cache(build, build.run()), seq_len)
     rows = PackedRows(stream, plan, seq_len, EOS)
     everything = stream.tail(0)
     numbers = np.random.default_rng(0).permutation(rows.num_rows)
@@ -135,14 +136,14 @@ def test_rows_hold_the_documents(build: Build) -> None:
 
 def test_the_plan_is_kept_and_read_again(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = build.run()
-    made = open_packing_plan(build.store, ledger, 512)
-    monkeypatch.setattr("lm_trainer.data.rows.packing.document_lengths", lambda *_: pytest.fail("read, not made"))
-    for array, again in zip(made, open_packing_plan(build.store, ledger, 512), strict=True):
+    made = open_packing_plan(open_cache(build, ledger), 512)
+    monkeypatch.setattr(OpenCache, "document_lengths", lambda _: pytest.fail("read, not made"))
+    for array, again in zip(made, open_packing_plan(open_cache(build, ledger), 512), strict=True):
         np.testing.assert_array_equal(array, again)
     (path,) = Path(build.store.url).glob("packing/*.bin")
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.undo()
-    for array, again in zip(made, open_packing_plan(build.store, ledger, 512), strict=True):
+    for array, again in zip(made, open_packing_plan(open_cache(build, ledger), 512), strict=True):
         np.testing.assert_array_equal(array, again)
 
 
@@ -150,7 +151,7 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
     local, remote = make_build(), make_build(store=KvStore("memory://packing/cache"))
     batches = []
     for build in (local, remote, remote):
-        rows = PackedRows(stream_of(build), open_packing_plan(build.store, build.run(), 700), 700, EOS)
+        rows = PackedRows(stream_of(build), open_packing_plan(open_cache(build, build.run()), 700), 700, EOS)
         batches.append(rows.read(np.arange(rows.num_rows)))
     for one, *others in zip(*map(jax.tree.leaves, batches), strict=True):
         for other in others:

@@ -20,13 +20,11 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.cache.format import fingerprint
-from lm_trainer.data.cache.kvstore import KvStore
-from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
+from lm_trainer.data.tokenize.open_cache import OpenCache
 
 GROUP = 4096
 """Documents that are packed together: more fill rows better, fewer keep the order of the corpus."""
@@ -121,10 +119,12 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
     )
 
 
-def open_packing_plan(store: KvStore, ledger: Ledger, seq_len: int, stop: int | None = None) -> PackingPlan:
+def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None) -> PackingPlan:
     """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens."""
+    store = cache.store
     # Named by all that decides it, so a plan never has to be checked against the tokens.
-    key = f"packing/{fingerprint([_FORMAT, ledger.sha256, seq_len, stop, GROUP])}"
+    excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
+    key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded])}"
     found = store.read_json(f"{key}.json")
     if found is not None:
         if store.local is not None:
@@ -133,7 +133,7 @@ def open_packing_plan(store: KvStore, ledger: Ledger, seq_len: int, stop: int | 
             content = store.read(f"{key}.bin")
         if content is not None and len(content) == found["bytes"]:
             return PackingPlan.from_bytes(content, found["pieces"], found["rows"])
-    plan = best_fit(document_lengths(store, ledger), seq_len, stop)
+    plan = best_fit(cache.document_lengths(), seq_len, stop)
     content = plan.to_bytes()
     try:
         # The JSON file comes last: it says that the other one is whole.

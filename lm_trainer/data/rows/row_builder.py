@@ -54,7 +54,7 @@ class RowBuilder:
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
         if config.packing == "best_fit":
-            plan = open_packing_plan(cache.store, cache.ledger, self.seq_len, stop)
+            plan = open_packing_plan(cache, self.seq_len, stop)
             rows = PackedRows(cache.stream, plan, self.seq_len, self.tokenizer.eos_id)
             num_rows = rows.num_rows
         return TrainSet(name, rows, num_rows, config.shuffle_config, seed)

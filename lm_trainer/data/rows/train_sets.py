@@ -51,6 +51,8 @@ class TrainSets:
     def waits_for_all(self) -> str | None:
         """The setting for which the first batch needs all text that is trained on; None if the first text will do."""
         config = self._config
+        if config.exclude:
+            return "data.exclude"
         if config.stop_strategy != "restart":
             return f"data.stop_strategy: {config.stop_strategy}"
         if config.packing == "best_fit":
@@ -61,7 +63,8 @@ class TrainSets:
     @property
     def needed_whole(self) -> bool:
         """True if every set must be complete before the first row: its end decides its packing or the data's length."""
-        return self._config.stop_strategy != "restart" or self._config.packing == "best_fit"
+        config = self._config
+        return bool(config.exclude) or config.stop_strategy != "restart" or config.packing == "best_fit"
 
     def order(self, schedule: BatchSchedule) -> TrainOrder:
         """Returns the rows of a run of these batch sizes by their positions, as far as they are certain."""

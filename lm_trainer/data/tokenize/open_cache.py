@@ -8,11 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lm_trainer.data.cache.documents import document_lengths
+from lm_trainer.data.cache.exclusion import Exclusion, read_exclusions
 from lm_trainer.data.cache.format import fingerprint, token_dtype
+from lm_trainer.data.cache.kept_stream import KeptStream
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.config import DataConfig
 from lm_trainer.data.sources import Shard
 from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.build import Build
@@ -45,10 +49,13 @@ class OpenCache:
 
     store: KvStore
     stream: TokenStream
+    """The documents that are read: all but those of `exclusion`."""
     ledger: Ledger
     shards: Sequence[Shard]
     identity: str = ""
     """Hash of the manifest: differs whenever the tokens may, and is known before they are."""
+    exclusion: Exclusion | None = None
+    """The documents that are left out."""
     _progress: BuildProgress | None = field(default=None, init=False)
     _error: BaseException | None = field(default=None, init=False)
 
@@ -56,6 +63,28 @@ class OpenCache:
     def finished(self) -> bool:
         """True once all of the text is tokenised."""
         return self.ledger.finished
+
+    @property
+    def whole(self) -> TokenStream:
+        """The stream of all documents, also of those that are left out."""
+        return self.stream.whole if isinstance(self.stream, KeptStream) else self.stream
+
+    def document_lengths(self) -> np.ndarray:
+        """The tokens of each document of `stream`, end-of-document token included: int64 [D]."""
+        if isinstance(self.stream, KeptStream):
+            return self.stream.lengths_D
+        return document_lengths(self.store, self.ledger)
+
+    def in_whole(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Finds the tokens [start, start + count) of `stream` in `whole`: pairs of a first token and a number."""
+        if not isinstance(self.stream, KeptStream):
+            return [(start, count)]
+        _, starts_P, counts_P, _ = self.stream.pieces(np.array([start]), np.array([count]))
+        return list(zip(starts_P.tolist(), counts_P.tolist(), strict=True))
+
+    def place_of(self, token: int) -> int | None:
+        """The place in `stream` of a token of `whole`; None where its document is left out."""
+        return self.stream.place_of(token) if isinstance(self.stream, KeptStream) else token
 
     def extend(self, ledger: Ledger) -> None:
         """Takes in the parts that were committed since; the caller may go on changing the ledger."""
@@ -88,11 +117,34 @@ class OpenCache:
         return MissingTokens(len(self.stream) if have is None else have, need, self._progress)
 
 
-def open_cache(build: Build | FinishedCache, ledger: Ledger) -> OpenCache:
-    """Opens the cache of a build, as far as the ledger goes."""
+def excluded_of(config: DataConfig) -> dict[str, Exclusion]:
+    """The documents that a configuration leaves out, by `NAME/train`.
+
+    Raises:
+        UserError: for a list that cannot be read.
+    """
+    return {f"{name}/train": found for name, found in read_exclusions(config.exclude, config.trained).items()}
+
+
+def open_cache(
+    build: Build | FinishedCache, ledger: Ledger, exclusion: Exclusion | None = None, name: str = ""
+) -> OpenCache:
+    """Opens the cache of a build, as far as the ledger goes.
+
+    Args:
+        build: of the cache.
+        ledger: as far as it is built.
+        exclusion: documents that are left out.
+        name: of the set, for messages about these.
+
+    Raises:
+        UserError: where the documents to be left out are those of other data.
+    """
     stream = TokenStream(build.store, ledger, token_dtype(build.tokenizer.vocab_size))
     # The ledger of a cache without parts does not tell yet; the format of one that was built elsewhere never does.
     by_index = any(isinstance(shard, TokenShard) and shard.by_index for shard in build.shards)
     if ledger.marks or build.format.has_loss_mask or by_index:
         stream.loss_mask = LossMaskStream(build.store, ledger, np.dtype(np.uint8))
-    return OpenCache(build.store, stream, ledger, build.shards, fingerprint(build.manifest()))
+    if exclusion is not None:
+        stream = KeptStream(build.store, ledger, stream, exclusion, name)
+    return OpenCache(build.store, stream, ledger, build.shards, fingerprint(build.manifest()), exclusion)

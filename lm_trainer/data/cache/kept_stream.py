@@ -1,0 +1,110 @@
+"""Stream without the documents that are left out, as if they had never been tokenised.
+
+Shape letters: N reads, R runs of documents that are kept, P pieces of reads, D documents.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lm_trainer.data.cache.documents import document_lengths
+from lm_trainer.data.cache.exclusion import Exclusion
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.token_stream import TokenStream
+
+
+class KeptStream(TokenStream):
+    """The documents of a stream that are not left out, one after another. Empty until the cache is finished.
+
+    Args:
+        store: of the cache.
+        ledger: as far as the cache is.
+        whole: the stream of all of its tokens.
+        exclusion: what is left out.
+        name: of the set, for messages.
+
+    Raises:
+        UserError: where the list was made for other data.
+    """
+
+    def __init__(self, store: KvStore, ledger: Ledger, whole: TokenStream, exclusion: Exclusion, name: str):
+        self.whole, self._store, self._exclusion, self._name = whole, store, exclusion, name
+        self.loss_mask = None
+        self._set_runs(np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self.lengths_D = np.zeros(0, np.int64)
+        """int64: tokens of each document that is kept."""
+        self.extend(ledger)
+
+    def extend(self, ledger: Ledger) -> None:
+        """Takes in a cache once it is finished: before that, nothing says that the list is of its documents."""
+        self.whole.extend(ledger)
+        if not ledger.finished:
+            return
+        self._exclusion.check(self._name, ledger)
+        lengths_D = document_lengths(self._store, ledger)
+        kept_D = np.ones(len(lengths_D), bool)
+        kept_D[self._exclusion.documents_N] = False
+        starts_D = np.cumsum(lengths_D) - lengths_D
+        # A run goes on as long as documents that follow one another are kept.
+        first_D = kept_D & ~np.concatenate([[False], kept_D[:-1]])
+        runs_D = np.cumsum(first_D)[kept_D] - 1
+        counts_R = np.bincount(runs_D, lengths_D[kept_D], minlength=int(first_D.sum())).astype(np.int64)
+        self.lengths_D = lengths_D[kept_D]
+        if self.whole.loss_mask is not None:
+            self.loss_mask = _Selected(self.whole.loss_mask, starts_D[first_D], counts_R)
+        self._set_runs(starts_D[first_D], counts_R)
+
+    def _set_runs(self, origins_R: np.ndarray, counts_R: np.ndarray) -> None:
+        self._origins_R = origins_R
+        self._ends = np.cumsum(counts_R)
+        self._begins_R = self._ends - counts_R
+
+    def copy(self, starts_N: np.ndarray, counts_N: np.ndarray, out: np.ndarray, places_N: np.ndarray) -> None:
+        """As of `TokenStream`."""
+        reads_P, starts_P, counts_P, offsets_P = self.pieces(starts_N, counts_N)
+        self.whole.copy(starts_P, counts_P, out, np.asarray(places_N)[reads_P] + offsets_P)
+
+    def pieces(
+        self, starts_N: np.ndarray, counts_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Finds where runs of tokens stand in the whole stream.
+
+        Args:
+            starts_N: int64 [N].
+            counts_N: int64 [N].
+
+        Returns:
+            For each piece its read, its first token in the whole stream, its tokens, and those of its read before it:
+            int64 [P].
+        """
+        there = np.flatnonzero(np.asarray(counts_N))
+        starts_N, counts_N = np.asarray(starts_N, np.int64)[there], np.asarray(counts_N, np.int64)[there]
+        firsts_N = np.searchsorted(self._ends, starts_N, side="right")
+        pieces_N = np.searchsorted(self._ends, starts_N + counts_N - 1, side="right") - firsts_N + 1
+        reads_P = np.repeat(np.arange(len(there)), pieces_N)
+        runs_P = np.arange(len(reads_P)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N) + firsts_N[reads_P]
+        low_P = np.maximum(self._begins_R[runs_P], starts_N[reads_P])
+        high_P = np.minimum(self._ends[runs_P], (starts_N + counts_N)[reads_P])
+        starts_P = self._origins_R[runs_P] + low_P - self._begins_R[runs_P]
+        return there[reads_P], starts_P, high_P - low_P, low_P - starts_N[reads_P]
+
+    def place_of(self, token: int) -> int | None:
+        """The place of a token of the whole stream in this one; None where its document is left out."""
+        run = int(np.searchsorted(self._origins_R, token, side="right")) - 1
+        if run < 0:
+            return None
+        place = token - int(self._origins_R[run]) + int(self._begins_R[run])
+        return place if place < self._ends[run] else None
+
+
+class _Selected(KeptStream):
+    """The same runs of another stream of the cache."""
+
+    def __init__(self, whole: TokenStream, origins_R: np.ndarray, counts_R: np.ndarray):
+        self.whole, self.loss_mask = whole, None
+        self._set_runs(origins_R, counts_R)
+
+    def extend(self, ledger: Ledger) -> None:
+        """Keeps its runs, which are final."""
+        del ledger

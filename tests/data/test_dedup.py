@@ -1,0 +1,178 @@
+"""Duplicates beside a comparison of all pairs of documents, and overlaps beside a search for every run of words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.config import DataConfig
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.dedup import find_duplicates, rows_per_band, signatures
+from lm_trainer.data.overlap import EvalDocument, find_overlap
+from lm_trainer.data.pipeline import open_data
+from lm_trainer.data.tokenizer.token_bytes import token_texts
+from lm_trainer.data.words import ngrams_of, words_of
+
+ALPHABET = [f"{a}{b}" for a in "bdfgklmnprt" for b in ("a", "e", "u", "ö", "ß", "Ю")]
+
+
+def text(rng: np.random.Generator, count: int) -> list[str]:
+    return ["".join(rng.choice(ALPHABET, rng.integers(1, 4))) for _ in range(count)]
+
+
+def changed(rng: np.random.Generator, words: list[str], places: int) -> list[str]:
+    words = list(words)
+    for place in rng.choice(len(words), places, replace=False):
+        words[place] = "".join(rng.choice(ALPHABET, 3))
+    return words
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng, directory = np.random.default_rng(0), tmp_path_factory.mktemp("dedup")
+    originals = [text(rng, int(rng.integers(60, 300))) for _ in range(60)]
+    a = [" ".join(words) for words in originals]
+    # Another case and other punctuation, a few words changed, many changed, and twice the same.
+    b = [", ".join(words).upper().replace("SS", "ß") for words in originals[:5]]
+    b += [" ".join(changed(rng, words, 1)) for words in originals[5:15]]
+    b += [" ".join(changed(rng, words, len(words) // 5)) for words in originals[15:25]]
+    b += [a[30], a[31], a[30], "kurz", "kurz", "Kurz!", "..."]
+    for name, documents in (("a", a), ("b", b)):
+        lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+        (directory / f"{name}.jsonl").write_text(lines)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(directory: Path) -> Data:
+    sets = {name: {"train_urls": [str(directory / f"{name}.jsonl")]} for name in ("a", "b")}
+    weights = {"train_weights": {"a": 1, "b": 1}}
+    config = {"configs": sets, "cache_dir": str(directory / "cache"), "tokenizer": "bytes", **weights}
+    return open_data(DataConfig.model_validate(config), seq_len=16, seed=0)
+
+
+def documents(directory: Path) -> list[tuple[str, int, str]]:
+    found = []
+    for name in ("a", "b"):
+        lines = (directory / f"{name}.jsonl").read_text().splitlines()
+        found += [(name, number, json.loads(line)["text"]) for number, line in enumerate(lines)]
+    return found
+
+
+def shingles(text: str, length: int = 5) -> set[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.lower())
+    count = max(len(words) - length + 1, min(len(words), 1))
+    return {tuple(words[at : at + length]) for at in range(count)}
+
+
+def test_exact_duplicates_are_those_of_equal_text(data: Data, directory: Path) -> None:
+    report = find_duplicates(data, threshold=None)
+    first: dict[str, tuple[str, int]] = {}
+    expected = []
+    for name, number, content in documents(directory):
+        like = first.setdefault(content, (name, number))
+        if like != (name, number):
+            expected.append((name, number, *like, len(content.encode()) + 1))
+    found = [(each.set, each.document, each.like_set, each.like, each.tokens) for each in report.duplicates]
+    assert found == expected
+    assert report.documents == len(documents(directory))
+
+
+def test_near_duplicates_are_those_of_a_comparison_of_all_pairs(data: Data, directory: Path) -> None:
+    threshold = 0.6
+    report = find_duplicates(data, threshold=threshold, texts_V=token_texts(data.tokenizer))
+    sets = {(name, number): shingles(content) for name, number, content in documents(directory)}
+    near = {}
+    for one, other in itertools.combinations(sets, 2):
+        if sets[one] and sets[other]:
+            near[one, other] = len(sets[one] & sets[other]) / len(sets[one] | sets[other])
+    # Away from the threshold, so that the error of the estimate decides nothing.
+    assert not [each for each in near.values() if threshold - 0.15 < each < threshold + 0.15]
+    found = {((each.like_set, each.like), (each.set, each.document)) for each in report.duplicates}
+    firsts: dict[Any, Any] = {}
+    for (one, other), similarity in near.items():
+        if similarity >= threshold and other not in firsts:
+            firsts[other] = firsts.get(one, one)
+    assert found == {(one, other) for other, one in firsts.items()}
+    for each in report.duplicates:
+        exactly = near[(each.like_set, each.like), (each.set, each.document)]
+        assert each.similarity == pytest.approx(exactly, abs=0.12)
+        assert each.exact == (exactly == 1 and documents_equal(directory, each.set, each.document))
+
+
+def documents_equal(directory: Path, name: str, number: int) -> bool:
+    every = documents(directory)
+    place = next(at for at, each in enumerate(every) if each[:2] == (name, number))
+    return every[place][2] in [content for _, _, content in every[:place]]
+
+
+def test_signatures_estimate_the_similarity() -> None:
+    rng = np.random.default_rng(1)
+    words = text(rng, 2000)
+    texts = [" ".join(words), " ".join(words[300:]), " ".join(words[1200:])]
+    signed = signatures(texts, 5)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        a, b = shingles(texts[one]), shingles(texts[other])
+        assert (signed[one] == signed[other]).mean() == pytest.approx(len(a & b) / len(a | b), abs=0.12)
+    assert [rows_per_band(each) for each in (0.5, 0.7, 0.9)] == [3, 4, 10]
+
+
+def test_words_are_those_of_a_regular_expression() -> None:
+    texts = ["Die Straße, die STRASSE; x_1!", "", "今天 ok", "İstanbul a" + "b" * 400, "…", "die straße"]
+    words = words_of(texts)
+    spans: dict[str, int] = {}
+    for number, content in enumerate(texts):
+        expected = re.findall(r"[\u3400-\u9fff]|[^\W_\u3400-\u9fff]+", content.lower().replace("\u0307", " "))
+        hashes = words.hashes_W[words.documents_W == number].tolist()
+        assert len(hashes) == len(expected)
+        for word, value in zip(expected, hashes, strict=True):
+            assert spans.setdefault(word, value) == value
+    assert len(set(spans.values())) == len(spans)
+    assert len(ngrams_of(words, 3)[0]) == sum(max(0, count - 2) for count in np.bincount(words.documents_W).tolist())
+
+
+@pytest.mark.parametrize("length", [3, 13])
+def test_overlaps_are_those_of_every_run_of_words(data: Data, directory: Path, length: int) -> None:
+    rng, every = np.random.default_rng(2), documents(directory)
+    train = {run: (name, number) for name, number, content in reversed(every) for run in runs(content, length)}
+    wanted = []
+    for number in range(20):
+        words = re.findall(r"\w+", every[number][2])
+        start = int(rng.integers(0, len(words) - 30))
+        borrowed = words[start : start + int(rng.integers(5, 30))]
+        middle = [*text(rng, 12), *borrowed, *text(rng, 12)] if number % 4 else text(rng, 30)
+        wanted.append(EvalDocument(f"eval:{number}", "; ".join(middle).upper().replace("SS", "ß")))
+    wanted.append(EvalDocument("short", "zu kurz"))
+    report = find_overlap(data, wanted, ngram=length, texts_V=token_texts(data.tokenizer))
+    holders = set()
+    for document, overlap in zip(wanted, report.documents, strict=True):
+        words = re.findall(r"\w+", document.text.lower())
+        there = [tuple(words[at : at + length]) in train for at in range(max(len(words) - length + 1, 0))]
+        covered = [any(there[max(at - length + 1, 0) : at + 1]) for at in range(len(words))]
+        longest = max((len(list(run)) for found, run in itertools.groupby(there) if found), default=1 - length)
+        assert (overlap.words, overlap.covered, overlap.longest) == (len(words), sum(covered), longest + length - 1)
+        span = re.findall(r"\w+", overlap.span.lower())
+        assert len(span) == overlap.longest
+        if span:
+            assert overlap.found_in == (train[tuple(span[:length])],)
+        holders |= {each[:2] for each in every if set(runs(document.text, length)) & set(runs(each[2], length))}
+    assert {(name, n) for name, numbers in report.train_documents.items() for n in numbers.tolist()} == holders
+    assert report.too_short == (1 if length == 3 else sum(each.words < 13 for each in report.documents))
+    assert 0 < report.count(0) < len(wanted)
+
+
+def runs(content: str, length: int) -> list[tuple[str, ...]]:
+    words = re.findall(r"\w+", content.lower())
+    return [tuple(words[at : at + length]) for at in range(len(words) - length + 1)]
+
+
+def test_an_evaluation_set_of_short_texts_is_refused(data: Data) -> None:
+    with pytest.raises(UserError, match="no document of the evaluation set has 13 words"):
+        find_overlap(data, [EvalDocument("x", "drei kurze worte")], texts_V=token_texts(data.tokenizer))
