@@ -17,10 +17,12 @@ from cli.common import (
     resolve,
 )
 from cli.config_file import config_file
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from lm_trainer.config.document import KeyPath
+    from lm_trainer.config.loader import Loaded
+    from lm_trainer.run.config import RunConfig
 
 app = typer.Typer(no_args_is_help=True, help="Show, check, compare and draw configurations.")
 
@@ -58,14 +60,49 @@ def show(
 
 
 @app.command(context_settings=OVERRIDES)
-def check(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
-    """Check a configuration; exits with 2 and all problems, each with its position, if there are any."""
+def check(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    no_files: Annotated[
+        bool,
+        typer.Option(
+            "--no-files", help="Do not look for the files and the tokenizer that it names: they are elsewhere."
+        ),
+    ] = False,
+) -> None:
+    """Check a configuration; exits with 2 and all problems, each with its position, if there are any.
+
+    Files and globs of this machine must be there, and the tokenizer here or on the hub. What is in object storage or a
+    data set of the hub is looked for by `lmt train --dry-run`, which also asks the devices.
+    """
     loaded = load_run(ctx, config, overrides)
     if loaded.config.optimizer.weight_decay_modules:
         from lm_trainer.run.parameters import weight_decay
 
         weight_decay(loaded)
+    if (platform := _KERNEL_PLATFORMS.get(loaded.config.model.attn_backend or "")) is not None:
+        from lm_trainer.run.dry_run import check_attention
+
+        check_attention(loaded.config, vocab_size=1, platform=platform)
+    if not no_files:
+        _check_files(loaded)
     typer.echo(f"{config}: ok")
+
+
+_KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
+"""Platforms on which the demanded attention is looked at; only the devices themselves tell where it will run."""
+
+
+def _check_files(loaded: "Loaded[RunConfig]") -> None:
+    from lm_trainer.data.check import missing_data
+
+    missing = [
+        f"{loaded.origin(f'data.{key}')}: data.{key}: {reason}"
+        for key, reason in missing_data(loaded.config.data, network=False)
+    ]
+    if missing:
+        raise ConfigError(missing)
 
 
 @app.command(context_settings=OVERRIDES)

@@ -13,8 +13,8 @@ def config_file(ctx: typer.Context, given: Path) -> Path:
     """Finds the file of a configuration that an argument names.
 
     A file at the path itself comes first. A bare name is looked for in the working directory, in `configs/` below it,
-    and in `configs/` of the source tree, with and without `.yaml`. A file that is not at the path itself is named on
-    stderr.
+    and in the configurations that come with the program, with and without `.yaml`. A file that is not at the path
+    itself is named on stderr.
 
     Raises:
         ConfigError: when a bare name is found nowhere.
@@ -44,7 +44,9 @@ def _is_bare(path: Path) -> bool:
 def _places() -> list[Path]:
     """The directories that are searched, in their order; the source tree's only where it is one."""
     source = Path(__file__).resolve().parents[1]
-    shipped = [source / "configs"] if (source / "pyproject.toml").is_file() else []
+    # Beside this package: `configs` in the source tree, `_configs` in an installed one.
+    owned = source / ("configs" if (source / "pyproject.toml").is_file() else "_configs")
+    shipped = [owned] if owned.is_dir() else []
     return [Path(), Path("configs"), *(path for path in shipped if path != Path("configs").resolve())]
 
 

@@ -48,7 +48,7 @@ Submit = Annotated[bool, typer.Option("--submit", help="Hand the script to sbatc
 
 def _training(config: Path, overrides: list[str] | None) -> list[str]:
     """The arguments of Python for one process."""
-    return ["-m", "cli", "train", str(config.absolute()), *(overrides or [])]
+    return ["-m", "lm_trainer", "train", str(config.absolute()), *(overrides or [])]
 
 
 @app.command(context_settings=OVERRIDES)

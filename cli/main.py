@@ -1,5 +1,6 @@
 """`lmt`: the commands together, with their errors turned into messages and exit codes."""
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from cli import (
     diff,
     eval,
     generate,
+    help_text,
     hf,
     ladder,
     launch,
@@ -27,6 +29,8 @@ from cli import (
 )
 from cli.common import OVERRIDES
 from cli.common import report as report_error
+from cli.light_imports import light_imports
+from cli.log_lines import show_log_lines
 from lm_trainer.core.errors import UserError, disk_error, out_of_memory
 
 EXIT_INTERRUPTED = 130
@@ -41,6 +45,10 @@ _EXIT_CODES = (
 
 class _Commands(TyperGroup):
     """Prints errors that are addressed to the user without a traceback; any other is a crash, exit code 1."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        help_text.flow_all(self)
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
         """Prints mistakes in the command line in the form of all other errors, and not in boxes."""
@@ -129,4 +137,6 @@ def _options(
 
 def main() -> None:
     """The console script."""
-    app(prog_name="lmt")
+    show_log_lines()
+    with light_imports(sys.argv):
+        app(prog_name="lmt")

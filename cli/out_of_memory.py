@@ -49,7 +49,7 @@ def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
     asked = ["plan", str(config), *overrides, *_devices(run.trainer.max_devices)]
     typer.echo("working out what this run needs (lmt plan) ...", err=True)
     # In a process of its own: this one has JAX on its devices, and a plan wants emulated ones.
-    command = [sys.executable, "-m", "cli", *asked]
+    command = [sys.executable, "-m", "lm_trainer", *asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
     except subprocess.TimeoutExpired:

@@ -184,7 +184,18 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
 
     def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
         typer.echo(f"compiling with {' '.join(overrides) or 'the configuration as it is'} ...", err=True)
-        command = [sys.executable, "-m", "cli", "plan", config, *settings, *overrides, "--devices", devices, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "lm_trainer",
+            "plan",
+            config,
+            *settings,
+            *overrides,
+            "--devices",
+            devices,
+            *options,
+        ]
         done = subprocess.run([*command, "--compile", "--json"], capture_output=True, text=True, check=False)
         if done.returncode:
             raise UserError(_reason(done.stderr))

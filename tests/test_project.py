@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lm_trainer
+from tests.conftest import lmt_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
@@ -289,3 +292,30 @@ def test_ci_is_runnable():
     for script in ("run", "compile-constraints"):
         assert os.access(ROOT / ".ci" / script, os.X_OK)
         subprocess.run(["bash", "-n", ROOT / ".ci" / script], check=True)
+
+
+def test_an_installed_package_opens_its_own_command_line(tmp_path: Path) -> None:
+    """As pyproject.toml lays out the wheel: `cli` below lm_trainer, and another package of that name beside it."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["lm_trainer"]
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "lm_trainer", tmp_path / "lm_trainer", ignore=skip)
+    for source, target in wheel["force-include"].items():
+        assert target.startswith("lm_trainer/_")
+        shutil.copytree(ROOT / source, tmp_path / target, ignore=skip)
+    (tmp_path / "cli").mkdir()
+    (tmp_path / "cli" / "__init__.py").write_text("raise SystemExit('somebody else')")
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_trainer", "config", "check", "gpt2_nano"],
+        cwd=tmp_path,
+        env=lmt_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.rstrip().endswith("lm_trainer/_configs/gpt2_nano.yaml: ok")
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == lm_trainer.__version__

@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PlainSerializer,
@@ -25,6 +26,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from lm_trainer.core.bucket import PLACES
+from lm_trainer.core.docstrings import field_docs
 from lm_trainer.core.files import HUB_NAME, url_problem
 
 
@@ -43,7 +45,6 @@ class Config(BaseModel):
         frozen=True,
         # A misspelt key would otherwise be a default that nobody notices.
         extra="forbid",
-        use_attribute_docstrings=True,
         # The input may be long, or hold a secret; `config.explain` shows what a person has to see of it.
         hide_input_in_errors=True,
         validate_default=True,
@@ -77,6 +78,16 @@ class Config(BaseModel):
             if name in type(self).absent:
                 raise AttributeError(f"there is no {type(self).__name__}.{name}: {type(self).absent[name]}")
             return super().__getattr__(name)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of the class, with the docstrings of its fields as their descriptions."""
+        shown = handler(schema)
+        properties = handler.resolve_ref_schema(shown).get("properties", {})
+        for name, text in field_docs(cls).items():
+            if name in properties:
+                properties[name].setdefault("description", text)
+        return shown
 
     @property
     def changed_fields(self) -> set[str]:

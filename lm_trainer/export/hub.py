@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.hub import why_no_hub
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -157,6 +158,8 @@ def _check_online() -> None:
 
     if constants.HF_HUB_OFFLINE:
         raise UserError("the hub is switched off: HF_HUB_OFFLINE is set in the environment; unset it")
+    if (why := why_no_hub()) is not None:
+        raise MachineError(f"the Hugging Face hub is needed, and {why}")
 
 
 @contextlib.contextmanager

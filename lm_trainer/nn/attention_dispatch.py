@@ -106,6 +106,16 @@ def goes_round(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> b
     return bool(rings)
 
 
+def check_backends(blocks: Iterable[BlockSpec], metadata: AttentionMetadata) -> None:
+    """Finds a backend for the attention of every layer, without computing anything.
+
+    Raises:
+        UserError: as `choose_backend`.
+    """
+    for attention in dict.fromkeys(block.attention for block in blocks):
+        choose_backend(attention, metadata)
+
+
 # Cached: every layer of every traced program asks, and each choice is worth one line in the log.
 @functools.cache
 def _announce(choice: BackendChoice) -> None:

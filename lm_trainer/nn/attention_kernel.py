@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lm_trainer.nn.spec import AttentionSpec
 
-# 0.7 leaves room for the score and the bias of ALiBi, which are added to it and must not overflow.
-MASK_VALUE = -0.7 * float(jnp.finfo(jnp.float32).max)
+# Of the largest float32; 0.7 leaves room for the score and the bias of ALiBi, which are added and must not overflow.
+MASK_VALUE = -0.7 * 3.4028234663852886e38
 """The score of a pair that may not attend, or what is added to it: finite, so that no difference of infinities
 arises."""
 

@@ -55,11 +55,29 @@ def _rows(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "time", f"n/a: no datasheet figure for {plan.dtype} on {plan.devices.kind!r}"
     else:
         yield "step time", f"{time.step_seconds:.3g} s" + (" at the assumed MFU" if plan.compiled else "")
+        if (least := _too_short(plan)) is not None:
+            yield "  not to be had", least
         yield "time", f"{duration_of(time.seconds)}, {time.device_hours:,.4g} device hours"
     if time is not None and time.cost is not None:
         yield "cost", f"{time.cost:,.2f}" if time.cost >= 0.01 else f"{time.cost:.2g}"
     if plan.compiled is not None:
         yield from _programs(plan.compiled)
+
+
+_LEAST_SECONDS = 1e-3
+"""A microbatch takes longer: its kernels, some hundreds, take about 5 microseconds each to be launched."""
+
+
+def _too_short(plan: RunPlan) -> str | None:
+    """A line where the assumed MFU gives a time that no device reaches with so little to do."""
+    assert plan.time is not None
+    rounds = -(-plan.microbatches // plan.devices.count)
+    if plan.compiled is not None or plan.time.step_seconds >= rounds * _LEAST_SECONDS:
+        return None
+    return (
+        f"{plan.devices.count} x {plan.devices.kind} cannot keep busy with so small a model: launching its kernels "
+        f"takes at least {rounds * _LEAST_SECONDS:.3g} s a step; take fewer devices, or a lower --mfu"
+    )
 
 
 def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.runtime import configure_jax
+from lm_trainer.data.check import missing_data
+from lm_trainer.nn.attention_dispatch import check_backends
+from lm_trainer.nn.attention_kernel import AttentionMetadata
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, training_flops
 from lm_trainer.run.config import RunConfig
@@ -16,18 +20,22 @@ from lm_trainer.run.vocabulary import find_vocabulary
 def dry_run(config: RunConfig, *, name: str) -> list[str]:
     """Describes the run that `train` would start, in lines of text.
 
-    Writes nothing, reads no data, allocates nothing on the devices.
+    Writes nothing, reads no text, allocates nothing on the devices.
 
     Raises:
-        UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit.
+        UserError: when the devices, the sharding rules or the Hugging Face checkpoint to start from do not fit, a file
+            or the tokenizer is missing, or the attention that is demanded cannot be computed here.
     """
     run = run_id(config, name)
     start = find_start(config, run)
     config = config if start is None else start.config
+    if missing := [f"data.{key}: {reason}" for key, reason in missing_data(config.data, network=True)]:
+        raise ConfigError(missing)
     vocab_size, note = find_vocabulary(config) if start is None else (start.vocab_size, None)
     program, _ = configured_program(config, vocab_size)
     trainer = config.trainer
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
+    check_attention(config, vocab_size, program.sharding.mesh.devices.flat[0].platform)
     flops = training_flops(flops_per_token(spec, seq_len), program.model)
     plan, schedule = program.step.plans.at(0), trainer.batch_schedule
     return [
@@ -40,6 +48,13 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",
         "nothing was written",
     ]
+
+
+def check_attention(config: RunConfig, vocab_size: int, platform: str) -> None:
+    """Raises UserError where `model.attn_backend` demands what cannot be had on a platform (`cpu`, `gpu`, `tpu`)."""
+    seq_len, trainer = config.model.seq_len, config.trainer
+    metadata = AttentionMetadata(platform, trainer.mp.compute_dtype, seq_len // trainer.context_axis_size, seq_len)
+    check_backends(config.model.spec(vocab_size).blocks, metadata)
 
 
 def configured_program(config: RunConfig, vocab_size: int | None = None) -> tuple[Program, int]:

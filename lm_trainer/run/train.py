@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -41,6 +42,9 @@ from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
 
+_PROMPT_CHARS = 24
+"""Characters of the sample's prompt that are offered as a prompt of one's own."""
+
 
 @dataclass
 class Summary:
@@ -67,14 +71,23 @@ class Summary:
             text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
         if self.sample is not None:
-            result += ["", "sample:", *(f"  | {line}" for line in self.sample.splitlines()), ""]
+            origin = "sample (up to ⟫ it is text of the data, from there on the model's):"
+            result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
         return [
             *result,
             f"  metrics      {self.run_dir / 'metrics.jsonl'}",
             f"  checkpoints  {_shortest(self.checkpoints)}",
-            f"  generate     lmt generate {self.name} --prompt TEXT",
-            f"  export       lmt export-hf {self.name} OUT",
+            "next:",
+            *(f"  {command}" for command in self._next_commands()),
         ]
+
+    def _next_commands(self) -> Iterator[str]:
+        """Commands to go on with, which work as they are written."""
+        run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
+        begun = next((line.strip() for line in (self.sample or "").partition("⟫")[0].splitlines() if line.strip()), "")
+        yield f"lmt generate {run} --prompt {shlex.quote(begun[:_PROMPT_CHARS].rpartition(' ')[0] or begun or 'The')}"
+        yield f"lmt report {run}"
+        yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}"
 
 
 def _shortest(path: Place) -> Place:
@@ -234,6 +247,10 @@ def _place_state(
 def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
     plan = config.trainer.resolve().microbatches.at(0)
     so_far = "" if data.complete else " so far"
+    progress.note(
+        "each line: the loss of the step's own batch in nats a token, the learning rate, the norm of the gradient, the "
+        "time of a step, tokens a second, and the time left"
+    )
     progress.note(
         f"{describe_size(model)}, {data.num_train_tokens:,} training tokens{so_far}, {plan.count} "
         f"microbatches of {plan.rows} x {config.model.seq_len} tokens a step"

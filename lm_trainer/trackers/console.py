@@ -17,6 +17,7 @@ from rich.progress import Progress as RichProgress
 
 _MODULES = logging.getLogger("lm_trainer.nn")
 """Modules of a model log here the choices that they make by themselves."""
+_ALL = logging.getLogger("lm_trainer")
 _MAX_LINE_STEPS = 1000
 # Short steps would notice the time that drawing takes.
 _DRAW_SECONDS = 0.25
@@ -59,6 +60,7 @@ class Progress:
             self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
         self._choices, self._before = _Notes(self.note), (_MODULES.level, _MODULES.propagate)
+        self._warnings = _Notes(self.note, logging.WARNING)
 
     def __enter__(self) -> Self:
         self._before = (_MODULES.level, _MODULES.propagate)
@@ -66,9 +68,11 @@ class Progress:
         _MODULES.addHandler(self._choices)
         # Handlers that other libraries have put at the root would write the line a second time, through the bar.
         _MODULES.propagate = False
+        _ALL.addHandler(self._warnings)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _ALL.removeHandler(self._warnings)
         _MODULES.removeHandler(self._choices)
         level, _MODULES.propagate = self._before
         _MODULES.setLevel(level)
@@ -115,12 +119,15 @@ class Progress:
 
 
 class _Notes(logging.Handler):
-    def __init__(self, note: Callable[[str], None]):
-        super().__init__()
+    def __init__(self, note: Callable[[str], None], level: int = logging.INFO):
+        super().__init__(level)
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._note(record.getMessage())
+        # So that handlers at the root need not show it a second time.
+        record.shown = True
+        severe = record.levelno >= logging.WARNING
+        self._note(f"{'warning: ' if severe else ''}{record.getMessage()}")
 
 
 class _View(Protocol):
@@ -213,24 +220,20 @@ class _Bar:
             self._bar.refresh()
 
 
-def _percent(value: float | None) -> str:
-    return "mfu n/a" if value is None else f"mfu {value:.1f}%"
-
-
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "train/loss": "loss {:.4f}".format,
-    "optim/learning_rate": "lr {:.3g}".format,
+    # A warm-up begins with a step that changes nothing.
+    "optim/learning_rate": lambda rate: f"lr {rate:.3g}" if rate else "lr 0 (warm-up)",
     "optim/grad_norm": "grad_norm {:.3g}".format,
     "throughput/step_time": lambda seconds: f"{seconds * 1000:.0f} ms/step",
     "throughput/tokens_per_second": "{:,.0f} tok/s".format,
-    "throughput/mfu": _percent,
+    "throughput/mfu": "mfu {:.1f}%".format,
 }
 
 
 def describe(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS)) -> list[str]:
-    """Formats the metrics that have a short form, in the order of `names`; an unknown MFU is said to be so."""
-    shown = [_FORMATS[name](metrics[name]) for name in names if name in metrics]
-    return shown if "throughput/mfu" in metrics or "throughput/mfu" not in names else [*shown, _percent(None)]
+    """Formats the metrics that have a short form, in the order of `names`."""
+    return [_FORMATS[name](metrics[name]) for name in names if name in metrics]
 
 
 def duration(seconds: float | None) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from typer.testing import CliRunner, Result
 from cli.main import app
 from lm_trainer.config.loader import load
 from lm_trainer.run.config import RunConfig
-from tests.conftest import ROOT, RunLmt
+from tests.conftest import ROOT, RunLmt, lmt_environment
 
 FILE = """\
 model: {num_layers: 2, hidden_dim: 64, num_heads: 4}
@@ -53,6 +55,63 @@ def test_show_origin_says_where_each_value_comes_from(config: str) -> None:
 def test_check(config: str) -> None:
     done = lmt("config", "check", config)
     assert (done.exit_code, done.stdout) == (0, "run.yaml: ok\n")
+
+
+def test_check_finds_what_is_not_there(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("here.jsonl").write_text('{"text": "a"}\n')
+    Path("far.yaml").write_text(
+        "data:\n  tokenizer: some/where\n  configs:\n    a: {train_urls: ['no/*.jsonl']}\n"
+        "    b: {train_urls: here.jsonl, validation_urls: [her.jsonl]}\n    c: {train_urls: 'gs://not/asked/for.jsonl'}\n"
+        "  train_weights: {a: 1, b: 1, c: 1}\n"
+    )
+    done = lmt("config", "check", "far.yaml")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines() == [
+        "error: far.yaml:2:14: data.tokenizer: 'some/where' is neither a file or directory here nor in the hub's cache"
+        ", and HF_HUB_OFFLINE is set in the environment. Without network use a local directory or `bytes`",
+        "error: far.yaml:4:21: data.configs.a.train_urls: no file matches no/*.jsonl",
+        f"error: far.yaml:5:50: data.configs.b.validation_urls: there is no file her.jsonl; did you mean "
+        f"{Path('here.jsonl').absolute()}?",
+        "3 problems; nothing was started.",
+    ]
+    assert lmt("config", "check", "far.yaml", "--no-files").stdout == "far.yaml: ok\n"
+    # The check before a run asks for all of it, and for the devices.
+    planned = lmt("train", "--dry-run", config, "data.train_urls=no/*.jsonl", "data.tokenizer=bytes")
+    assert (planned.exit_code, planned.stderr.splitlines()[0]) == (
+        2,
+        "error: data.train_urls: no file matches no/*.jsonl",
+    )
+
+
+def test_an_attention_that_cannot_be_had_is_found_before_the_run(config: str) -> None:
+    done = lmt("config", "check", config, "model.attn_backend=cudnn")
+    assert (done.exit_code, "it computes in bfloat16 or float16, not float32" in done.stderr) == (2, True)
+    able = (config, "model.attn_backend=cudnn", "trainer.mp=c=bfloat16")
+    assert lmt("config", "check", *able).exit_code == 0
+    # Which is right on a GPU, and not here.
+    done = lmt("train", "--dry-run", *able)
+    assert (done.exit_code, "the platform is cpu" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [["check"], ["show", "--decays"]])
+def test_configurations_are_read_without_jax_unless_it_is_needed(config: str, command: list[str]) -> None:
+    program = """
+import sys
+sys.argv = ["lmt", "config", *sys.argv[1:]]
+from cli.main import main
+try:
+    main()
+finally:
+    print(sorted({"jax", "jax._src", "numpy._core"} & set(sys.modules)), file=sys.stderr)
+"""
+    Path("main.py").write_text(program)
+    arguments = [sys.executable, "main.py", command[0], config, *command[1:]]
+    done = subprocess.run(arguments, env=lmt_environment(), capture_output=True, text=True, check=True)
+    # The stand-ins for packages have their names, but nothing below them.
+    needed = "['jax', 'jax._src', 'numpy._core']" if command[1:] else "['jax']"
+    assert done.stderr.splitlines() == [needed]
+    here = lmt("config", command[0], config, *command[1:])
+    assert done.stdout == here.stdout
 
 
 def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import lm_trainer
-from cli import main, usage
+from cli import help_text, main, usage
 from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
 from tests.conftest import ROOT, RunLmt, lmt_environment
 
@@ -116,6 +116,25 @@ def _commands(group: Any, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         yield from _commands(command, (*prefix, name))
 
 
+def test_paragraphs_of_help_fill_the_width_of_the_terminal() -> None:
+    shown = CliRunner().invoke(main.app, ["verify", "--help"], env={"COLUMNS": "200"}).output.splitlines()
+    (line,) = (line for line in shown if "Losses, gradient norms" in line)
+    # In the source the line ends before.
+    assert "which may be going on, is changed" in line
+    assert any(line.startswith("     lmt verify my-run") for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "flown"),
+    [
+        ("One\nline.\n\nTwo\nlines.", "One line.\n\nTwo lines."),
+        ("Do.\n\nExamples:\n    lmt a\n\n    lmt b", "Do.\n\nExamples:\n\n    lmt a\n\n    lmt b"),
+    ],
+)
+def test_flow(text: str, flown: str) -> None:
+    assert help_text.flow(text) == flown
+
+
 class TestEnds:
     """Each way in which a command can end, through the group that `lmt` is made of."""
 
@@ -169,7 +188,7 @@ class TestEnds:
 def test_a_crash_shows_a_traceback_but_no_values(tmp_path: Path) -> None:
     program = """
 import typer
-from cli import main, usage
+from cli import help_text, main, usage
 
 @main.app.command()
 def crash() -> None:

@@ -9,12 +9,14 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.hub import why_no_hub
 from lm_trainer.data import load_tokenizer
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.tokenizer import (
@@ -23,6 +25,7 @@ from lm_trainer.data.tokenizer import (
     Pretrained,
     Tokenizer,
     TrainedBpe,
+    hf,
     tokenizer_config,
     train_bpe,
 )
@@ -231,8 +234,24 @@ class TestPretrained:
             load_pretrained(Pretrained(name=str(directory)))
 
     def test_an_unreachable_hub_is_named(self) -> None:
-        with pytest.raises(UserError, match="'org/name' is no file or directory here, and the Hugging Face hub"):
+        with pytest.raises(UserError, match="'org/name' is neither a file or directory here nor in the hub's cache"):
             load_pretrained(Pretrained(name="org/name"))
+
+    def test_a_hub_without_network_is_given_up_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        why_no_hub.cache_clear()
+        started = time.monotonic()
+        with pytest.raises(UserError, match=r"hub\.invalid cannot be reached") as refused:
+            load_pretrained(Pretrained(name="org/name"))
+        why_no_hub.cache_clear()
+        # The client itself tries for half a minute.
+        assert time.monotonic() - started < 10
+        assert "\n" not in str(refused.value)
 
     def test_a_hub_name(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import huggingface_hub
@@ -247,6 +266,7 @@ class TestPretrained:
             return str(directory / name)
 
         monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+        monkeypatch.setattr(hf, "why_no_hub", lambda: None)
         tokenizer = load_pretrained(Pretrained(name="org/name", revision="v1"))
         assert tokenizer.eos_id == 0
         assert ("org/name", "tokenizer.json", "v1") in asked

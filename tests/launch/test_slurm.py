@@ -109,7 +109,7 @@ def test_the_command_writes_prints_and_submits(run_lmt: RunLmt, tmp_path: Path, 
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 812\n"), done.stderr
     script = (tmp_path / "job.sh").read_text()
     assert (bin_first / "sbatch.got").read_text() == script
-    assert f"-m cli train {config} trainer.seed=3 --trainer.num_train_steps 7" in script
+    assert f"-m lm_trainer train {config} trainer.seed=3 --trainer.num_train_steps 7" in script
     assert f"#SBATCH --chdir={tmp_path}\n" in script
     wrong = run_lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
     assert wrong.returncode == 2

@@ -173,6 +173,10 @@ def test_how_ends_are_described() -> None:
 
 def test_modules_run_as_the_command_does() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "cli", "--version"], cwd=ROOT, env=lmt_environment(), capture_output=True, text=True
+        [sys.executable, "-m", "lm_trainer", "--version"],
+        cwd=ROOT,
+        env=lmt_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.startswith("lmt ")

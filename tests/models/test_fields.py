@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from pydantic import ValidationError
 
+from lm_trainer.core.docstrings import field_docs
 from lm_trainer.models import (
     MODEL_CONFIGS,
     DecoderConfig,
@@ -73,7 +74,7 @@ def test_every_field_matters(config):
 
 @pytest.mark.parametrize("config_class", MODEL_CONFIGS, ids=lambda c: c.__name__)
 def test_every_field_is_described(config_class):
-    assert not [name for name, field in config_class.model_fields.items() if not field.description]
+    assert not config_class.model_fields.keys() - field_docs(config_class).keys()
 
 
 def test_defaults_are_llama_2_7b():

@@ -47,7 +47,7 @@ def test_a_plain_line_says_it_all():
         progress.log(100, METRICS | {"throughput/mfu": 41.27})
     first, second = out.getvalue().splitlines()
     assert first == (
-        "step 99/200 (49.5%) | loss 2.3457 | lr 0.0006 | grad_norm 0.5 | 250 ms/step | 12,346 tok/s | mfu n/a | eta ?"
+        "step 99/200 (49.5%) | loss 2.3457 | lr 0.0006 | grad_norm 0.5 | 250 ms/step | 12,346 tok/s | eta ?"
     )
     assert second.endswith("| mfu 41.3% | eta 3m20s")
 
@@ -62,6 +62,19 @@ def test_what_modules_choose_by_themselves_is_shown_once(caplog):
     assert not caplog.records
     assert logger.propagate
     assert not logger.isEnabledFor(logging.INFO)
+
+
+def test_a_warning_of_the_library_is_a_line_of_the_console_and_is_marked_for_other_handlers(caplog):
+    out = io.StringIO()
+    with Progress(10, stream=out):
+        logging.getLogger("lm_trainer.parallel.sharding").warning("not sharded: %s", "a.weight")
+        logging.getLogger("lm_trainer.parallel.sharding").info("unimportant")
+    assert out.getvalue() == "warning: not sharded: a.weight\n"
+    assert [record.shown for record in caplog.records] == [True]
+
+
+def test_a_learning_rate_of_zero_is_explained():
+    assert describe({"optim/learning_rate": 0.0}) == ["lr 0 (warm-up)"]
 
 
 @pytest.mark.parametrize(("total", "every"), [(10, 1), (100, 2), (1000, 20), (400_000, 1000)])
@@ -129,7 +142,7 @@ def test_a_terminal_gets_a_bar(monkeypatch):
     assert "run [x] in logs/x\n" in text
     last = text.rstrip().splitlines()[-1]
     assert last.startswith("training ")
-    assert "3/20 loss 2.3457 | 12,346 tok/s | mfu n/a | eta 8s" in last
+    assert "3/20 loss 2.3457 | 12,346 tok/s | eta 8s" in last
     assert not step_numbers(text)
     assert "\x1b[?25h" in out.getvalue(), "the cursor is not shown again"
 

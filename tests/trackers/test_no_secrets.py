@@ -111,7 +111,7 @@ def test_no_secret_is_written_anywhere(run_lmt, tmp_path):
     command_line = f"--data.validation_urls=[file://me:{ON_COMMAND_LINE}@host/validation.txt]"
     done = run_lmt("train", "run.yaml", command_line, cwd=inputs, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert "sample:" in done.stdout
+    assert "sample (" in done.stdout
     assert [c for c in CANARIES if c in (done.stdout + done.stderr).encode()] == []
     for tracker in ("logs/run/wandb", "boards/run", "trackio/canary.db", "copies/run/metrics.jsonl", "checkpoints/run"):
         assert (out / tracker).exists(), tracker

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.hub import why_no_hub
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
@@ -165,6 +166,10 @@ def _reader(path: str) -> type[FileSource]:
 def _look_up(source: HuggingFace) -> _Repository:
     from huggingface_hub import HfApi
 
+    if (why := why_no_hub()) is not None:
+        raise UserError(
+            f"data.id: {source.id!r} is on the Hugging Face hub, and {why}; name local files with train_urls"
+        )
     with _hub_errors(source):
         info = HfApi().dataset_info(source.id, revision=source.revision, files_metadata=True)
     sizes = {sibling.rfilename: int(sibling.size or 0) for sibling in info.siblings or []}

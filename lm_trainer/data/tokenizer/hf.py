@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.hub import why_no_hub
 from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_FILE, HfTokenizer, TokenizerConfig
 
 
@@ -56,6 +57,16 @@ def load_local(config: Pretrained) -> HfTokenizer | None:
     return _from_path(Path(file), config.eos_token) if isinstance(file, str) else None
 
 
+def find_pretrained(config: Pretrained) -> None:
+    """Looks whether `load_pretrained` would find the tokenizer; on the hub only where no copy is on this machine.
+
+    Raises:
+        UserError: if it is not there, or the hub cannot be reached.
+    """
+    if load_local(config) is None:
+        _from_hub(config)
+
+
 def _is_path(name: str) -> bool:
     return (
         Path(name).expanduser().exists()
@@ -81,6 +92,13 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
 def _from_hub(config: Pretrained) -> HfTokenizer:
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cached = try_to_load_from_cache(config.name, TOKENIZER_FILE, revision=config.revision)
+    if not isinstance(cached, str) and (reason := why_no_hub()) is not None:
+        raise UserError(
+            f"data.tokenizer: {config.name!r} is neither a file or directory here nor in the hub's cache, and "
+            f"{reason}. Without network use a local directory or `bytes`"
+        )
 
     def fetch(name: str) -> Path:
         return Path(hf_hub_download(config.name, name, revision=config.revision))

@@ -1,0 +1,27 @@
+# An image of lm_trainer. For a CPU:   docker build -t lmt .
+# For NVIDIA GPUs (CUDA 12, or 13):    docker build -t lmt --build-arg EXTRAS=gpu .      (EXTRAS=gpu13)
+# A run, with its outcome here:        docker run --rm -v "$PWD:/work" lmt train gpt2_nano
+#                                      docker run --rm --gpus all -v "$PWD:/work" lmt train my.yaml
+# CUDA comes in the wheels of JAX, so that the image needs no other base for GPUs: the driver of the host is enough.
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim AS build
+
+WORKDIR /src
+COPY pyproject.toml README.md LICENSE CHANGELOG.md constraints.txt ./
+COPY lm_trainer lm_trainer
+COPY cli cli
+COPY configs configs
+ARG EXTRAS=
+RUN python -m venv /opt/lmt \
+    && /opt/lmt/bin/pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+
+FROM python:${PYTHON}-slim
+
+COPY --from=build /opt/lmt /opt/lmt
+ENV PATH=/opt/lmt/bin:$PATH
+# Not root: what a run writes into /work belongs to this user.
+RUN useradd --create-home --uid 1000 lmt && mkdir /work && chown lmt /work
+USER 1000
+WORKDIR /work
+ENTRYPOINT ["lmt"]
+CMD ["--help"]

@@ -1,0 +1,24 @@
+"""Help whose paragraphs fill the terminal's width, whatever the width of the source."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+def flow_all(group: Any) -> None:
+    """Joins the lines of every paragraph in the help of a group's commands, and of those of the groups in it."""
+    for command in group.commands.values():
+        command.help = flow(command.help) if command.help else command.help
+        if hasattr(command, "commands"):
+            flow_all(command)
+
+
+def flow(text: str) -> str:
+    """Joins the lines of paragraphs; lines that are indented are examples, and stay as they are.
+
+    The word that announces examples becomes a paragraph of its own.
+    """
+    text = re.sub(r"^((?:For example|Examples?):)\n(?=\s)", r"\1\n\n", text, flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n\n".join(part if re.match(r"\s|[-*] ", part) else " ".join(part.split()) for part in paragraphs)

@@ -1,0 +1,147 @@
+"""Stand-ins for jax and what needs it, for commands that read a configuration and compute nothing.
+
+A configuration's classes stand in the files of what they build, which import jax: two seconds of CPU time, of which a
+check of a file uses nothing. While the stand-ins are installed, `import jax` and the like succeed at once. Whoever then
+uses something of them in earnest ends the process's first attempt: the command starts again with the real packages.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PACKAGES = (
+    "flax",
+    "jax",
+    "jaxlib",
+    "ml_dtypes",
+    "numpy",
+    "optax",
+    "orbax",
+    "pyarrow",
+    "rich",
+    "safetensors",
+    "scipy",
+    "tensorstore",
+)
+PACKAGES += ("tokenizers",)
+_FULL = "LMT_FULL_IMPORTS"
+"""Set in the environment of the second attempt."""
+
+
+class NeededError(BaseException):
+    """Something of a package is needed that is only stood in for; no `except Exception` may take it for a failure."""
+
+
+class _StandIn:
+    """Anything of a package: while modules are imported it can be called, subscripted and derived from."""
+
+    def __init__(self, name: str):
+        self.__name__ = self.__qualname__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked for by Python itself to find out what an object can do.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _use(f"{self.__name__}.{name}")
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        del arguments, options
+        return _use(f"{self.__name__}()")
+
+    def __getitem__(self, key: Any) -> Any:
+        return _use(f"{self.__name__}[]")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _use(f"{self.__name__}[] =")
+
+    def __or__(self, other: Any) -> Any:
+        return _use(f"{self.__name__}|")
+
+    __ror__ = __mul__ = __rmul__ = __neg__ = __or__
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return (_Derived,)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return bool(_use(f"isinstance {self.__name__}"))
+
+
+class _Derived:
+    """The base of classes whose own base is stood in for."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        del options
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        del arguments, options
+        return _use(cls.__qualname__)
+
+
+class _Package(ModuleType):
+    """A module of such a package."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _use(f"{self.__name__}.{name}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        del path, target
+        if fullname.partition(".")[0] not in PACKAGES:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Package(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        del module
+
+
+def _use(name: str) -> Any:
+    if not _is_import():
+        raise NeededError(name)
+    return _StandIn(name)
+
+
+def _is_import() -> bool:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
+            return True
+        if frame.f_code.co_name == "_find_and_load":
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def light_imports(arguments: Sequence[str]) -> Iterator[None]:
+    """Installs the stand-ins around a command that may do without the packages; starts it anew where it needs them."""
+    # Help is drawn by rich.
+    able = arguments[1:2] == ["config"] and len(arguments) > 2 and "--help" not in arguments
+    if not able or _FULL in os.environ or {*PACKAGES} & sys.modules.keys():
+        yield
+        return
+    sys.meta_path.insert(0, _Finder())
+    # Making classes leaves little garbage, and looking for it takes a fifth of the time.
+    gc.disable()
+    try:
+        yield
+    # Also for what fails in another way on a stand-in.
+    except (NeededError, Exception):
+        sys.stdout.flush()
+        os.environ[_FULL] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,0 +1,30 @@
+"""`python -m lm_trainer`, and the console script `lmt`: opens the command line.
+
+In the repository that is the package `cli`. An installed `lm_trainer` carries it as `lm_trainer/_cli`, so that nothing
+of that name stands in anybody's site-packages; it takes the name in this process alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Runs the command line; ends the process with its exit code."""
+    here = Path(__file__).resolve().parent
+    directory = next(each for each in (here / "_cli", here.parent / "cli") if each.is_dir())
+    spec = importlib.util.spec_from_file_location(
+        "cli", directory / "__init__.py", submodule_search_locations=[str(directory)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    package = sys.modules["cli"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    importlib.import_module("cli.main").main()
+
+
+if __name__ == "__main__":
+    main()
