@@ -310,6 +310,23 @@ class DataConfig(SetConfig):
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.sets)}"
             raise ValueError(f"{key}: there is no set {unknown[0]}; {hint}")
 
+    @model_validator(mode="after")
+    def _check_audio(self) -> Self:
+        shapes = {name: found.format.features_shape for name, found in self.sets.items()}
+        if len(set(shapes.values())) > 1:
+            described = ", ".join(f"{name}: {shape or 'text alone'}" for name, shape in shapes.items())
+            raise ValueError(f"configs: all sets of a mixture need features of one shape, but they have {described}")
+        if self.features_shape is not None and self.exclude:
+            raise ValueError("exclude leaves out documents of text; of recordings, leave them out of data.train_urls")
+        if self.features_shape is not None and self.packing != "concat":
+            raise ValueError("packing has no effect beside format: {type: audio}, of which every row is a document")
+        return self
+
+    @property
+    def features_shape(self) -> tuple[int, int] | None:
+        """Frames and channels of what a model hears in each row; None: rows are text alone."""
+        return next(iter(self.sets.values())).format.features_shape
+
     @property
     def tokenizer_config(self) -> TokenizerConfig:
         return tokenizer_config(self.tokenizer)

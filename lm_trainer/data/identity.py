@@ -59,7 +59,15 @@ class DataIdentity:
             "packing": config.packing,
             "limits": [config.of_set(config.max_train_batches, name) for name in config.trained],
             **({"excluded": excluded} if (excluded := self._excluded()) else {}),
+            **self._heard(),
         }
 
     def _excluded(self) -> dict[str, str]:
         return {name: cache.exclusion.digest for name, cache in self.caches.items() if cache.exclusion is not None}
+
+    def _heard(self) -> dict[str, Any]:
+        """Settings that decide features; absent where rows are text alone, whose hashes it leaves as they are."""
+        formats = {name: each.format for name, each in self.config.sets.items()}
+        if self.config.features_shape is None:
+            return {}
+        return {"heard": {name: format.model_dump(mode="json") for name, format in formats.items()}}

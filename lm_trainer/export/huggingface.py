@@ -33,6 +33,7 @@ FILES = (
     "adapter_model.safetensors",
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
@@ -103,6 +104,8 @@ def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
     with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
         write_json(draft / "config.json", config)
         write_json(draft / "generation_config.json", model.config.generation_to_hf(_generation_config(config)))
+        if (preprocessor := model.config.preprocessor_to_hf()) is not None:
+            write_json(draft / "preprocessor_config.json", preprocessor)
         write_weights(draft, tensors, dtype=dtype, max_shard_size=options.max_shard_size)
         tokenizer.save(draft)
         (draft / "README.md").write_text(card, encoding="utf-8")

@@ -6,6 +6,7 @@ Shape letters: B rows, M frames, P features of a frame, T prompt positions, V vo
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
     features_BMP: np.ndarray,
     rules: SpeechRules,
     *,
+    prompt: Sequence[int] | None = None,
     language: str | None = None,
     task: str | None = None,
     timestamps: bool = False,
@@ -39,6 +41,7 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
         model: with its parameters.
         features_BMP: float32, as the model was trained with.
         rules: special tokens.
+        prompt: tokens that every text begins with; None: as `language`, `task` and `timestamps` say.
         language: such as `en`; None: as the rules say, or heard, for each row by itself.
         task: `transcribe` or `translate`; None: as the rules say.
         timestamps: writes timestamps.
@@ -49,20 +52,20 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
         UserError: for features of another shape, for what the rules have no token for, and for tokens that the
             vocabulary lacks.
     """
-    prompt = rules.prompt(language, task, timestamps=timestamps)
-    room = model.spec.num_positions - len(prompt)
+    begin = list(prompt) if prompt is not None else rules.prompt(language, task, timestamps=timestamps)
+    room = model.spec.num_positions - len(begin)
     room = room if max_new_tokens is None else min(room, max_new_tokens)
     if room < 1 or not len(features_BMP):
         return [[] for _ in features_BMP]
     inputs = _Inputs.of(rules, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
-    program = _Program(graphdef, len(prompt) + room, room, timestamps, jnp.dtype(dtype))
+    program = _Program(graphdef, len(begin) + room, room, timestamps, jnp.dtype(dtype))
     cache = _listen(program, params, jnp.asarray(features_BMP))
     heard_B = np.zeros(len(features_BMP), np.int32)
-    if None in prompt:
+    if None in begin:
         heard_B = _hear_language(program, params, cache, inputs, np.array(sorted(rules.languages.values()), np.int32))
-    columns = [heard_B if token is None else np.full_like(heard_B, token) for token in prompt]
+    columns = [heard_B if token is None else np.full_like(heard_B, token) for token in begin]
     tokens_BG, counts_B = jax.device_get(_write(program, params, cache, jnp.stack(columns, axis=1), inputs))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 

@@ -193,6 +193,10 @@ class DecoderConfig(Config):
         """Parameters; a head that shares the token embedding counts once."""
         return parameter_count(self.spec(vocab_size))
 
+    def preprocessor_to_hf(self) -> dict[str, Any] | None:
+        """The content of a preprocessor_config.json, which says how features are made; None for models of text."""
+        return None
+
     @property
     def features_shape(self) -> tuple[int, int] | None:
         """Frames, and features of each, that a row has beside its tokens; None for a model of text alone."""

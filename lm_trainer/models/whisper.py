@@ -183,6 +183,21 @@ class WhisperConfig(DecoderConfig):
         ids |= {"decoder_start_token_id": self.decoder_start_token_id, "pad_token_id": self.pad_token_id}
         return {**{key: value for key, value in ids.items() if value is not None}, **self.generation_config}
 
+    def preprocessor_to_hf(self) -> dict[str, Any]:
+        return {
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": self.num_mels,
+            "chunk_length": self.num_frames // 100,
+            "sampling_rate": 16_000,
+            "hop_length": 160,
+            "n_fft": 400,
+            "n_samples": 160 * self.num_frames,
+            "nb_max_frames": self.num_frames,
+            "padding_side": "right",
+            "padding_value": 0.0,
+            "return_attention_mask": False,
+        }
+
     @property
     def features_shape(self) -> tuple[int, int]:
         return self.num_frames, self.num_mels

@@ -128,6 +128,27 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _model_hears_the_data(self) -> RunConfig:
+        # Which model it is, is not known yet where config.json tells; and a program needs no data.
+        if not self.use_hf_model_config and self.data.features_shape is not None:
+            self.check_features()
+        return self
+
+    def check_features(self) -> None:
+        """Raises `ValueError` where the data have other features than those that the model hears."""
+        wanted, found = self.model.features_shape, self.data.features_shape
+        if wanted == found:
+            return
+        if wanted is None:
+            raise ValueError(f"data.format: audio needs a model that hears; {self.model.type} reads text alone")
+        if found is None:
+            raise ValueError("the model hears audio, but the data are text alone; write data.format: {type: audio}")
+        raise ValueError(
+            f"the model hears {wanted[0]} frames of {wanted[1]} channels (model.num_frames, model.num_mels), but "
+            f"data.format makes {found[0]} of {found[1]}; make them agree by data.format.seconds and num_mels"
+        )
+
+    @model_validator(mode="after")
     def _schedule_fits(self) -> RunConfig:
         # Built here for its errors alone, long before the first step needs it.
         try:

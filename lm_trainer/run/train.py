@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import Place, written_to
 from lm_trainer.core.errors import UserError
@@ -19,6 +21,8 @@ from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
+from lm_trainer.generate.speech import write_heard
+from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
@@ -204,6 +208,10 @@ def prepare(
     # The checkpoint may decide the model section, so it is read before anything is planned.
     if pretrained is not None:
         config = pretrained.config
+    try:
+        config.check_features()
+    except ValueError as error:
+        raise UserError(str(error)) from None
     trainer = config.trainer.model_copy(update={"id": name})
     with open_attempt(trainer, config, progress, allow_config_change=allow_config_change) as attempt:
         hub_name = check_exports(config, name)
@@ -265,6 +273,8 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     """The start of a held-out document (of the training text, where nothing is held out) and its continuation."""
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
+    if rows.features is not None:
+        return _draw_heard(program, data, state, rows)
     prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
     weights = list(program.weights(state).values())[-1]
     params = local_params(program, weights, layerwise=config.trainer.determinism == "layerwise")
@@ -280,6 +290,18 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
         ),
     )[0]
     return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
+
+
+def _draw_heard(program: Program, data: Data, state: TrainState, row: Batch) -> str:
+    """The text of a row, and what the model writes when it hears it."""
+    weights = list(program.weights(state).values())[-1]
+    model: Any = program.model.merge(local_params(program, weights, layerwise=False))
+    # The tokens that are not learnt before the first that is: the prompt.
+    count = int(np.argmax(row.weights[0] > 0)) + 1
+    ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id
+    rules = SpeechRules(start_id=ids[0], eos_id=eos_id)
+    heard = write_heard(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
+    return data.tokenizer.decode(ids[count:]) + "⟫" + data.tokenizer.decode(heard)
 
 
 def open_training_data(config: RunConfig, progress: Progress) -> Data:

@@ -10,11 +10,11 @@ import pytest
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.batch import Batch
-from lm_trainer.models import MODEL_CONFIGS, WhisperConfig
+from lm_trainer.models import MODEL_CONFIGS
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 
-FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS if config is not WhisperConfig]
+FAMILIES = [config.model_fields["type"].default for config in MODEL_CONFIGS]
 CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}_nano.yaml" for name in FAMILIES]
 STEPS, ROWS, VOCAB = 5, 8, 300
 
@@ -37,7 +37,9 @@ def test_the_loss_falls(path: Path, in_tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, VOCAB, (ROWS, length + 1)).astype(np.int32)
     where = np.repeat(np.arange(length, dtype=np.int32)[None], ROWS, axis=0)
     weights, segments = np.ones((ROWS, length), np.float32), np.zeros((ROWS, length), np.int32)
-    batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments)
+    shape = config.model.features_shape
+    features = None if shape is None else np.random.default_rng(1).normal(size=(ROWS, *shape)).astype(np.float32)
+    batch = Batch(rows[:, :-1], rows[:, 1:], weights, where, segments, features)
     program.step.compile(batch)
     state, losses = program.init(), []
     for _ in range(STEPS):

@@ -7,6 +7,8 @@
     parts/SSSSS-PPPPP.msk    the loss mask, where the data format has one: two bits per token, lowest bit first. One
                              says that the loss counts the token, the other that it ends a document (EOS may then
                              also stand inside one)
+    parts/SSSSS-PPPPP.fea    what a model hears, where the data format keeps it: little-endian f4, frames x channels of
+                             each document in turn, the same number for all
     parts/SSSSS-PPPPP.json   the commit record, written last: a file that it does not list does not exist
     shards/SSSSS.json        written when a shard has been read to its end: the number of its parts
     ledger.json              the contiguous prefix of parts: all that a reader looks at
@@ -49,7 +51,7 @@ def part_name(shard: int, part: int) -> str:
 
 
 def part_key(name: str, kind: str) -> str:
-    """Returns the key of one file of a part: `bin`, `len`, `row`, `msk` or `json`."""
+    """Returns the key of one file of a part: `bin`, `len`, `row`, `msk`, `fea` or `json`."""
     return f"parts/{name}.{kind}"
 
 

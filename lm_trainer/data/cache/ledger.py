@@ -26,7 +26,7 @@ class Ledger:
     """Documents that end in the part."""
     text_bytes: list[int] = field(default_factory=list)
     sha256: list[str] = field(default_factory=list)
-    """The hash of the token file of each part, together with its mask file where there is one."""
+    """The hash of the token file of each part, together with its files of masks and features where there are any."""
     rows: int = 0
     empty: int = 0
     bad: int = 0
@@ -98,9 +98,10 @@ class Ledger:
         place = record.get("place")
         if place is not None:
             self.places.append([place[name] for name in TokenPlace._fields])
-        tokens, mask = (place or blobs["bin"])["sha256"], blobs.get("msk")
-        self.sha256.append(fingerprint([tokens, mask["sha256"]]) if mask else tokens)
-        self.marks = mask is not None
+        tokens = (place or blobs["bin"])["sha256"]
+        beside = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]
+        self.sha256.append(fingerprint([tokens, *beside]) if beside else tokens)
+        self.marks = "msk" in blobs
         self.rows += record["rows"][1] - record["rows"][0]
         self.empty += record["empty"]
         self.bad += record["bad"]

@@ -44,13 +44,17 @@ class TokenStream:
         # The mask first: whoever finds a token there reads its mask value as well.
         if self.loss_mask is not None:
             self.loss_mask.extend(ledger)
-        counts = np.asarray(ledger.tokens, np.int64)
+        counts = self._counts(ledger)
         ends = np.cumsum(counts)
         self._names, self._starts = ledger.parts, ends - counts
         # Masks always lie in the cache.
         self._places = ledger.places if self._kind == "bin" else []
         # The last to change: readers know by the ends how far the stream goes, and hold no lock.
         self._ends = ends
+
+    def _counts(self, ledger: Ledger) -> np.ndarray:
+        """The items of each part, int64."""
+        return np.asarray(ledger.tokens, np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from lm_trainer.data.formats.audio import AudioFormat
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.chat import ChatFormat
 from lm_trainer.data.formats.ids import IdsFormat
@@ -13,12 +14,13 @@ from lm_trainer.data.formats.supervised import SupervisedFormat
 from lm_trainer.data.formats.text import TextFormat
 
 AnyFormat = Annotated[
-    TextFormat | ChatFormat | SupervisedFormat | IdsFormat,
+    TextFormat | ChatFormat | SupervisedFormat | IdsFormat | AudioFormat,
     Field(discriminator="type"),
 ]
 
 __all__ = [
     "AnyFormat",
+    "AudioFormat",
     "ChatFormat",
     "EncodedDocument",
     "FormatConfig",

@@ -1,6 +1,6 @@
 """Base of formats: a format turns a row of a source into tokens, and says which of them the loss counts.
 
-Shape letters: T tokens of a document.
+Shape letters: T tokens of a document, F frames, M mel channels.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class EncodedDocument(NamedTuple):
     """Integers [T]."""
     loss_mask: np.ndarray | None = None
     """bool [T]: the tokens that the loss counts as targets; None = all of them."""
+    features: np.ndarray | None = None
+    """float32 [F, M], where the format keeps what a model hears."""
 
 
 class UnusableRow(Exception):
@@ -47,6 +49,20 @@ class FormatConfig(Config):
     """True if documents have a loss mask; they may then hold the end-of-document token inside."""
     adds_bos: ClassVar[bool] = True
     """True if a start-of-document token is put in front where the tokenizer has one."""
+
+    @property
+    def features_shape(self) -> tuple[int, int] | None:
+        """Frames and channels of what a model hears with each document; None: rows are text alone."""
+        return None
+
+    @property
+    def keeps_features(self) -> bool:
+        """True if the cache holds features beside tokens."""
+        return False
+
+    def cached_settings(self) -> dict[str, Any]:
+        """The settings that decide the bytes of a cache."""
+        return self.model_dump()
 
     @abstractmethod
     def fields(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Shape letters: B rows of a batch, N positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -53,6 +53,13 @@ class TrainSet:
     seed: int
     final: bool = True
     """False while the set grows: then these rows of the epoch are certain, and more may come."""
+    augment: Callable[[Batch, np.ndarray], Batch] | None = None
+    """Changes rows by their positions in the run; None: rows are as they were read."""
+
+    def read(self, draws_N: np.ndarray, positions_N: np.ndarray) -> Batch:
+        """Reads the rows of some draws, which stand at these positions of the run."""
+        batch = self.rows.read(self.locate(draws_N))
+        return batch if self.augment is None else self.augment(batch, positions_N)
 
     def locate(self, draws_N: np.ndarray) -> np.ndarray:
         """Returns the row of each draw: int64 [N]."""
@@ -87,14 +94,16 @@ class TrainOrder:
 
     def read(self, positions_B: np.ndarray) -> Batch:
         """Reads the rows at some positions."""
-        parts = [(here, train.rows, train.locate(draws)) for here, train, draws in self._by_set(positions_B)]
+        parts = list(self._by_set(positions_B))
         if len(parts) == 1:
-            return parts[0][1].read(parts[0][2])
+            return parts[0][1].read(parts[0][2], positions_B)
         # Chunks of several streams are read into one block, which saves a copy of every field.
-        chunks = [(here, rows, numbers) for here, rows, numbers in parts if isinstance(rows, Chunks)]
+        chunks = [
+            (here, train.rows, train.locate(draws)) for here, train, draws in parts if isinstance(train.rows, Chunks)
+        ]
         if len(chunks) == len(parts):
             return read_mixed(chunks)
-        found = [(here, rows.read(numbers)) for here, rows, numbers in parts]
+        found = [(here, train.read(draws, positions_B[here])) for here, train, draws in parts]
         batch = jax.tree.map(lambda field: np.empty((len(positions_B), *field.shape[1:]), field.dtype), found[0][1])
         for here, part in found:
             for whole, field in zip(jax.tree.leaves(batch), jax.tree.leaves(part), strict=True):

@@ -13,8 +13,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
-from lm_trainer.data.formats import TextFormat
+from lm_trainer.data.formats import AudioFormat, TextFormat
 from lm_trainer.data.formats.ids import IdsFormat
+from lm_trainer.data.rows.audio_rows import AudioRows, HeardSet, Masks, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
@@ -45,11 +46,15 @@ class RowBuilder:
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
         held_out = config.of_set(config.num_validation_sequences, name)
-        seed = self.seed_of(name)
+        seed, format = self.seed_of(name), config.sets[name].format
         if not final:
-            # A packing plan depends on all documents, so no packed row is certain before the end.
-            certain = 0 if config.packing == "best_fit" else _num_certain_chunks(cache.stream, self.seq_len, held_out)
+            # A packing plan depends on all documents, so no packed row is certain before the end; nor is one of audio.
+            whole = config.packing == "best_fit" or isinstance(format, AudioFormat)
+            certain = 0 if whole else _num_certain_chunks(cache.stream, self.seq_len, held_out)
             return TrainSet(name, chunks, certain, config.shuffle_config, seed, final=False)
+        if isinstance(format, AudioFormat):
+            heard = self._heard(name, cache, format)
+            return self._heard_train_set(name, heard, format, held_out or 0)
         stop = self._first_held_out_token(name, chunks, held_out)
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
@@ -58,6 +63,20 @@ class RowBuilder:
             rows = PackedRows(cache.stream, plan, self.seq_len, self.tokenizer.eos_id)
             num_rows = rows.num_rows
         return TrainSet(name, rows, num_rows, config.shuffle_config, seed)
+
+    def _heard(self, name: str, cache: OpenCache, format: AudioFormat) -> AudioRows:
+        title = "the data" if name == SINGLE_SET else f"the set {name}"
+        most = self.config.max_bad_rows if self.config.on_bad_row == "skip" else None
+        return open_audio_rows(title, cache, format, seq_len=self.seq_len, eos_id=self.tokenizer.eos_id, max_bad=most)
+
+    def _heard_train_set(self, name: str, heard: AudioRows, format: AudioFormat, held_out: int) -> TrainSet:
+        if held_out >= heard.num_rows:
+            raise UserError(
+                f"data.num_validation_sequences holds {held_out} rows out, but there are {heard.num_rows}; lower it"
+            )
+        rows, seed = heard.part(0, heard.num_rows - held_out), self.seed_of(name)
+        augment = None if format.spec_augment is None else Masks(format.spec_augment, seed)
+        return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
 
     def seed_of(self, name: str) -> int:
         """Returns the seed of the order of one set."""
@@ -112,13 +131,23 @@ class RowBuilder:
 
     def _tail(self, name: str, title: str, train: OpenCache, held_out: int) -> EvalSet:
         """Returns the last rows of a training text."""
+        format = self.config.sets[name].format
+        if isinstance(format, AudioFormat):
+            return self._eval_set(name, title, train, held_out, 0, last_rows=held_out)
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
         # The ledger counts whole parts alone, so the documents of these rows are counted from their tokens.
         documents = int((train.stream.tail(first) == self.tokenizer.eos_id).sum())
         return self._eval_set(name, title, train, documents, first)
 
-    def _eval_set(self, name: str, title: str, cache: OpenCache, documents: int, first: int) -> EvalSet:
+    def _eval_set(
+        self, name: str, title: str, cache: OpenCache, documents: int, first: int, last_rows: int | None = None
+    ) -> EvalSet:
         config = self.config.sets[name]
+        if isinstance(config.format, AudioFormat):
+            heard = self._heard(name, cache, config.format)
+            heard = heard.part(0 if last_rows is None else heard.num_rows - last_rows)
+            tags = tuple(config.tags)
+            return HeardSet(title, cache.stream, self.seq_len, self.tokenizer, heard.num_rows, tags=tags, heard=heard)
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
         return EvalSet(
             title,

@@ -57,6 +57,8 @@ class TrainSets:
             return f"data.stop_strategy: {config.stop_strategy}"
         if config.packing == "best_fit":
             return "data.packing: best_fit"
+        if config.features_shape is not None:
+            return "data.format: audio"
         unlimited = any(config.of_set(config.max_train_batches, name) is None for name in config.trained)
         return "data.shuffle: true" if unlimited and config.shuffle_config.rows_needed(0) is None else None
 
@@ -64,7 +66,9 @@ class TrainSets:
     def needed_whole(self) -> bool:
         """True if every set must be complete before the first row: its end decides its packing or the data's length."""
         config = self._config
-        return bool(config.exclude) or config.stop_strategy != "restart" or config.packing == "best_fit"
+        if config.exclude or config.features_shape is not None:
+            return True
+        return config.stop_strategy != "restart" or config.packing == "best_fit"
 
     def order(self, schedule: BatchSchedule) -> TrainOrder:
         """Returns the rows of a run of these batch sizes by their positions, as far as they are certain."""

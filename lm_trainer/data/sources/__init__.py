@@ -10,7 +10,8 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow import ArrowFiles
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split
+from lm_trainer.data.sources.audio_files import AudioFiles
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split, refuse_archive
 from lm_trainer.data.sources.compression import UNPACKED, suffix
 from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.embedded import Embedded
@@ -20,6 +21,7 @@ from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.levanter import LevanterCache
 from lm_trainer.data.sources.megatron import Megatron
+from lm_trainer.data.sources.morse import Morse
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
@@ -28,6 +30,7 @@ from lm_trainer.data.sources.urls import match_files
 
 AnySource = Annotated[
     ArrowFiles
+    | AudioFiles
     | CsvFiles
     | Embedded
     | HuggingFace
@@ -35,6 +38,7 @@ AnySource = Annotated[
     | JsonLines
     | LevanterCache
     | Megatron
+    | Morse
     | Parquet
     | PrebuiltCache
     | TextFiles
@@ -63,6 +67,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
     # Runs of neighbours, not all files of one kind: grouping must not change the order of documents.
     for source, run in groupby(found, lambda pair: pair[0]):
         files = [file for _, file in run]
+        refuse_archive(files[0], split, audio=bool(fields))
         _check_fields(source, files[0].name, fields)
         shards += source().shards_of_files(files, text_key, fields)
     return shards

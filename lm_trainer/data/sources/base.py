@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.compression import suffix
 from lm_trainer.data.sources.fields import MISSING, is_template, lookup, names_of, text_of
 from lm_trainer.data.sources.files import File
 from lm_trainer.data.sources.urls import list_files
@@ -101,11 +103,23 @@ class FileSource(SourceConfig):
     def shards(
         self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
-        return self.shards_of_files(list_files(urls, f"data.{split}_urls"), text_key, fields)
+        files = list_files(urls, f"data.{split}_urls")
+        for file in files:
+            refuse_archive(file, split, audio=".tar" in self.suffixes)
+        return self.shards_of_files(files, text_key, fields)
 
     @abstractmethod
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         """Lists the shards of files that exist, in their order; see `shards` for the other arguments."""
+
+
+def refuse_archive(file: File, split: Split, *, audio: bool) -> None:
+    """Raises `UserError` for a tar archive where no recordings are read."""
+    if suffix(file.url) == ".tar" and not audio:
+        raise UserError(
+            f"data.{split}_urls: {file.name} is packed as .tar, which is not read but for recordings, by "
+            "data.format: {type: audio}; unpack it"
+        )
 
 
 def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | BadRow:

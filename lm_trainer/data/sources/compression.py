@@ -26,7 +26,7 @@ UNPACKED = ", ".join(COMPRESSIONS)
 """The endings of the files that are unpacked, for messages."""
 
 # Other compressions and archives. Where `data.source.type` is set, their bytes would be taken for text.
-_NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz")
+_NOT_UNPACKED = (".lz4", ".lz", ".lzo", ".br", ".sz", ".snappy", ".z", ".7z", ".rar", ".tgz", ".tbz2", ".txz")
 
 
 def compression_of(url: str) -> str | None:

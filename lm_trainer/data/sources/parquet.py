@@ -12,7 +12,7 @@ from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.fields import names_of
 from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
 
 
 class Parquet(FileSource):
@@ -93,6 +93,13 @@ def _batches(file: File, table: Any, groups: list[int], columns: list[str]) -> I
     import pyarrow
 
     try:
-        yield from table.iter_batches(_BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False)
+        yield from table.iter_batches(_batch_rows(table, groups), row_groups=groups, columns=columns, use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
         raise damaged(file, error) from None
+
+
+def _batch_rows(table: Any, groups: list[int]) -> int:
+    """Rows to read at once: fewer where they are large, such as recordings."""
+    found = [table.metadata.row_group(index) for index in groups]
+    rows, size = sum(each.num_rows for each in found), sum(each.total_byte_size for each in found)
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))

@@ -93,5 +93,5 @@ def _default_directory(config: DataConfig, one: SetConfig, shards: Shards) -> st
         for split in ("train", "validation")
     }
     if one.format.fields():
-        manifests["format"] = one.format.model_dump()
+        manifests["format"] = one.format.cached_settings()
     return str(Path(DEFAULT_CACHE) / f"{kind}-{fingerprint({'tokenizer': recipe, **manifests})[:12]}")

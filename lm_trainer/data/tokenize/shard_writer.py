@@ -35,6 +35,8 @@ class OpenPart:
     ids: list[np.ndarray] = field(default_factory=list)
     in_loss: list[np.ndarray] = field(default_factory=list)
     """bool per token, where the format has a loss mask."""
+    features: list[np.ndarray] = field(default_factory=list)
+    """Features of each document, where the format keeps them."""
     lengths: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     documents: int = 0
@@ -196,6 +198,8 @@ class _ShardWriter:
         part.lengths.append(len(part.ids[-1]))
         part.rows.append(row.number - part.row_start)
         part.documents += 1
+        if document.features is not None:
+            part.features.append(document.features)
 
     def _commit(self, row_end: int, writer: BackgroundStage) -> None:
         part, name = self.part, part_name(self.job.index, self.index)
@@ -227,6 +231,8 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
     if job.format.has_loss_mask:
         in_loss = np.concatenate(part.in_loss) if part.in_loss else np.zeros(0, bool)
         blobs["msk"] = pack_loss_mask(in_loss, np.asarray(part.lengths, np.int64))
+    if job.format.keeps_features:
+        blobs["fea"] = b"".join(features.astype("<f4").tobytes() for features in part.features)
     for kind, blob in blobs.items():
         job.store.write(part_key(name, kind), blob)
     record["tokens"] = len(blobs["bin"]) // token_dtype(job.tokenizer.vocab_size).itemsize

@@ -1,0 +1,48 @@
+"""SpecAugment (Park et al. 2019): runs of frames and bands of channels that a model does not get to hear.
+
+Shape letters: B rows, F frames, M mel channels.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field
+
+from lm_trainer.core.config import Config
+
+_STREAM = 0x5BEC
+"""Tells these draws from others of the same seed."""
+
+
+class SpecAugment(Config):
+    """Masks over the features of training: of each row anew at each step, by (seed, step, row) alone."""
+
+    time_masks: int = Field(default=2, ge=0)
+    """Runs of frames that are masked in a row."""
+    time_width: int = Field(default=40, ge=1)
+    """The longest run, in frames; each is drawn from 0 to this."""
+    channel_masks: int = Field(default=2, ge=0)
+    """Bands of mel channels that are masked in a row."""
+    channel_width: int = Field(default=10, ge=1)
+    """The widest band, in channels; each is drawn from 0 to this."""
+
+    def apply(self, features_BFM: np.ndarray, seed: int, positions_B: np.ndarray) -> np.ndarray:
+        """Returns a copy with 0 in place of what is masked, as `transformers` has it.
+
+        Args:
+            features_BFM: float32.
+            seed: of the run.
+            positions_B: each row's number in the run, counted through its steps.
+        """
+        masked_BFM = features_BFM.copy()
+        for row_FM, position in zip(masked_BFM, positions_B.tolist(), strict=True):
+            frames = (0, self.time_masks, self.time_width)
+            channels = (1, self.channel_masks, self.channel_width)
+            draws = np.random.Generator(np.random.Philox(key=(seed, position), counter=_STREAM))
+            for axis, count, widest in (frames, channels):
+                length = row_FM.shape[axis]
+                for _ in range(count):
+                    width = int(draws.integers(0, min(widest, length) + 1))
+                    start = int(draws.integers(0, length - width + 1))
+                    row_FM.swapaxes(0, axis)[start : start + width] = 0
+        return masked_BFM

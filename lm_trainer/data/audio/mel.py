@@ -1,0 +1,86 @@
+"""Log-mel spectrograms, equal to those of `WhisperFeatureExtractor` of transformers.
+
+Shape letters: T samples, F frames of a row, N frames that hold samples, W samples of a window, K frequencies, M mel
+channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import scipy.fft
+import scipy.sparse
+
+SAMPLING_RATE = 16_000
+"""Samples a second, of all audio that is transformed."""
+FRAMES_PER_SECOND = 100
+_HOP, _WINDOW = SAMPLING_RATE // FRAMES_PER_SECOND, 400
+"""Samples from one frame to the next, and samples of a frame."""
+
+_FLOOR = 1e-10
+_RANGE = 8.0
+"""Powers of ten below the loudest value of a row, beneath which all values are alike."""
+
+# Slaney's scale: linear up to 1000 Hz, logarithmic above.
+_LINEAR_HZ, _LINEAR_MELS, _LOG_STEP = 1000.0, 15.0, np.log(6.4) / 27.0
+
+
+@dataclass(frozen=True)
+class LogMel:
+    """The transformation of samples into frames of mel channels."""
+
+    num_frames: int
+    """F: shorter audio is filled up with zeros, from which the transformation makes frames as of any samples."""
+    num_mels: int
+    """M."""
+
+    @property
+    def num_samples(self) -> int:
+        """The longest audio of a row."""
+        return self.num_frames * _HOP
+
+    def __call__(self, samples_T: np.ndarray) -> np.ndarray:
+        """Returns float32 [F, M] of samples in [-1, 1], at most `num_samples`."""
+        padded = np.zeros(self.num_samples)
+        padded[: len(samples_T)] = samples_T
+        padded = np.pad(padded, _WINDOW // 2, mode="reflect")
+        # Frames after the last sample are silent, and need no transformation.
+        heard = min(self.num_frames, (len(samples_T) + _WINDOW // 2) // _HOP + 1)
+        windows_NW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP][:heard]
+        spectrum_NK: Any = scipy.fft.rfft(windows_NW * _window())
+        power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
+        # Sparse: each channel reads a few frequencies, whose sum has one order whatever library multiplies matrices.
+        mels_MN = _filters(self.num_mels) @ power_KN
+        log_FM = np.full((self.num_frames, self.num_mels), np.log10(_FLOOR))
+        log_FM[:heard] = np.log10(np.maximum(mels_MN, _FLOOR)).T
+        return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _window() -> np.ndarray:
+    """Hann's window of a periodic signal, [W]."""
+    return np.hanning(_WINDOW + 1)[:-1]
+
+
+@lru_cache(maxsize=8)
+def _filters(num_mels: int) -> scipy.sparse.csr_array:
+    """Triangles [M, K] over the frequencies, each of the same area (Slaney's norm)."""
+    corners = _hertz(np.linspace(0.0, float(_mels(np.array([SAMPLING_RATE / 2]))[0]), num_mels + 2))
+    frequencies = np.linspace(0, SAMPLING_RATE / 2, 1 + _WINDOW // 2)
+    slopes = corners[:, None] - frequencies[None]
+    rising, falling = -slopes[:-2] / np.diff(corners)[:-1, None], slopes[2:] / np.diff(corners)[1:, None]
+    triangles_MK = np.maximum(0.0, np.minimum(rising, falling))
+    return scipy.sparse.csr_array(triangles_MK * (2.0 / (corners[2:] - corners[:-2]))[:, None])
+
+
+def _mels(hertz: np.ndarray) -> np.ndarray:
+    above = _LINEAR_MELS + np.log(np.maximum(hertz, _LINEAR_HZ) / _LINEAR_HZ) / _LOG_STEP
+    return np.where(hertz < _LINEAR_HZ, hertz * _LINEAR_MELS / _LINEAR_HZ, above)
+
+
+def _hertz(mels: np.ndarray) -> np.ndarray:
+    above = _LINEAR_HZ * np.exp(_LOG_STEP * (np.maximum(mels, _LINEAR_MELS) - _LINEAR_MELS))
+    return np.where(mels < _LINEAR_MELS, mels * _LINEAR_HZ / _LINEAR_MELS, above)

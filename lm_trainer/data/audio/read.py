@@ -1,0 +1,103 @@
+"""Reading of audio: decoding, one channel, one sampling rate.
+
+Shape letters: T samples, C channels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.audio.mel import SAMPLING_RATE
+
+_PACKAGES = "pip install 'lm_trainer[audio]'"
+
+
+class BadAudio(Exception):
+    """Audio that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class AudioRules:
+    """The audio that is wanted, and what is done with any other."""
+
+    resample: bool = True
+    """False: audio of another rate is bad."""
+    mix_channels: bool = True
+    """False: audio of several channels is bad."""
+
+    def read(self, source: bytes | BinaryIO, most_seconds: float | None = None) -> np.ndarray:
+        """Decodes a file of any format that libsndfile knows (wav, flac, mp3, ogg) into float32 [T].
+
+        Args:
+            source: the bytes of the file, or the open file.
+            most_seconds: longer audio is bad, and is not decoded.
+
+        Raises:
+            BadAudio: if it is damaged, empty or not as the rules want it.
+            UserError: if a package is missing.
+        """
+        try:
+            import soundfile
+        except ImportError:
+            raise UserError(f"reading audio needs a package; run: {_PACKAGES}") from None
+        if source == b"":
+            raise BadAudio("the audio file is empty")
+        try:
+            with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+                _check_length(file.frames / file.samplerate, most_seconds)
+                return self.of_samples(file.read(dtype="float32", always_2d=True), file.samplerate, most_seconds)
+        except (soundfile.SoundFileError, ZeroDivisionError) as error:
+            reason = getattr(error, "error_string", str(error)).strip().rstrip(".")
+            raise BadAudio(f"the audio cannot be decoded: {reason}") from None
+
+    def of_samples(self, samples: np.ndarray, rate: float, most_seconds: float | None = None) -> np.ndarray:
+        """Brings samples [T] or [T, C] to one channel and to the rate; otherwise as `read`."""
+        if not samples.size:
+            raise BadAudio("the audio holds no samples")
+        if not np.isfinite(samples).all():
+            raise BadAudio("the audio holds samples that are no numbers")
+        _check_length(len(samples) / rate, most_seconds)
+        if samples.ndim == 2 and samples.shape[1] > 1 and not self.mix_channels:
+            raise BadAudio(f"the audio has {samples.shape[1]} channels, and data.format.mix_channels is false")
+        mono_T = samples if samples.ndim == 1 else samples.mean(axis=1, dtype=np.float32)
+        if rate == SAMPLING_RATE:
+            return mono_T.astype(np.float32, copy=False)
+        if not self.resample:
+            raise BadAudio(
+                f"the audio has {rate:g} samples a second, not {SAMPLING_RATE}, and data.format.resample is false"
+            )
+        try:
+            import soxr
+        except ImportError:
+            raise UserError(f"audio of another sampling rate needs a package; run: {_PACKAGES}") from None
+        return soxr.resample(mono_T.astype(np.float32, copy=False), rate, SAMPLING_RATE)
+
+
+def _check_length(seconds: float, most: float | None) -> None:
+    if most is not None and seconds > most:
+        raise BadAudio(f"the audio lasts {seconds:.2f} s, longer than a row of {most:g} s; cut it into pieces")
+
+
+def samples_in(value: Mapping[str, Any]) -> tuple[np.ndarray, float] | None:
+    """The samples and the rate of an object of `array` and `sampling_rate`; None if it holds no samples.
+
+    Raises:
+        BadAudio: if they are no numbers, or the rate is none.
+    """
+    if value.get("array") is None:
+        return None
+    try:
+        samples = np.asarray(value["array"], np.float32)
+    except (ValueError, TypeError):
+        samples = np.zeros((0, 0, 0))
+    rate = value.get("sampling_rate")
+    if samples.ndim not in (1, 2) or isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
+        raise BadAudio("an object with an array of samples needs numbers in it, and a sampling_rate above 0")
+    # Arrays of several channels have them first in the data sets of Hugging Face, and last here.
+    return (samples.T if samples.ndim == 2 and samples.shape[0] < samples.shape[1] else samples), float(rate)

@@ -1,0 +1,39 @@
+"""Features of a cache: what a model hears, kept beside the tokens of each document.
+
+Shape letters: N documents, F frames, M mel channels.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.token_stream import TokenStream
+
+
+class FeatureStream(TokenStream):
+    """The features of all documents one after another, as one array of numbers."""
+
+    _kind: ClassVar[str] = "fea"
+
+    def __init__(self, store: KvStore, ledger: Ledger, shape: tuple[int, int]):
+        self._shape = shape
+        super().__init__(store, ledger, np.dtype("<f4"))
+
+    def _counts(self, ledger: Ledger) -> np.ndarray:
+        return np.asarray(ledger.documents, np.int64) * (self._shape[0] * self._shape[1])
+
+    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+        """Reads the features of some documents: float32 [N, F, M].
+
+        Raises:
+            MachineError: if a part is missing or was cut short.
+        """
+        size = self._shape[0] * self._shape[1]
+        features_NFM = np.empty((len(documents_N), *self._shape), np.float32)
+        starts_N = np.asarray(documents_N, np.int64) * size
+        self.copy(starts_N, np.full(len(starts_N), size), features_NFM.reshape(-1), np.arange(len(starts_N)) * size)
+        return features_NFM

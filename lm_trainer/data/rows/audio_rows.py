@@ -1,0 +1,190 @@
+"""Rows of what a model hears and writes: each is one document, with its features beside its tokens.
+
+Shape letters: B rows, S positions, T = S + 1, D documents, F frames, M mel channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.audio.augment import SpecAugment
+from lm_trainer.data.cache.documents import document_lengths, read_rows
+from lm_trainer.data.cache.features import FeatureStream
+from lm_trainer.data.formats import AudioFormat, UnusableRow
+from lm_trainer.data.rows.chunks import make_batch
+from lm_trainer.data.rows.eval_set import EvalSet, check_rows
+from lm_trainer.data.sources import BadRow, Row, Shard
+from lm_trainer.data.tokenize.open_cache import OpenCache
+
+
+class Features(Protocol):
+    """Features by the numbers of their documents."""
+
+    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+        """Returns float32 [N, F, M]."""
+        ...
+
+
+def open_features(cache: OpenCache, format: AudioFormat) -> Features:
+    """The features of a finished cache: those in it, or made from the recordings of its sources."""
+    if format.keeps_features:
+        return FeatureStream(cache.store, cache.ledger, format.features_shape)
+    return _MadeAnew(cache, format)
+
+
+@dataclass(frozen=True)
+class _MadeAnew:
+    cache: OpenCache
+    format: AudioFormat
+
+    def of_documents(self, documents_N: np.ndarray) -> np.ndarray:
+        """Returns float32 [N, F, M]; raises `UserError` for a recording that cannot be read any more."""
+        return np.stack([self._of_document(int(document)) for document in documents_N])
+
+    def _of_document(self, document: int) -> np.ndarray:
+        where, row = row_of(self.cache, document)
+        if row is None or isinstance(row, BadRow):
+            raise UserError(f"{where}: the recording was there when it was tokenised, and is no more")
+        try:
+            return self.format.hear(row)
+        except UnusableRow as error:
+            raise UserError(f"{where}: {error}") from None
+
+
+def row_of(cache: OpenCache, document: int) -> tuple[str, Row | BadRow | None]:
+    """The place and the row of the source that a document was made of."""
+    ledger = cache.ledger
+    ends = np.cumsum(ledger.documents)
+    part = int(np.searchsorted(ends, document, side="right"))
+    row = int(read_rows(cache.store, ledger, part)[document - (int(ends[part - 1]) if part else 0)])
+    shard: Shard = cache.shards[int(ledger.parts[part].partition("-")[0])]
+    found = next(iter(shard.rows(row)), None)
+    return (found.where if found is not None else f"row {row}"), found
+
+
+@dataclass(frozen=True)
+class AudioRows:
+    """Documents as rows, without those whose texts are longer than a row."""
+
+    cache: OpenCache
+    features: Features
+    documents_R: np.ndarray
+    """int64: the document of each row."""
+    starts_D: np.ndarray
+    """int64: the first token of each document in the stream."""
+    lengths_D: np.ndarray
+    """int64: its tokens, with the end."""
+    seq_len: int
+    eos_id: int
+    features_shape: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.documents_R)
+
+    def read(self, rows_B: np.ndarray) -> Batch:
+        return self.read_padded(rows_B)
+
+    def read_padded(self, rows_B: np.ndarray) -> Batch:
+        """Reads some rows; one beyond the last is padding, of weight 0, segment -1 and features of zeros."""
+        there = np.flatnonzero(rows_B < self.num_rows)
+        documents_N = self.documents_R[rows_B[there]]
+        lengths_N = self.lengths_D[documents_N]
+        stream, width = self.cache.stream, self.seq_len + 1
+        tokens_BT = np.full((len(rows_B), width), self.eos_id, np.int32)
+        mask_BT = np.zeros_like(tokens_BT)
+        places_N = there * width
+        stream.copy(self.starts_D[documents_N], lengths_N, tokens_BT.reshape(-1), places_N)
+        assert stream.loss_mask is not None
+        stream.loss_mask.copy(self.starts_D[documents_N], lengths_N, mask_BT.reshape(-1), places_N)
+        available_B = np.zeros(len(rows_B), np.int64)
+        available_B[there] = lengths_N
+        batch = make_batch(tokens_BT, available_B, self.eos_id, mask_BT)
+        features_BFM = np.zeros((len(rows_B), *self.features_shape), np.float32)
+        if len(there):
+            features_BFM[there] = self.features.of_documents(documents_N)
+        return batch._replace(features=features_BFM)
+
+    def spans(self, row: int) -> list[tuple[int, int]]:
+        document = self.documents_R[row]
+        return [(int(self.starts_D[document]), int(self.lengths_D[document]))]
+
+    def rows_with(self, start: int, stop: int) -> np.ndarray:
+        starts_R = self.starts_D[self.documents_R]
+        return np.flatnonzero((starts_R < stop) & (starts_R + self.lengths_D[self.documents_R] > start))
+
+    def part(self, first: int, stop: int | None = None) -> AudioRows:
+        """The rows [first, stop)."""
+        return replace(self, documents_R=self.documents_R[first:stop])
+
+
+def open_audio_rows(
+    title: str, cache: OpenCache, format: AudioFormat, *, seq_len: int, eos_id: int, max_bad: float | None
+) -> AudioRows:
+    """The rows of a finished cache.
+
+    Args:
+        title: of the set, for messages.
+        cache: finished.
+        format: by which it was built.
+        seq_len: inputs of a row: a text of so many tokens, its prompt included, fits.
+        eos_id: fills up rows.
+        max_bad: the share of texts that may be too long, and are left out; None: none may.
+
+    Raises:
+        UserError: for texts that are too long, naming the first.
+    """
+    lengths_D = document_lengths(cache.store, cache.ledger)
+    # The last token is a target alone.
+    long_D = np.flatnonzero(lengths_D - 1 > seq_len)
+    if len(long_D) and (max_bad is None or len(long_D) > max_bad * len(lengths_D)):
+        where, tokens = row_of(cache, int(long_D[0]))[0], int(lengths_D[long_D[0]]) - 1
+        allowed = "" if max_bad is None else f", more than data.max_bad_rows ({max_bad:g}) allows"
+        raise UserError(
+            f"{title}: {len(long_D)} of {len(lengths_D)} texts are longer than model.seq_len ({seq_len}){allowed}; the "
+            f"first is {where} with {tokens} tokens. Shorten them, raise model.seq_len, or set data.on_bad_row: skip "
+            "to leave them out"
+        )
+    documents_R = np.flatnonzero(lengths_D - 1 <= seq_len)
+    starts_D = np.cumsum(lengths_D) - lengths_D
+    features = open_features(cache, format)
+    return AudioRows(cache, features, documents_R, starts_D, lengths_D, seq_len, eos_id, format.features_shape)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Masks over the features of rows of training."""
+
+    settings: SpecAugment
+    seed: int
+
+    def __call__(self, batch: Batch, positions_B: np.ndarray) -> Batch:
+        """Masks the features of rows that stand at some positions of the run."""
+        assert isinstance(batch.features, np.ndarray)
+        return batch._replace(features=self.settings.apply(batch.features, self.seed, positions_B))
+
+
+@dataclass(frozen=True)
+class HeardSet(EvalSet):
+    """All rows of a held-out set with their features, in order."""
+
+    heard: AudioRows | None = None
+
+    @property
+    def num_rows(self) -> int:
+        assert self.heard is not None
+        return self.heard.num_rows
+
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
+        """As of `EvalSet`; padding has features of zeros."""
+        assert self.heard is not None
+        check_rows(batch_size, rows)
+        count = self.num_batches(batch_size)
+        for index in range(count if max_batches is None else min(count, max_batches)):
+            yield self.heard.read_padded(index * batch_size + np.asarray(rows, np.int64))

@@ -1,0 +1,158 @@
+"""Recordings as files, each beside a text file of the same name, in folders or in tar archives."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import fsspec
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
+from lm_trainer.data.sources.compression import suffix
+from lm_trainer.data.sources.files import File, damaged, file_at, group, open_binary
+
+RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
+_ARCHIVE = ".tar"
+
+
+class AudioFiles(FileSource):
+    """Recordings, each with its text in a file of the same name that ends in `.txt`; or tar archives of both.
+
+    For `data.format: {type: audio}`, whose fields they become. For recordings that a list names, use `jsonl`.
+    """
+
+    type: Literal["audio_files"] = "audio_files"
+
+    suffixes: ClassVar[tuple[str, ...]] = (*RECORDINGS, _ARCHIVE)
+
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
+        del text_key
+        if len(fields) != 2:
+            found = "reads text alone" if not fields else f"reads the fields {', '.join(fields)}"
+            raise UserError(
+                f"{files[0].name} is a recording or an archive of some, which has a text and nothing else, but "
+                f"data.format {found}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
+            )
+        loose = [file for file in files if suffix(file.url) != _ARCHIVE]
+        archives = [file for file in files if suffix(file.url) == _ARCHIVE]
+        shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
+        pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group(loose)]
+        return [*shards, *(RecordingShard(run, fields) for run in pairs)]
+
+
+class _Pair(NamedTuple):
+    recording: File
+    text: File | None
+
+
+@dataclass(frozen=True)
+class RecordingShard:
+    """Some recordings, in order; a row is a recording."""
+
+    pairs: tuple[_Pair, ...]
+    fields: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """All files, of which none may change while they are read."""
+        return tuple(file for pair in self.pairs for file in (pair.text, pair.recording) if file is not None)
+
+    @property
+    def size(self) -> int:
+        return sum(pair.recording.size for pair in self.pairs)
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "audio_files", "fields": list(self.fields), "files": [file.identity() for file in self.files]}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        for number, pair in enumerate(self.pairs[start:], start):
+            where = pair.recording.name
+            if pair.text is None:
+                yield BadRow(number, where, f"there is no text beside it, {os.path.splitext(where)[0]}.txt")
+                continue
+            contents = []
+            for file in (pair.recording, pair.text):
+                with open_binary(file) as stream:
+                    contents.append(stream.read())
+            yield _row(number, where, contents[0], contents[1], self.fields)
+
+
+@dataclass(frozen=True)
+class ArchiveShard:
+    """A tar archive of recordings and texts that follow one another; a row is a recording."""
+
+    file: File
+    fields: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        return (self.file,)
+
+    @property
+    def size(self) -> int:
+        return self.file.size
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "audio_archive", "fields": list(self.fields), "files": [self.file.identity()]}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        for number, (name, recording, text) in enumerate(self._samples()):
+            where = f"{self.file.name}:{name}"
+            if number < start:
+                continue
+            if recording is None or text is None:
+                lacks = "recording" if recording is None else "text"
+                yield BadRow(number, where, f"there is no {lacks} of this name beside it in the archive")
+            else:
+                yield _row(number, where, recording, text, self.fields)
+
+    def _samples(self) -> Iterator[tuple[str, bytes | None, bytes | None]]:
+        """Yields (name without ending, recording, text) of neighbours that share a name."""
+        name, found = None, dict[bool, bytes]()
+        try:
+            with open_binary(self.file) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+                for member in archive:
+                    stem, ending = os.path.splitext(member.name)
+                    if not member.isfile() or ending.lower() not in (*RECORDINGS, ".txt"):
+                        continue
+                    if name is not None and stem != name:
+                        yield name, found.get(True), found.get(False)
+                        found = {}
+                    name = stem
+                    content = archive.extractfile(member)
+                    assert content is not None
+                    found[ending.lower() != ".txt"] = content.read()
+        except tarfile.TarError as error:
+            raise damaged(self.file, error) from None
+        if name is not None:
+            yield name, found.get(True), found.get(False)
+
+
+def _row(number: int, where: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:
+    try:
+        words = text.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        return BadRow(number, where, f"its text is not UTF-8 at byte {error.start}")
+    return Row(number, where, "", record={fields[0]: recording, fields[1]: words})
+
+
+def _text_of(recording: File) -> File | None:
+    """The text file beside a recording; None if there is none."""
+    url = f"{os.path.splitext(recording.url)[0]}.txt"
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+        return file_at(filesystem, path, url)
+    except OSError:
+        return None

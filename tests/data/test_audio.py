@@ -1,0 +1,294 @@
+"""Audio rows: features against transformers, recordings of every kind, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.data import DataConfig, open_data
+from lm_trainer.data.audio.augment import SpecAugment
+from lm_trainer.data.audio.mel import LogMel
+from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.dataset import Data
+from lm_trainer.data.formats import AudioFormat, UnusableRow
+from lm_trainer.data.inspect import verify
+from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.sources import Row
+from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
+from tests.data.test_formats import encode, with_specials
+
+soundfile = pytest.importorskip("soundfile")
+
+RATE, MELS = 16_000, 8
+FORMAT: dict[str, Any] = {"type": "audio", "seconds": 1, "num_mels": MELS}
+
+
+def tone(seconds: float = 0.5, hertz: float = 440, rate: int = RATE) -> np.ndarray:
+    times = np.arange(int(seconds * rate)) / rate
+    return (0.5 * np.sin(2 * np.pi * hertz * times)).astype(np.float32)
+
+
+def recorded(samples: np.ndarray, rate: int = RATE, format: str = "WAV", **options: Any) -> bytes:
+    out = io.BytesIO()
+    soundfile.write(out, samples, rate, format=format, **options)
+    return out.getvalue()
+
+
+def mel(samples: np.ndarray) -> np.ndarray:
+    return LogMel(100, MELS)(samples)
+
+
+def opened(directory: Path, format: dict[str, Any] | None = None, seq_len: int = 8, **options: Any) -> Data:
+    given = {"tokenizer": "bytes", "shuffle": False, "num_workers": 0, "cache_dir": str(directory / "cache"), **options}
+    config = DataConfig.model_validate({"format": {**FORMAT, **(format or {})}, **given})
+    return open_data(config, seq_len=seq_len, seed=0)
+
+
+def first(data: Data, count: int = 1) -> Batch:
+    return next(data.train(count, rows=range(count), num_steps=1))
+
+
+def texts(batch: Batch) -> list[bytes]:
+    rows = zip(np.asarray(batch.targets), np.asarray(batch.weights), strict=True)
+    return [bytes(row[(weights > 0) & (row < 256)].tolist()) for row, weights in rows]
+
+
+@pytest.mark.parametrize(
+    ("mels", "seconds", "length"), [(80, 30, 112_123), (128, 30, 480_000), (16, 2, 100), (80, 1, 0)]
+)
+def test_features_are_those_of_transformers(mels: int, seconds: int, length: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    rng = np.random.default_rng(0)
+    # From silence to loudness, so that both ends of the range of values are met.
+    samples = rng.normal(size=length) * np.geomspace(1e-7, 0.3, length) if length else rng.normal(size=16_000)
+    samples = samples.astype(np.float32)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds)
+    wanted = extractor(samples, sampling_rate=RATE, return_tensors="np").input_features[0].T
+    found = LogMel(100 * seconds, mels)(samples)
+    assert found.shape == (100 * seconds, mels)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+class TestRecordings:
+    @pytest.mark.parametrize("kind", ["wav", "flac", "mp3", "ogg"])
+    def test_folders_of_files(self, tmp_path: Path, kind: str) -> None:
+        for name, hertz in (("a", 300), ("b", 900)):
+            (tmp_path / f"{name}.{kind}").write_bytes(recorded(tone(hertz=hertz), format=kind.upper()))
+            (tmp_path / f"{name}.txt").write_text(f"say {name}\n")
+        batch = first(opened(tmp_path, train_urls=[str(tmp_path / f"*.{kind}")]), 2)
+        assert texts(batch) == [b"say a", b"say b"]
+        assert np.asarray(batch.tokens)[:, 0].tolist() == [EOS_ID] * 2
+        for features, hertz in zip(np.asarray(batch.features), (300, 900), strict=True):
+            # What mp3 and ogg lose is small where the tone is.
+            loud = mel(tone(hertz=hertz)) > 0.8
+            np.testing.assert_allclose(features[loud], mel(tone(hertz=hertz))[loud], atol=0.12)
+
+    @pytest.mark.parametrize("name", ["clips.tar", "clips.tar.gz"])
+    def test_archives(self, tmp_path: Path, name: str) -> None:
+        with tarfile.open(tmp_path / name, "w:gz" if name.endswith("gz") else "w") as archive:
+            for member, content in (("x/1.txt", b"one"), ("x/1.flac", recorded(tone(), format="FLAC")),
+                                    ("x/2.wav", recorded(tone())), ("x/2.txt", b"two")):  # fmt: skip
+                info = tarfile.TarInfo(member)
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+        assert texts(first(opened(tmp_path, train_urls=[str(tmp_path / name)]), 2)) == [b"one", b"two"]
+
+    def test_lists_name_recordings_beside_them(self, tmp_path: Path) -> None:
+        (tmp_path / "clips").mkdir()
+        (tmp_path / "clips" / "a.wav").write_bytes(recorded(tone()))
+        (tmp_path / "list.jsonl").write_text(json.dumps({"file_name": "clips/a.wav", "said": "hey"}) + "\n")
+        keys = {"audio_key": "file_name", "text_key": "said"}
+        batch = first(opened(tmp_path, keys, train_urls=[str(tmp_path / "list.jsonl")]))
+        assert texts(batch) == [b"hey"]
+        np.testing.assert_allclose(np.asarray(batch.features)[0], mel(tone()), atol=1e-3)
+
+    def test_columns_of_hugging_face(self, tmp_path: Path) -> None:
+        import datasets
+
+        rows = {"audio": [{"bytes": recorded(tone()), "path": None}] * 3, "text": ["a", "b", "c"]}
+        table = datasets.Dataset.from_dict(rows).cast_column("audio", datasets.Audio(RATE, decode=False))
+        table.to_parquet(tmp_path / "x.parquet")
+        assert texts(first(opened(tmp_path, train_urls=[str(tmp_path / "x.parquet")]), 3)) == [b"a", b"b", b"c"]
+
+    def test_another_rate_and_several_channels_are_mixed_and_resampled(self) -> None:
+        format = AudioFormat.model_validate(FORMAT)
+        high = tone(rate=44_100)
+        for audio in ({"bytes": recorded(high, 44_100)}, {"array": high.tolist(), "sampling_rate": 44_100},
+                      recorded(np.stack([2 * high, 0 * high], axis=1), 44_100, subtype="FLOAT")):  # fmt: skip
+            found = encode(format, {"audio": audio, "text": "x"}, ByteTokenizer()).features
+            assert found is not None
+            loud = mel(tone()) > 0.5
+            np.testing.assert_allclose(found[loud], mel(tone())[loud], atol=0.02)
+
+
+class TestBadRows:
+    @pytest.mark.parametrize(
+        ("audio", "reason"),
+        [
+            (b"", "the audio file is empty"),
+            (b"RIFFxxxxWAVEnonsense", "the audio cannot be decoded"),
+            (recorded(tone(0)), "the audio holds no samples"),
+            (recorded(0 * tone()), "silent from beginning to end"),
+            (recorded(tone(1.5)), "lasts 1.50 s, longer than a row of 1 s"),
+            ({"array": ["x"], "sampling_rate": 16_000}, "needs numbers in it"),
+            ({"array": [0.1, float("nan")], "sampling_rate": 16_000}, "samples that are no numbers"),
+            ({"array": [0.1], "sampling_rate": 0}, "a sampling_rate above 0"),
+            ("nowhere.wav", "the recording nowhere.wav cannot be read"),
+            (None, "the field 'audio' is null, neither a path nor the bytes"),
+        ],
+    )
+    def test_what_cannot_be_heard(self, audio: Any, reason: str) -> None:
+        with pytest.raises(UnusableRow, match=reason):
+            AudioFormat.model_validate(FORMAT).prepare(Row(0, "x:1", "", record={"audio": audio, "text": "a"}))
+
+    @pytest.mark.parametrize(
+        ("settings", "audio", "reason"),
+        [
+            ({"resample": False}, recorded(tone(rate=8000), 8000), "8000 samples a second, not 16000"),
+            ({"mix_channels": False}, recorded(np.stack([tone()] * 2, 1)), "has 2 channels"),
+        ],
+    )
+    def test_what_may_be_refused(self, settings: dict[str, Any], audio: bytes, reason: str) -> None:
+        record = {"audio": audio, "text": "a"}
+        AudioFormat.model_validate(FORMAT).prepare(Row(0, "x:1", "", record=record))
+        with pytest.raises(UnusableRow, match=reason):
+            AudioFormat.model_validate({**FORMAT, **settings}).prepare(Row(0, "x:1", "", record=record))
+
+    def test_files_are_named_and_skipped(self, tmp_path: Path) -> None:
+        for name, content in (("a", recorded(tone())), ("b", b"noise"), ("c", recorded(tone()))):
+            (tmp_path / f"{name}.wav").write_bytes(content)
+            (tmp_path / f"{name}.txt").write_text(name)
+        (tmp_path / "c.txt").unlink()
+        given: dict[str, Any] = {"train_urls": [str(tmp_path / "*.wav")]}
+        with pytest.raises(UserError, match=r"b\.wav: the audio cannot be decoded.*on_bad_row: skip"):
+            opened(tmp_path, **given)
+        data = opened(tmp_path, on_bad_row="skip", max_bad_rows=0.7, **given)
+        assert texts(first(data)) == [b"a"]
+        (ledger,) = (cache.ledger for cache in data.caches.values())
+        assert ledger.bad == 2
+        assert any("there is no text beside it" in example for example in ledger.bad_examples)
+
+    def test_texts_longer_than_the_decoder_are_named(self, tmp_path: Path) -> None:
+        audio = {"array": tone(0.1).tolist(), "sampling_rate": RATE}
+        source = {"type": "memory", "train": [{"audio": audio, "text": text} for text in ("ab", "abcdefgh", "c")]}
+        with pytest.raises(UserError, match=r"1 of 3 texts are longer than model.seq_len \(8\); the first is .*\[1\]"):
+            opened(tmp_path, source=source)
+        with pytest.raises(UserError, match="more than data"):
+            opened(tmp_path, source=source, on_bad_row="skip")
+        data = opened(tmp_path, source=source, on_bad_row="skip", max_bad_rows=0.5)
+        assert texts(first(data, 2)) == [b"ab", b"c"]
+        assert texts(first(opened(tmp_path, source=source, seq_len=9), 2)) == [b"ab", b"abcdefgh"]
+
+    def test_text_formats_do_not_take_recordings(self, tmp_path: Path) -> None:
+        (tmp_path / "a.wav").write_bytes(recorded(tone()))
+        with pytest.raises(UserError, match=r"write format: \{type: audio\}"):
+            open_data(DataConfig(tokenizer="bytes", train_urls=[str(tmp_path / "a.wav")]), seq_len=8, seed=0)
+
+
+class TestTokens:
+    def test_prompts_are_read_and_not_learnt(self) -> None:
+        names = ("<|startoftranscript|>", "<|en|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>")
+        tokenizer, record = with_specials(*names), {"audio": recorded(tone()), "text": "ab", "lang": "de"}
+        format = AudioFormat(seconds=1, num_mels=MELS, language="en", task="transcribe")
+        document = encode(format, record, tokenizer)
+        assert list(document.ids) == [257, 258, 260, 261, *b"ab", EOS_ID]
+        assert np.asarray(document.loss_mask).tolist() == [False] * 4 + [True] * 3
+        stamped = AudioFormat(seconds=1, num_mels=MELS, language_key="lang", timestamps=True, mask_prompt=False)
+        document = encode(stamped, record, tokenizer)
+        assert list(document.ids) == [257, 259, *b"ab", EOS_ID]
+        assert np.asarray(document.loss_mask).all()
+        with pytest.raises(UserError, match="no special token"):
+            AudioFormat(language="fr").identity(tokenizer)
+        with pytest.raises(ValidationError, match="prompt names all tokens"):
+            AudioFormat(prompt=["<|en|>"], language="en")
+        assert list(encode(AudioFormat(prompt=["<|de|>"]), record, tokenizer).ids) == [259, *b"ab", EOS_ID]
+
+    def test_silence_without_a_text_is_learnt_to_be_silence(self) -> None:
+        record = {"audio": recorded(0 * tone()), "text": ""}
+        document = encode(AudioFormat.model_validate(FORMAT), record, ByteTokenizer())
+        assert (list(document.ids), np.asarray(document.loss_mask).tolist()) == ([EOS_ID, EOS_ID], [False, True])
+
+
+MORSE: dict[str, Any] = {"type": "morse", "rows": 12, "validation_rows": 5, "max_chars": 4, "seconds": 1}
+MORSE["unit_seconds"] = (0.01, 0.015)
+
+
+class TestCache:
+    def test_kept_features_are_those_made_anew(self, tmp_path: Path) -> None:
+        kept = opened(tmp_path / "kept", source=MORSE)
+        anew = opened(tmp_path / "anew", {"features": "on_the_fly"}, source=MORSE)
+        for one, other in zip(first(kept, 12), first(anew, 12), strict=True):
+            np.testing.assert_array_equal(one, other)
+        store = kept.caches["train/train"].store
+        assert {key.rpartition(".")[2] for key in store.list("parts/")} == {"bin", "fea", "json", "len", "msk", "row"}
+        assert not [key for key in anew.caches["train/train"].store.list("parts/") if key.endswith("fea")]
+        assert verify(store, kept.caches["train/train"].ledger) == []
+        (key,) = [key for key in store.list("parts/") if key.endswith("fea")]
+        store.write(key, (store.read(key) or b"")[:-4] + b"wxyz")
+        (problem,) = verify(KvStore(store.url), kept.caches["train/train"].ledger)
+        assert problem.endswith(f"{key} has changed since it was written")
+
+    def test_held_out_rows(self, tmp_path: Path) -> None:
+        data = opened(tmp_path, source={**MORSE, "validation_rows": 0}, num_validation_sequences=5)
+        (held_out,) = data.validation().values()
+        assert isinstance(held_out, EvalSet)
+        assert (held_out.num_rows, data.train_sets[0].num_rows) == (5, 7)
+        one, two = held_out.batches(3, rows=range(3))
+        assert np.asarray(two.weights)[2].sum() == 0
+        assert np.asarray(two.segments)[2].tolist() == [-1] * 8
+        assert not np.asarray(two.features)[2].any()
+        whole = first(opened(tmp_path, source={**MORSE, "validation_rows": 0}), 12)
+        np.testing.assert_array_equal(np.asarray(whole.features)[7:10], one.features)
+
+    def test_masks_depend_on_the_step_and_the_row_alone(self, tmp_path: Path) -> None:
+        plain = first(opened(tmp_path, source=MORSE), 12)
+        data = opened(tmp_path, {"spec_augment": {"time_width": 20, "channel_width": 3}}, source=MORSE)
+        batches = list(data.train(4, rows=range(4), num_steps=6))
+        (other,) = data.train(4, rows=range(1, 3), first_step=4, num_steps=1)
+        np.testing.assert_array_equal(other.features, np.asarray(batches[4].features)[1:3])
+        found, again = np.asarray(batches[0].features), np.asarray(batches[3].features)
+        np.testing.assert_array_equal(batches[0].tokens, batches[3].tokens)
+        assert (found != again).any(), "the next epoch masks anew"
+        masked = found != np.asarray(plain.features)[:4]
+        assert 0 < masked.mean() < 0.9
+        assert not found[masked].any()
+        (held_out,) = data.validation().values()
+        (whole,) = held_out.batches(5, rows=range(5))
+        assert (np.asarray(whole.features)[:, 0] != 0).all(), "held-out rows have no masks"
+
+    def test_widths_of_masks_have_their_limits(self) -> None:
+        masks = SpecAugment(time_masks=1, time_width=5, channel_masks=0)
+        ones = np.ones((200, 30, 4), np.float32)
+        masked = masks.apply(ones, 3, np.arange(200))
+        widths = (masked[:, :, 0] == 0).sum(axis=1)
+        assert set(widths.tolist()) == set(range(6))
+        assert (masked == masked[:, :, :1]).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": {"type": "audio", "text_key": "audio"}}, "name one field twice"),
+        ({"format": {"type": "audio"}, "packing": "best_fit"}, "packing has no effect beside format"),
+        ({"format": {"type": "audio", "sampling_rate": 8000}}, "16000"),
+        ({"source": {**MORSE, "pitch": [9, 3]}, "format": FORMAT}, "no range of values"),
+        (
+            {"configs": {"a": {"train_urls": "x.wav", "format": {"type": "audio"}}, "b": {"train_urls": "x.txt"}},
+             "train_weights": {"a": 1, "b": 1}},
+            "need features of one shape",
+        ),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        DataConfig.model_validate(changes)
