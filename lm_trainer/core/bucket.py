@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,10 @@ _OPERATION_SECONDS = 120.0
 # Of TensorStore, for each request, below the deadline of the whole operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
+_SLOWEST = 2**20
+"""Bytes per second of a connection that is waited for."""
+_AT_ONCE = {"s3": 5 * 2**30}
+"""Bytes of the largest object that the protocol takes in one request."""
 _LONGEST = 300
 """Characters of an error that a message quotes."""
 
@@ -248,9 +253,22 @@ class Bucket:
                 file.write_bytes(content)
 
     def put(self, source: Path) -> None:
-        """Copies every file below a local directory, under its path there."""
-        for file in sorted(path for path in source.rglob("*") if path.is_file()):
-            self.write(file.relative_to(source).as_posix(), file.read_bytes())
+        """Copies every file below a local directory, under its path there.
+
+        Raises:
+            UserError: for a file that is larger than the server takes, before any is copied.
+        """
+        files = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
+        most = _AT_ONCE.get(str(self).partition("://")[0], sys.maxsize)
+        for key, file in files.items():
+            if (size := file.stat().st_size) > most:
+                raise UserError(
+                    f"{self}: {key} has {size:,} bytes, and S3 takes {most:,} in one request; write a dtype of 16 bits "
+                    f"(--dtype bf16) or smaller shards (--max-shard-size), or export to a local directory and copy it"
+                )
+        for key, file in files.items():
+            content = file.read_bytes()
+            self.write(key, content, seconds=_OPERATION_SECONDS + len(content) / _SLOWEST)
 
 
 Place = Path | Bucket

@@ -10,6 +10,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.base import UnusableRow
 from lm_trainer.data.formats.chat import compile_template, tokenize_rendered
 from lm_trainer.generate.engine import generate_stream
+from lm_trainer.generate.layout import for_decoding
 from lm_trainer.generate.text import Sampling, stream_tokens
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Chat:
     def __init__(
         self, model: Decoder, tokenizer: HfTokenizer, *, context: int, sampling: Sampling, system: str | None = None
     ):
-        self._model, self._tokenizer, self._context = model, tokenizer, context
+        self._model, self._tokenizer, self._context = for_decoding(model, sampling.dtype), tokenizer, context
         self._sampling = replace(sampling, eos_id=tokenizer.eos_id)
         self._template = compile_template(tokenizer)
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]

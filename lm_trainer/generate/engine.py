@@ -113,6 +113,7 @@ class Generation(NamedTuple):
             buffer=_rounded(room, context),
             greedy=settings.temperature == 0,
             top_k=settings.top_k,
+            nucleus=settings.top_p < 1,
             log_probs=settings.log_probs,
             dtype=jnp.dtype(settings.dtype),
         )
@@ -167,6 +168,8 @@ class _Program(NamedTuple):
     """Tokens that a continuation has room for, the G of the shapes."""
     greedy: bool
     top_k: int
+    nucleus: bool
+    """Whether `top_p` cuts tokens off."""
     log_probs: bool
     dtype: np.dtype
 
@@ -244,7 +247,8 @@ def _decode_until(
     def choose(step: jax.Array, logits_BV: jax.Array) -> jax.Array:
         if program.greedy:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        filtered_BV = filter_logits(logits_BV, temperature=inputs.temperature, top_k=program.top_k, top_p=inputs.top_p)
+        top_p = inputs.top_p if program.nucleus else None
+        filtered_BV = filter_logits(logits_BV, temperature=inputs.temperature, top_k=program.top_k, top_p=top_p)
         return draw(jax.vmap(lambda key: jax.random.fold_in(key, step))(row_keys), filtered_BV)
 
     def unfinished(loop: _Loop) -> jax.Array:

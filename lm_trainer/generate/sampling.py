@@ -35,13 +35,13 @@ class GenerateSettings:
 
 
 def filter_logits(
-    logits_BV: jax.Array, *, temperature: jax.Array | float, top_k: int, top_p: jax.Array | float
+    logits_BV: jax.Array, *, temperature: jax.Array | float, top_k: int, top_p: jax.Array | float | None
 ) -> jax.Array:
     """Computes the logits of the distribution to draw from, float32 [B, V], -inf for tokens that are cut off.
 
     In this order: divide by `temperature`; keep the `top_k` likeliest tokens (0: all); of the distribution that
     remains, renormalised, keep the likeliest tokens up to and including the one that brings their sum to `top_p`
-    (Holtzman et al. 2020). Tokens that tie with the last one kept are kept too.
+    (Holtzman et al. 2020; None: all, without sorting them). Tokens that tie with the last one kept are kept too.
     """
     # float32 whatever the model computes in: sums of many small bfloat16 probabilities would never reach `top_p`.
     logits_BV = logits_BV.astype(jnp.float32) / temperature
@@ -49,13 +49,35 @@ def filter_logits(
         # By value and not by index: of tokens with equal logits none is preferred for its id.
         smallest_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
-    descending_BV = jnp.sort(logits_BV, axis=-1, descending=True)
-    probs_BV = jax.nn.softmax(descending_BV, axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    # The likeliest token stays however small top_p is; top_p = 1 keeps all, whatever the rounding of the sum.
-    kept_BV = (before_BV < top_p) | (top_p >= 1.0) | (jnp.arange(logits_BV.shape[-1])[None, :] == 0)
-    smallest_B1 = jnp.min(jnp.where(kept_BV, descending_BV, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits_BV >= smallest_B1, logits_BV, -jnp.inf)
+    if top_p is None:
+        return logits_BV
+    kept_BV = _ordered(logits_BV) >= _least_kept(logits_BV, top_p)
+    # Whatever the rounding of the sum.
+    return jnp.where(kept_BV | (top_p >= 1.0), logits_BV, -jnp.inf)
+
+
+def _least_kept(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Array:
+    """The least number, as `_ordered` has it, above which the probabilities are less than `top_p` together; [B, 1].
+
+    Found by bisection: 32 sums, where sorting a vocabulary takes a CPU longer than a small model.
+    """
+    ordered_BV, probs_BV = _ordered(logits_BV), jax.nn.softmax(logits_BV, axis=-1)
+
+    def halve(_: int, between: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        cut_B1, kept_B1 = between
+        middle_B1 = (cut_B1 & kept_B1) + ((cut_B1 ^ kept_B1) >> 1)  # the mean, which does not overflow
+        above_B1 = jnp.sum(jnp.where(ordered_BV > middle_B1, probs_BV, 0.0), axis=-1, keepdims=True)
+        keeps_B1 = above_B1 < top_p
+        return jnp.where(keeps_B1, cut_B1, middle_B1), jnp.where(keeps_B1, middle_B1, kept_B1)
+
+    likeliest_B1 = jnp.max(ordered_BV, axis=-1, keepdims=True)
+    return jax.lax.fori_loop(0, 32, halve, (jnp.full_like(likeliest_B1, -(2**31)), likeliest_B1))[1]
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """float32 as int32 of the same order: that of its bits, turned round where it is negative."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def draw(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:

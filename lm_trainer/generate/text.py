@@ -120,6 +120,7 @@ def continue_texts(
     """
     # Imports JAX, which other commands that print text do not need.
     from lm_trainer.generate.engine import generate_stream
+    from lm_trainer.generate.layout import for_decoding
 
     if num_samples < 1:
         raise UserError(f"--num-samples {num_samples}: must be at least 1")
@@ -128,7 +129,7 @@ def continue_texts(
     rows = [row for prompt in prompts for row in [(prompt, _checked_ids(source, prompt))] * num_samples]
     # All rows together: a batch takes little longer than one row.
     *_, outputs = generate_stream(
-        source.build(devices),
+        for_decoding(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
         replace(sampling, eos_id=tokenizer.eos_id),
         stop=lambda _, tokens: cut_at(tokenizer.decode(tokens), stop)[1],
@@ -148,10 +149,12 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the continuation of one prompt piece by piece; arguments and errors as for `continue_texts`."""
     from lm_trainer.generate.engine import generate_stream
+    from lm_trainer.generate.layout import for_decoding
 
     _check_stop(stop)
     ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.tokenizer.eos_id)
-    yield from stream_tokens(generate_stream, source.build(devices), source.tokenizer, ids, settings, stop=stop)
+    model = for_decoding(source.build(devices), settings.dtype)
+    yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
 def stream_tokens(  # noqa: PLR0913 - a model, its prompt, and the end of what it writes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.formats.chat import compile_template
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.generate.engine import generate_stream
+from lm_trainer.generate.layout import for_decoding
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.score import Context, Score, score
 from lm_trainer.nn.decoder import Decoder
@@ -180,11 +182,15 @@ class HarnessModel(TemplateLM):
 
         # Rows are filled up, so that the last batch needs no program of its own.
         filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
-        *_, written = generate_stream(self._model, filled, settings, stop=stop, chunk=_CHUNK)
+        *_, written = generate_stream(self._writer, filled, settings, stop=stop, chunk=_CHUNK)
         return [
             postprocess_generated_text(self._tokenizer.decode(each.tokens), stop=until, think_end_token=None)
             for each in written[: len(prompts)]
         ]
+
+    @functools.cached_property
+    def _writer(self) -> Decoder:
+        return for_decoding(self._model, self._dtype)
 
     def _room(self, wanted: int) -> int:
         """The new tokens that there is room for, with half of the context for the question at least."""

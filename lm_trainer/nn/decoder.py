@@ -5,6 +5,7 @@ Shape letters: B rows, S positions, T new tokens, D hidden dimension, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +54,15 @@ class Embedding(nnx.Module):
         return jnp.take(read(self.tokens), tokens_BS, axis=0, mode="fill")
 
 
+HeadMatmulFn = Callable[[jax.Array, jax.Array], jax.Array]
+"""`matmul(h_MD, w_VD)` returns h w^T, float32 [M, V]."""
+
+
+def _head_matmul(h_MD: jax.Array, w_VD: jax.Array) -> jax.Array:
+    # Sums and results in float32: between 16 and 32, bfloat16 has steps of 1/8, too coarse for logits.
+    return jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
+
+
 class PartKeys(NamedTuple):
     """Keys of dropout; None switches it off."""
 
@@ -75,6 +85,11 @@ class Decoder(nnx.Module):
         self.final_norm = make_norm(spec.final_norm, {"embed": spec.hidden_dim}, init=init)
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
+        self.head_matmul: HeadMatmulFn = _head_matmul
+
+    def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
+        """Computes the product of the head by `matmul` from now on."""
+        self.head_matmul = matmul
 
     def __call__(
         self,
@@ -169,8 +184,7 @@ class Decoder(nnx.Module):
         """The head: float32 [B, S, V] from what `hidden` returns; the product is in the dtype of `h_BSD`."""
         w_VD = self.head_weight().astype(h_BSD.dtype)
         h_MD = h_BSD.reshape(-1, h_BSD.shape[-1])
-        # Sums and results in float32: between 16 and 32, bfloat16 has steps of 1/8, too coarse for logits.
-        logits_MV = jnp.matmul(h_MD, w_VD.T, preferred_element_type=jnp.float32)
+        logits_MV = self.head_matmul(h_MD, w_VD)
         if (most := self.spec.head.softcap) is not None:
             # The reciprocal is written out because XLA may turn a division into it in one program and not in another.
             logits_MV = most * jnp.tanh(logits_MV * (1.0 / most))

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +16,17 @@ from lm_trainer.core import lease as module
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.lease import Lease
+from tests.object_storage.conditional_gcs import conditional_gcs
+from tests.object_storage.servers import s3, using
+
+
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A server of each protocol that heeds preconditions."""
+    if request.param == "s3":
+        pytest.importorskip("moto.server")
+    with (s3 if request.param == "s3" else conditional_gcs)() as endpoint, using(request.param, endpoint):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +49,12 @@ def test_a_second_process_is_refused_while_the_first_renews(bucket: Bucket) -> N
     with Lease(bucket):
         pass
     assert bucket.list() == []
+
+
+def test_of_many_that_take_it_at_once_one_gets_it(bucket: Bucket) -> None:
+    leases = [Lease(bucket) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert sorted(pool.map(lambda lease: lease._take(), leases)) == [False] * 7 + [True]
 
 
 def test_a_machine_that_is_gone_loses_it_when_its_time_is_over(bucket: Bucket) -> None:
@@ -64,9 +83,7 @@ def test_a_damaged_lock_holds_nobody_off(bucket: Bucket) -> None:
         lease.confirm()
 
 
-def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket, scheme: str) -> None:
-    if scheme == "gs":
-        pytest.skip("the emulator of GCS heeds no precondition, so that a renewal overwrites the other's lock")
+def test_who_lost_it_is_told_and_does_not_delete_that_of_the_other(bucket: Bucket) -> None:
     with Lease(bucket) as lease:
         lease.check()
         lock(bucket)

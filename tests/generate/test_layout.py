@@ -1,0 +1,73 @@
+"""Models laid out for decoding, beside those that they are made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.generate.layout import for_decoding
+from lm_trainer.nn.decoder import Decoder
+from lm_trainer.nn.linear import Linear
+from lm_trainer.nn.lora import LoraConfig, attach_lora
+from tests.compiling import quick_jit
+from tests.models.common import TINY, VOCAB
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
+OTHERS = [name for name in TINY if name not in ("gpt2", "gemma3")]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_logits_and_cache_are_those_of_the_model(family: str) -> None:
+    assert_alike(built(family))
+
+
+@pytest.mark.slow
+def test_adapters_and_layers_in_a_loop() -> None:
+    model = built("llama", scan_layers=True)
+    attach_lora(model, LoraConfig(rank=2), {}, rngs=nnx.Rngs(1))
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if "lora" in path:
+            param[...] = jnp.cos(jnp.arange(param[...].size)).reshape(param[...].shape)
+    assert_alike(model)
+
+
+def test_a_model_on_several_devices_stays_as_it_is() -> None:
+    model = built("gpt2")
+    graph, state = nnx.split(model)
+    everywhere = jax.NamedSharding(jax.make_mesh((2,), ("data",)), jax.P())
+    spread = nnx.merge(graph, jax.device_put(state, everywhere))
+    assert for_decoding(spread) is spread
+
+
+def built(family: str, **changes: object) -> Decoder:
+    config = TINY[family].model_copy(update=changes)
+    build = lambda: config.build(VOCAB, rngs=nnx.Rngs(0))  # noqa: E731
+    state = quick_jit(lambda: nnx.state(build(), nnx.Param))()
+    return nnx.merge(nnx.split(nnx.eval_shape(build), nnx.Param)[0], state)
+
+
+def assert_alike(model: Decoder) -> None:
+    fast = for_decoding(model)
+    assert not [path for path, module in nnx.iter_modules(fast) if isinstance(module, Linear)]
+    assert [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
+    for (expected, before), (found, after) in zip(two_steps(model), two_steps(fast), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), after, before)
+
+
+def two_steps(model: Decoder):
+    """Logits and cache after a few tokens of each row, and after one more."""
+    cache, steps = model.init_cache(3, 8), []
+    for first, last in ((0, 4), (4, 5)):
+        positions = np.broadcast_to(np.arange(first, last), (3, last - first))
+        logits, cache = step(model, TOKENS[:, first:last], positions, cache)
+        steps.append((np.asarray(logits), cache))
+    return steps
+
+
+@quick_jit
+def step(model: Decoder, tokens, positions, cache):
+    return model.decode(tokens, positions, cache)
