@@ -157,7 +157,7 @@ class DecoderConfig(Config):
     a multiple of 128) or `ring` (blocks of keys, which devices that share a row by `trainer.context_axis_size` pass on;
     the others gather all keys), refused where they cannot do what the model asks for; `auto`: the platform's own where
     it can, else xla, and ring where to gather keys would take more than 8 GiB on a device. The log says which and why.
-    Where a backend cannot decode with a cache, xla generates text. Unset: xla."""
+    Where a backend cannot decode with a cache, xla generates text. Unset: auto."""
     flash_attention_block_size: int | None = Field(default=None, gt=0)
     """Number of queries that attention processes together; their scores are computed again in the backward pass, so
     that no sequence x sequence scores are kept. Unset: all, kept. The numbers are the same. With splash, which never
@@ -269,6 +269,6 @@ class DecoderConfig(Config):
             scale=scale,
             dropout=dropout,
             upcast=self.upcast_attn,
-            backend=self.attn_backend or "xla",
+            backend=self.attn_backend or "auto",
             block_size=self.flash_attention_block_size,
         )

@@ -30,6 +30,7 @@ _REASONS = {name: kernel.unsupported_reason for name, kernel in _KERNELS.items()
     "ring": ring_layout.unsupported_reason
 }
 
+_NO_KERNEL = "the platform has no fused kernel"
 _MOST_FOR_PAIRS = 8 * 2**30
 """Bytes of arrays of pairs of a query and a key up to which `auto` gathers the keys of a row."""
 
@@ -55,10 +56,11 @@ def choose_backend(spec: AttentionSpec, metadata: AttentionMetadata) -> BackendC
     wanted = spec.scores.backend
     if wanted == "xla":
         return BackendChoice("xla", "asked for")
-    names = tuple(_KERNELS) if wanted == "auto" else (wanted,)
+    of_platform = [name for name, kernel in _KERNELS.items() if metadata.platform in kernel.platforms]
+    names = of_platform if wanted == "auto" else [wanted]
     reasons = {name: _REASONS[name](spec, metadata) for name in names}
     able = next((name for name, reason in reasons.items() if reason is None), None)
-    reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items())
+    reason = "; ".join(f"{name} cannot be used: {reason}" for name, reason in reasons.items()) or _NO_KERNEL
     if wanted == "auto" and metadata.devices > 1:
         return _with_shared_positions(spec, metadata, able, reason)
     if able is not None:
@@ -154,7 +156,8 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
     choice = choose_backend(spec, AttentionMetadata.of(inputs, target_platform()))
     assert choice.backend != "ring"
-    if choice.backend != spec.scores.backend:
+    # Where nothing else could be chosen, there is nothing to tell.
+    if choice.backend != spec.scores.backend and choice.reason != _NO_KERNEL:
         _announce(choice)
     if choice.backend in _KERNELS:
         return _KERNELS[choice.backend].compute(spec, inputs)

@@ -5,7 +5,8 @@ Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,30 @@ from lm_trainer.nn.spec import AttentionSpec
 MASK_VALUE = -0.7 * 3.4028234663852886e38
 """The score of a pair that may not attend, or what is added to it: finite, so that no difference of infinities
 arises."""
+
+
+NO_SECOND_DERIVATIVE = "its gradient has no derivative, which sophia-h takes (sophia-g does not)"
+"""The reason why a kernel cannot be differentiated twice."""
+RESIDUAL = "attention_kernel"
+"""The name, for `jax.checkpoint`, of what a kernel returns and its gradient reads."""
+
+# One for all threads: programs for several devices are traced side by side.
+_twice: list[None] = []
+
+
+@contextmanager
+def differentiated_twice() -> Iterator[None]:
+    """Has models whose gradient is differentiated choose attention that can be."""
+    _twice.append(None)
+    try:
+        yield
+    finally:
+        _twice.pop()
+
+
+def is_differentiated_twice() -> bool:
+    """True inside of `differentiated_twice`."""
+    return bool(_twice)
 
 
 class AttentionInputs(NamedTuple):
@@ -45,6 +70,8 @@ class AttentionMetadata(NamedTuple):
     """Positions of one row."""
     cached: bool = False
     """True if the keys are those of a cache."""
+    twice: bool = False
+    """True if the gradient is differentiated once more."""
 
     @property
     def devices(self) -> int:
@@ -55,12 +82,15 @@ class AttentionMetadata(NamedTuple):
     def of(cls, inputs: AttentionInputs, platform: str) -> AttentionMetadata:
         """The metadata of these inputs on `platform`."""
         q_BSNH, k_BTKH, v_BTKH, _, segments_BS = inputs
-        return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], segments_BS is None)
+        cached, twice = segments_BS is None, is_differentiated_twice()
+        return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], cached, twice)
 
 
 class AttentionKernel(NamedTuple):
     """One way to compute attention."""
 
+    platforms: Collection[str]
+    """Those that it is for."""
     unsupported_reason: Callable[[AttentionSpec, AttentionMetadata], str | None]
     """Gives the reason why it cannot do what a spec says; None when it can."""
     compute: Callable[[AttentionSpec, AttentionInputs], jax.Array]

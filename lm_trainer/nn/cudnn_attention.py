@@ -8,9 +8,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionKernel, AttentionMetadata, first_reason
+from lm_trainer.nn.attention_kernel import (
+    NO_SECOND_DERIVATIVE,
+    AttentionInputs,
+    AttentionKernel,
+    AttentionMetadata,
+    first_reason,
+)
 from lm_trainer.nn.spec import AttentionSpec
 
+_PLATFORMS = ("gpu", "cuda")
 _HEAD_DIM = 128
 _MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 """The least bias in each dtype that it computes in. The kernels scale scores by log2(e), and compute differences of
@@ -20,15 +27,16 @@ two that are masked: near the largest number, both would be infinite, and their 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
     """The reason why cuDNN cannot compute attention of `spec`; None when it can."""
     name, scores = jnp.dtype(metadata.dtype).name, spec.scores
-    odd = not metadata.cached and (metadata.queries % 2 or metadata.keys % 2)
+    odd = metadata.queries > 1 and (metadata.queries % 2 or metadata.keys % 2)
     return first_reason((
-        (metadata.platform not in ("gpu", "cuda"), f"the platform is {metadata.platform}, not an NVIDIA GPU"),
+        (metadata.platform not in _PLATFORMS, f"the platform is {metadata.platform}, not an NVIDIA GPU"),
         (name not in _MASKED, f"it computes in bfloat16 or float16, not {name}"),
         (spec.head_dim % 8 != 0 or spec.head_dim > _HEAD_DIM,
          f"head_dim={spec.head_dim} is not a multiple of 8 up to {_HEAD_DIM}"),
         (bool(odd), f"rows of {metadata.keys} positions: it trains on even numbers of them only"),
         (scores.softcap is not None, "it cannot bound scores (softcap)"),
         (scores.dropout > 0, "its dropout is another one"),
+        (metadata.twice, NO_SECOND_DERIVATIVE),
         (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
         (scores.block_size is not None, "it has no use for flash_attention_block_size"),
     ))  # fmt: skip
@@ -37,10 +45,15 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:
     """Computes attention as `AttentionKernel.compute`; the bias holds the whole mask."""
     del spec
-    q_BSNH, k_BTKH, v_BTKH, bias_BNST, _ = inputs
+    q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS = inputs
     bias_BNST = jnp.maximum(bias_BNST, _MASKED[v_BTKH.dtype.name]).astype(v_BTKH.dtype)
+    # The bias says what is causal as well, but only the flag has blocks left out that are hidden, which are half of
+    # them. A window stays in the bias: before cuDNN 9.10 there is no window beside one.
+    itself = segments_BS is not None and q_BSNH.shape[1] == k_BTKH.shape[1]
     # A scale of 1: the queries are scaled already.
-    return jax.nn.dot_product_attention(q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, implementation="cudnn")
+    return jax.nn.dot_product_attention(
+        q_BSNH, k_BTKH, v_BTKH, bias_BNST, scale=1.0, is_causal=itself, implementation="cudnn"
+    )
 
 
-CUDNN = AttentionKernel(unsupported_reason, compute)
+CUDNN = AttentionKernel(_PLATFORMS, unsupported_reason, compute)

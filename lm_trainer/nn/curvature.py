@@ -21,7 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.errors import UserError
+from lm_trainer.nn.attention_kernel import differentiated_twice
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.loss_parts import LossParts, Stream, hidden_after_layers
 
@@ -42,7 +42,7 @@ def hutchinson(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> A
         A nested dict like the model's parameters, in their dtypes.
 
     Raises:
-        UserError: where the gradient goes through a kernel that has no derivative.
+        UserError: as `derivative_along`.
     """
     objective, params = _as_function(loss, model, batch, jax.random.fold_in(key, _DROPOUT))
     leaves, structure = jax.tree.flatten(params)
@@ -59,15 +59,10 @@ def derivative_along(gradient: Callable[..., Any], primals: tuple[Any, ...], tan
     """`jax.jvp` of what has a gradient inside.
 
     Raises:
-        UserError: where the gradient goes through a kernel that has no derivative.
+        UserError: where the model demands a kernel of attention, whose gradient has no derivative.
     """
-    try:
+    with differentiated_twice():
         return jax.jvp(gradient, primals, tangents)
-    except NotImplementedError as error:
-        raise UserError(
-            "sophia-h differentiates twice, but of the kernels of attention only xla's can be; write "
-            "attn_backend: xla, or optimizer.type: sophia-g"
-        ) from error
 
 
 def sign_keys(key: jax.Array, count: int) -> jax.Array:

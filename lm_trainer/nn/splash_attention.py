@@ -16,13 +16,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionKernel, AttentionMetadata, first_reason
+from lm_trainer.nn.attention_kernel import (
+    NO_SECOND_DERIVATIVE,
+    RESIDUAL,
+    AttentionInputs,
+    AttentionKernel,
+    AttentionMetadata,
+    first_reason,
+)
 from lm_trainer.nn.spec import AlibiSpec, AttentionSpec
 from lm_trainer.parallel.mesh import BATCH_AXES
 
+_PLATFORMS = ("tpu",)
 _LANES = 128
-"""Lanes of a TPU's vector registers: blocks of positions and head sizes are multiples of them."""
+"""Lanes of a TPU's vector registers: blocks of positions are multiples of them."""
 _LARGEST_BLOCK = 512
+_MOST_PARTS = 4
+"""Parts of the gradient of queries that the backward pass may write, each as large as the whole."""
+_MOST_KEYS = 512 * 1024
+"""Bytes of a block of keys, of which a chip's vector memory holds several."""
 
 
 def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str | None:
@@ -34,6 +46,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (metadata.platform != "tpu", f"the platform is {metadata.platform}, not a TPU"),
         (name not in ("bfloat16", "float32"), f"it computes in bfloat16 or float32, not {name}"),
         (isinstance(spec.positions, AlibiSpec), "it adds no bias to scores (ALiBi)"),
+        (metadata.twice, NO_SECOND_DERIVATIVE),
         (scores.dropout > 0, "it has no dropout of probabilities"),
         (metadata.cached, "it does not decode with a cache"),
         (metadata.queries != metadata.keys, "devices share the positions of a row (context_axis_size)"),
@@ -86,33 +99,39 @@ def _run(
     *,
     interpret: bool,
 ) -> jax.Array:
-    kernel = _kernel(spec, q_BSNH.shape[2], q_BSNH.shape[1], interpret=interpret)
     # With `upcast`, queries and keys are float32 and values are not, but the kernel has one dtype.
-    q_BNSH, k_BKSH, v_BKSH = (_padded(x.swapaxes(1, 2).astype(q_BSNH.dtype)) for x in (q_BSNH, k_BSKH, v_BSKH))
+    q_BNSH, k_BKSH, v_BKSH = (x.swapaxes(1, 2).astype(q_BSNH.dtype) for x in (q_BSNH, k_BSKH, v_BSKH))
+    kernel = _kernel(spec, q_BNSH, interpret=interpret)
     o_BNSH = jax.vmap(kernel)(q_BNSH, k_BKSH, v_BKSH, segments_BS)
-    return o_BNSH.swapaxes(1, 2)[..., : v_BSKH.shape[-1]].astype(v_BSKH.dtype)
+    return o_BNSH.swapaxes(1, 2).astype(v_BSKH.dtype)
 
 
-def _kernel(spec: AttentionSpec, heads: int, length: int, *, interpret: bool) -> Callable[..., jax.Array]:
+def _kernel(spec: AttentionSpec, q_BNSH: jax.Array, *, interpret: bool) -> Callable[..., jax.Array]:
     """A function of the inputs of one row."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     # The window counts the query itself, the mask of the kernel only the keys on its left.
+    heads, length = q_BNSH.shape[1:3]
     shape, window = (length, length), spec.window
     seen = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     size = _block(length, spec.scores.block_size)
+    keys = _keys_of_one_pass(length, size, window, spec.head_dim * q_BNSH.dtype.itemsize)
+    # One kernel for all gradients computes five products for each block; two of them, seven.
+    separate: dict[str, Any] = {} if keys else {"block_q_dq": size, "block_kv_dq": size}
     sizes = splash.BlockSizes(
         block_q=size,
         block_kv=size,
         block_q_dkv=size,
-        block_kv_dkv=size,
-        block_q_dq=size,
-        block_kv_dq=size,
+        block_kv_dkv=keys or size,
+        block_kv_dkv_compute=size,
+        use_fused_bwd_kernel=keys is not None,
+        **separate,
     )
     kernel: Any = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([seen] * heads),
         block_sizes=sizes,
         attn_logits_soft_cap=spec.scores.softcap,
+        residual_checkpoint_name=RESIDUAL,
         interpret=interpret,
     )
     return lambda q, k, v, segments: kernel(q, k, v, segment_ids=splash.SegmentIds(segments, segments))
@@ -125,9 +144,22 @@ def _block(length: int, size: int | None) -> int:
     return next(b for b in range(_LARGEST_BLOCK, 0, -_LANES) if length % b == 0)
 
 
-def _padded(x_BNSH: jax.Array) -> jax.Array:
-    """With zeros up to whole lanes, which add nothing to products."""
-    return jnp.pad(x_BNSH, ((0, 0), (0, 0), (0, 0), (0, -x_BNSH.shape[-1] % _LANES)))
+def _keys_of_one_pass(length: int, size: int, window: int | None, bytes_of_key: int) -> int | None:
+    """Positions of a block of keys where one kernel makes all gradients; None where two kernels do.
+
+    The one writes its part of the gradient of all queries for each such block, so there may not be many of them, and a
+    block of them must fit.
+
+    Args:
+        length: positions of a row.
+        size: those of a block of queries, which divides `length`.
+        window: of the attention, which larger blocks of keys would see less of.
+        bytes_of_key: size of a head's key.
+    """
+    blocks = length // size
+    most = blocks if window is None else 1
+    fitting = (size * n for n in range(1, most + 1) if blocks % n == 0 and blocks // n <= _MOST_PARTS)
+    return next((keys for keys in fitting if keys * bytes_of_key <= _MOST_KEYS), None)
 
 
-SPLASH = AttentionKernel(unsupported_reason, compute)
+SPLASH = AttentionKernel(_PLATFORMS, unsupported_reason, compute)

@@ -169,5 +169,5 @@ def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, me
 
 def _backends(config: RunConfig) -> Iterator[dict[str, Any]]:
     yield {"model.attn_backend": config.model.attn_backend}
-    if config.model.attn_backend in (None, "xla"):
+    if config.model.attn_backend == "xla":
         yield {"model.attn_backend": "auto"}

@@ -65,7 +65,7 @@ def _layout(each: Candidate) -> str:
         parts.append(_RECOMPUTED["full"])
     else:
         parts.append(_RECOMPUTED.get(model.remat if isinstance(model.remat, str) else "", "recomputes as configured"))
-    return "; ".join([*parts, f"attention {model.attn_backend or 'xla'}"])
+    return "; ".join([*parts, f"attention {model.attn_backend or 'auto'}"])
 
 
 def _settings(what: str, each: Candidate) -> Iterator[str]:

@@ -12,8 +12,13 @@ from typing import Any
 import jax
 
 from lm_trainer.parallel.compile_per_device import compile_on_each
+from lm_trainer.parallel.target_platform import target_platform
 
 _DIGITS = 16
+_REPEATABLE = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
+"""Platform -> options of its compiler without which two runs of one program differ. On GPUs the gradients of an
+embedding and of cuDNN's attention would be added by whichever thread comes first. On the others there is no such
+kernel."""
 logger = logging.getLogger(__name__)
 
 
@@ -25,10 +30,17 @@ class Executable:
     compiled: jax.stages.Compiled
 
     @classmethod
-    def make(cls, jitted: Any, *args: Any) -> Executable:
-        """Compiles for arguments like these, which may be shapes."""
+    def make(cls, jitted: Any, *args: Any, repeatable: bool = True) -> Executable:
+        """Compiles for arguments like these, which may be shapes.
+
+        Args:
+            jitted: the function.
+            args: like those that it will be called with.
+            repeatable: has the compiler take no kernel that adds in an order of the moment.
+        """
         traced = jitted.trace(*args)
-        return cls(traced, traced.lower().compile())
+        options = _REPEATABLE.get(target_platform()) if repeatable else None
+        return cls(traced, traced.lower().compile(options))
 
     def fingerprint(self) -> str:
         """A hash of the optimised program, without what names source lines."""

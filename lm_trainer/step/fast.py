@@ -113,7 +113,9 @@ class FastStep:
     def _program(self, state: tuple[Any, Any, Any], batch: Batch, plan: MicrobatchPlan, curvature: Any) -> Executable:
         kind = plan.batch_size, curvature is not None
         if kind not in self._programs:
-            self._programs[kind] = Executable.make(self._step, *state, batch, np.int32(0), np.float32(0), curvature)
+            self._programs[kind] = Executable.make(
+                self._step, *state, batch, np.int32(0), np.float32(0), curvature, repeatable=False
+            )
         return self._programs[kind]
 
     def compiled(self, step: int) -> bool:

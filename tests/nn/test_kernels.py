@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +17,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn import splash_attention
+from lm_trainer.nn import cudnn_attention, splash_attention
 from lm_trainer.nn.attention import Attention, causal_bias, make_context
 from lm_trainer.nn.attention_dispatch import dispatch_attention
 from lm_trainer.nn.attention_kernel import AttentionInputs
 from lm_trainer.nn.curvature import hutchinson
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, DecoderSpec, MlpSpec, ScoreSpec
+from lm_trainer.nn.spec import AttentionSpec, Backend, BlockSpec, DecoderSpec, MlpSpec, Remat, ScoreSpec
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
+from lm_trainer.parallel.target_platform import compiling_for
 from tests.nn.common import make_init
 
 B, S = 2, 256
@@ -31,10 +33,10 @@ SEGMENTS = jnp.asarray(np.stack([np.repeat([0, 1, -1], [100, 130, 26]), np.zeros
 AttentionFn = Callable[..., jax.Array]
 
 
-def operands(spec: AttentionSpec, dtype: Any) -> list[jax.Array]:
+def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array]:
     rng = np.random.default_rng(0)
     heads = (spec.num_heads, spec.kv_heads, spec.kv_heads)
-    q, k, v = (rng.standard_normal((B, S, n, spec.head_dim)) for n in heads)
+    q, k, v = (rng.standard_normal((B, length, n, spec.head_dim)) for n in heads)
     return [jnp.asarray(x, dtype) for x in (2 * spec.head_dim**-0.5 * q, k, v)]
 
 
@@ -43,24 +45,36 @@ def operands(spec: AttentionSpec, dtype: Any) -> list[jax.Array]:
     [
         (AttentionSpec(4, 64, num_kv_heads=2, window=70, scores=ScoreSpec(softcap=3.0)), jnp.float32, 3e-6),
         (AttentionSpec(2, 128, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.bfloat16, 1e-2),
+        (AttentionSpec(2, 8, num_kv_heads=1, scores=ScoreSpec(block_size=128)), jnp.float32, 3e-6),
+        (AttentionSpec(1, 8, window=200, scores=ScoreSpec(block_size=128)), jnp.float32, 3e-6),
     ],
-    ids=["window, softcap, groups, narrow heads", "one head of keys, blocks, bfloat16"],
+    ids=[
+        "window, softcap, groups, narrow heads",
+        "one head of keys, blocks, bfloat16",
+        "more keys in a block than are computed at once",
+        "a kernel for each gradient",
+    ],
 )
 def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
+    # Narrow heads have six blocks, which are more than the parts of a gradient that one kernel writes.
+    length = 3 * S if spec.head_dim == 8 else S
+    segments = jnp.tile(SEGMENTS, (1, length // S))
+
     def results(attention: AttentionFn) -> Any:
         def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
             o_BSNH = attention(*qkv)
             return jnp.sum(jnp.sin(o_BSNH.astype(jnp.float32))), o_BSNH
 
-        (_, o_BSNH), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*operands(spec, dtype))
+        run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+        (_, o_BSNH), grads = run(*operands(spec, dtype, length))
         return jax.tree.map(lambda x: np.asarray(x, np.float32), (o_BSNH, *grads))
 
     plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
-    expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(SEGMENTS, spec.window or 0)))
+    expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(segments, spec.window or 0)))
     # The kernel has masks of its own: if it read this bias, everything would be nan.
-    unread = jnp.full((1, 1, S, S), jnp.nan)
+    unread = jnp.full((1, 1, length, length), jnp.nan)
     found = results(
-        lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, SEGMENTS), interpret=True)
+        lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, segments), interpret=True)
     )
     for a, b in zip(expected, found, strict=True):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
@@ -116,12 +130,12 @@ def test_splash_lowers_for_tpus(monkeypatch):
     # `auto` goes by the platform of the process, and not by the one that is lowered for.
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     text = lowered(spec_for("auto", softcap=3.0), "tpu")
-    assert text.count("tpu_custom_call") >= 3, "forward, and backward for queries and for keys"
+    assert text.count("@tpu_custom_call") == 2, "forward, and one backward for all gradients"
     with pytest.raises(UserError, match="splash cannot be used: it has no dropout"):
         lowered(spec_for("splash", dropout=0.1), "tpu")
 
 
-def test_an_optimizer_that_differentiates_twice_is_told_to_use_xla(monkeypatch):
+def test_an_optimizer_that_differentiates_twice_takes_xla(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     rows = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
@@ -137,7 +151,8 @@ def test_an_optimizer_that_differentiates_twice_is_told_to_use_xla(monkeypatch):
         return hutchinson(loss, model, batch, jax.random.key(0))
 
     jax.eval_shape(functools.partial(estimate, "xla"), rows)
-    with pytest.raises(UserError, match="sophia-h differentiates twice"):
+    jax.eval_shape(functools.partial(estimate, "auto"), rows)
+    with pytest.raises(UserError, match="splash cannot be used: its gradient has no derivative, which sophia-h takes"):
         jax.eval_shape(functools.partial(estimate, "splash"), rows)
 
 
@@ -150,3 +165,29 @@ def test_cudnn_lowers_for_nvidia_gpus(monkeypatch):
     text = lowered(spec_for("auto"), "cuda")
     assert "@__cudnn$fmhaScaleBiasSoftmax(" in text
     assert "@__cudnn$fmhaScaleBiasSoftmaxBackward(" in text
+    assert len(re.findall(r'mask_type[^,]*"CAUSAL', text.replace("\\22", '"'))) == 2, "hidden blocks are left out"
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_cudnn_is_asked_for_the_values_of_xla(monkeypatch, window: int | None):
+    asked = functools.partial(jax.nn.dot_product_attention)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **kw: asked(*a, **{**kw, "implementation": "xla"}))
+    spec = AttentionSpec(4, 64, num_kv_heads=2, window=window)
+    (q, k, v), bias = operands(spec, jnp.bfloat16), causal_bias(SEGMENTS, window or 0)
+    found = cudnn_attention.compute(spec, AttentionInputs(q, k, v, bias, SEGMENTS))
+    expected = dispatch_attention(spec, q, k, v, bias, segments_BS=SEGMENTS)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("remat", "kernels"), [("full", 3), ("dots_no_batch", 2), ("dots", 2)])
+def test_a_kernel_runs_twice_only_where_all_is_computed_again(remat: Remat, kernels: int):
+    block = BlockSpec(AttentionSpec(1, 8, scores=ScoreSpec(backend="splash")), MlpSpec(8))
+    model = nnx.eval_shape(lambda: Decoder(DecoderSpec(16, 8, 128, (block,), remat=remat), rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+
+    def loss(params: Any, tokens_BS: jax.Array) -> jax.Array:
+        return jnp.sum(nnx.merge(graph, params)(tokens_BS, tokens_BS, tokens_BS))
+
+    with compiling_for("tpu"):
+        traced = jax.jit(jax.grad(loss)).trace(params, jax.ShapeDtypeStruct((1, 128), jnp.int32))
+        assert traced.lower(lowering_platforms=("tpu",)).as_text().count("@tpu_custom_call") == kernels

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from lm_trainer.nn.positions import alibi_slopes, apply_rope, rope_frequencies
 from lm_trainer.nn.spec import AlibiSpec, LinearScaling, RopeSpec, WavelengthScaling, YarnScaling
+from lm_trainer.parallel.target_platform import compiling_for
 
 X = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
 POSITIONS = np.array([[0, 1, 2, 0, 1], [7, 100, 5000, 3, 90]], np.int32)
@@ -20,6 +23,23 @@ def test_rotation_of_complex_numbers():
     # Position 5000 is an angle of 5000 radians, where float32 has steps of 5e-4.
     np.testing.assert_allclose(found, np.concatenate([turned.real, turned.imag], -1), atol=2e-3)
     np.testing.assert_allclose(found[0], np.concatenate([turned.real, turned.imag], -1)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "spec", [RopeSpec(100.0), RopeSpec(fraction=0.5, scaling=YarnScaling(8.0, 16, 32.0, 1.0, 1.2))]
+)
+def test_a_tpu_rotates_by_a_product_to_the_same_numbers(spec: RopeSpec, dtype: DTypeLike):
+    def rotated(x: jax.Array) -> jax.Array:
+        return apply_rope(spec, x, jnp.asarray(POSITIONS))
+
+    halves, derivative = jax.vjp(rotated, jnp.asarray(X, dtype))
+    with compiling_for("tpu"):
+        product, of_product = jax.vjp(rotated, jnp.asarray(X, dtype))
+    np.testing.assert_array_equal(np.asarray(product, np.float32), np.asarray(halves, np.float32))
+    found, expected = (np.asarray(back(halves)[0], np.float32) for back in (of_product, derivative))
+    tolerance = 1e-6 if dtype == jnp.float32 else 1e-2
+    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_products_depend_on_distances_alone():
