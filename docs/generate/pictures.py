@@ -1,0 +1,275 @@
+"""Makes the pictures of the documentation: runs the commands that their captions name, and draws what came out.
+
+    python -m docs.generate.pictures [NAME...]
+
+Each picture is written to docs/pictures/ twice, for light and dark pages. What the commands make stays in
+.pictures/ below the working directory, and is used again: remove it to run them anew. All of them take about five minutes on two
+cores.
+"""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs/pictures"
+WORK = Path(".pictures").resolve()
+
+THEMES = {
+    "light": {"ink": "#37474f", "grid": "#cfd8dc", "paper": "#ffffff"},
+    "dark": {"ink": "#cfd8e3", "grid": "#4a5568", "paper": "#1e2129"},
+}
+COLORS = ("#56b4e9", "#e69f00", "#009e73", "#d55e00", "#cc79a7")
+"""Told apart by all kinds of colour vision (Okabe and Ito 2008), on light and on dark paper."""
+
+STEPS = 200
+SETTINGS = (
+    "model.seq_len=64",
+    "model.hidden_dim=64",
+    "model.num_layers=2",
+    "data.tokenizer.vocab_size=1024",
+    "trainer.train_batch_size=16",
+    f"trainer.num_train_steps={STEPS}",
+    "trainer.steps_per_eval=20",
+    "trainer.max_eval_batches=2",
+    "trainer.checkpointer.save_interval=2s",
+)
+"""The run of the curves: configs/gpt2_nano.yaml, smaller."""
+DEVICES = (1, 2, 4, 8)
+KILLED_AT = (50, 100, 150)
+SHOWN = 48
+"""Tokens of the heat map."""
+
+
+def lmt(*arguments: str) -> str:
+    """Runs `lmt` in the folder of the pictures.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        subprocess.CalledProcessError: when it fails.
+    """
+    command = [sys.executable, "-m", "cli", *arguments]
+    return subprocess.run(command, cwd=WORK, env=_environment(), capture_output=True, text=True, check=True).stdout
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def _train(name: str, devices: int, *settings: str) -> list[str]:
+    more = (f"trainer.id={name}", f"trainer.jax_config.jax_num_cpu_devices={devices}")
+    return ["train", str(ROOT / "configs/gpt2_nano.yaml"), *SETTINGS, *more, *settings]
+
+
+def finished(name: str, devices: int, *settings: str) -> dict[int, float]:
+    """The losses of a run by step; it is trained where it has not been."""
+    if max(losses(name), default=0) < STEPS:
+        lmt(*_train(name, devices, *settings))
+    return losses(name)
+
+
+def killed() -> dict[int, float]:
+    """The losses of a run that is killed, by SIGKILL, at each of `KILLED_AT` and started again on other devices."""
+    name = "killed"
+    if max(losses(name), default=0) < STEPS:
+        for step, devices in zip(KILLED_AT, (1, 8, 2), strict=True):
+            command = [sys.executable, "-m", "cli", *_train(name, devices)]
+            process = subprocess.Popen(command, cwd=WORK, env=_environment(), stdout=subprocess.DEVNULL)
+            while process.poll() is None and max(losses(name), default=0) < step:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        lmt(*_train(name, 4))
+    return losses(name)
+
+
+def losses(name: str) -> dict[int, float]:
+    """Step -> training loss of a run, of its last attempt where several computed it."""
+    path = WORK / "logs" / name / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    found: dict[int, float] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "train/loss" in record:
+            found[record["step"]] = record["train/loss"]
+    return found
+
+
+Draw = Callable[[Any, Any, dict[str, str]], None]
+"""Draws on a figure and its axes, with the colours of a theme."""
+
+
+def save(name: str, draw: Draw, size: tuple[float, float] = (7.2, 3.4)) -> None:
+    """Draws a picture for each theme, and writes it without the date, so that the same data give the same file."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    for theme, colors in THEMES.items():
+        ink = colors["ink"]
+        style = {
+            "svg.hashsalt": name,
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+            **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
+            "axes.edgecolor": colors["grid"],
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.color": colors["grid"],
+            "legend.frameon": False,
+        }
+        with matplotlib.rc_context(style):
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure, figure.subplots(), colors)
+            PICTURES.mkdir(exist_ok=True)
+            path = PICTURES / f"{name}-{theme}.svg"
+            figure.savefig(path, transparent=True, metadata={"Date": None})
+            path.write_text(re.sub(r"[ \t]+\n", "\n", path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def curves() -> None:
+    """One line that is five: runs on 1, 2, 4 and 8 devices, and one that is killed three times on changing devices."""
+    runs = {f"{count} device{'s' * (count > 1)}": finished(f"devices-{count}", count) for count in DEVICES}
+    runs["3 kills, on 1, 8, 2, 4"] = killed()
+    reference = next(iter(runs.values()))
+    for name, found in runs.items():
+        if found != reference:
+            raise ValueError(f"the losses of the run with {name} differ; the picture would not be true")
+
+    def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
+        for index, (name, found) in enumerate(runs.items()):
+            width = 11 - 2.4 * index
+            axis.plot(list(found), list(found.values()), color=COLORS[index], linewidth=width, label=name)
+        for step in KILLED_AT:
+            axis.axvline(step, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
+            axis.annotate("kill -9", (step, max(reference.values())), xytext=(4, -4), textcoords="offset points", size=8)
+        axis.set(xlabel="step", ylabel="training loss", xlim=(1, STEPS))
+        axis.grid(alpha=0.4)
+        axis.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
+
+    save("curves", draw)
+
+
+def tokens() -> None:
+    """A heat map: the probability of each token of a held-out text, at each evaluation of the run."""
+    from lm_trainer.trackers.token_page import TokenHistory
+
+    finished("devices-1", 1)
+    history = TokenHistory.read(WORK / "logs/devices-1")
+    # The first token is given; the others are predicted.
+    texts = [history.tokens[index] for index in history.documents[0][1 : 1 + SHOWN]]
+    table = np.asarray([np.exp(np.asarray(scored[0].nll_S[:SHOWN]) / -100) for scored in history.steps.values()])
+
+    def draw(figure: Any, axis: Any, colors: dict[str, str]) -> None:
+        image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=1)
+        visible = [text.replace("\n", "\u21b5").replace(" ", "\u00b7") for text in texts]
+        axis.set_xticks(range(len(visible)), visible, rotation=90, fontsize=8, family="monospace")
+        axis.set_yticks(range(len(history.steps)), history.steps, fontsize=8)
+        axis.set_ylabel("step")
+        figure.colorbar(image, ax=axis, label="probability", fraction=0.03, pad=0.01).outline.set_visible(False)
+
+    save("tokens", draw, (8.4, 3.2))
+
+
+def ladder() -> None:
+    """The losses of a ladder, and those that were predicted for a larger size before it was run, with intervals."""
+    page = (ROOT / "benchmarks/results/2-core-epyc/ladder_nano.md").read_text(encoding="utf-8")
+    rows = {cells[0]: cells[1:] for cells in (re.split(r" *\| *", line.strip("| ")) for line in page.splitlines())}
+    measured = {name: [float(x) for x in cells] for name, cells in rows.items() if re.fullmatch(r"\d+k", name)}
+    larger = [float(x) for x in rows["273k, measured"]]
+    predicted = [[float(x) for x in re.findall(r"\d\.\d+", cell)] for cell in rows["273k, registered"]]
+    lengths = (0.5, 1.0, 2.0)
+
+    def compute(size: str) -> list[float]:
+        parameters = 1000 * float(size.rstrip("k"))
+        return [6 * parameters * 20 * length * parameters for length in lengths]
+
+    def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
+        for index, (name, found) in enumerate(measured.items()):
+            axis.plot(compute(name), found, "o-", color=COLORS[index], markersize=5, label=f"{name}, measured")
+        x = np.asarray(compute("273k"))
+        middle, low, high = np.asarray(predicted).T
+        errors = (middle - low, high - middle)
+        label = "273k, predicted before it was run (90 %)"
+        axis.errorbar(x, middle, errors, fmt="none", ecolor=colors["ink"], capsize=5, linewidth=1.5, label=label)
+        axis.plot(x, larger, "D", color=COLORS[4], markersize=6, label="273k, measured")
+        axis.set(xscale="log", xlabel="training compute, 6 N D (FLOP)", ylabel="validation loss (nats per token)")
+        axis.grid(alpha=0.4, which="both")
+        axis.legend(fontsize=8)
+
+    save("ladder", draw)
+
+
+def roofline() -> None:
+    """The parts of a training step below the limits of this machine, as `lmt bench mfu --roofline` measures them."""
+    path = WORK / "roofline.json"
+    if not path.exists():
+        path.write_text(lmt("bench", "mfu", str(ROOT / "configs/gpt2_nano.yaml"), "--roofline", "--json"))
+    found = json.loads(path.read_text(encoding="utf-8"))["roofline"]
+    peak, bandwidth = found["flops_per_second"], found["bytes_per_second"]
+
+    def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
+        intensity = np.geomspace(0.05, 1000, 200)
+        limit = np.minimum(peak, intensity * bandwidth)
+        axis.plot(intensity, limit / 1e9, color=colors["ink"], linewidth=2)
+        for index, part in enumerate(part for part in found["parts"] if part["flops"] > 0):
+            x = part["flops"] / part["num_bytes"]
+            y = min(peak, x * bandwidth) / 1e9
+            axis.plot(x, y, "o", markersize=10, color=COLORS[index % len(COLORS)])
+            axis.annotate(part["name"], (x, y), xytext=(8, -12), textcoords="offset points", size=9)
+        axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s at most")
+        axis.grid(alpha=0.4, which="both")
+
+    save("roofline", draw)
+
+
+def diff() -> None:
+    """The losses of two runs of which one has a learning rate that is larger by a thousandth: where their bits part."""
+    first = finished("devices-1", 1)
+    second = finished("other-rate", 1, "optimizer.learning_rate=8.008e-3")
+    steps = sorted(first.keys() & second.keys())
+    apart = [abs(first[step] - second[step]) for step in steps]
+    parted = next(step for step, difference in zip(steps, apart, strict=True) if difference)
+
+    def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
+        axis.plot(steps, np.maximum(apart, 1e-8), color=COLORS[3], linewidth=1.5)
+        axis.axvline(parted, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
+        text = f"step {parted}: the first bits that differ"
+        axis.annotate(text, (parted, 0.3), xytext=(6, 0), textcoords="offset points", size=9)
+        axis.set(yscale="log", xlabel="step", ylabel="difference of the losses", xlim=(1, STEPS))
+        axis.grid(alpha=0.4)
+
+    save("diff", draw, (7.2, 2.8))
+
+
+DRAWN = {function.__name__: function for function in (curves, tokens, ladder, roofline, diff)}
+
+
+def main(names: Sequence[str]) -> None:
+    """Makes the named pictures, or all of them.
+
+    Raises:
+        KeyError: for a name that is none.
+    """
+    WORK.mkdir(exist_ok=True)
+    for name in names or DRAWN:
+        DRAWN[name]()
+        print(f"made {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
