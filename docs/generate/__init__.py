@@ -16,6 +16,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "features of models": features.features,
     "keys of Levanter": levanter.levanter_keys,
     "file": repository.file_of_repository,
+    "output": repository.output,
 }
 """Generators of Markdown, by the name that a page asks for; the argument, where there is one, is a text."""
 

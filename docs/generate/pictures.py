@@ -2,12 +2,12 @@
 
     python -m docs.generate.pictures [NAME...]
 
-Each picture is written to docs/pictures/ twice, for light and dark pages. What the commands make stays in
-.pictures/ below the working directory, and is used again: remove it to run them anew. All of them take about five minutes on two
-cores.
+Each picture is written to docs/pictures/ twice, for light and dark pages. What the commands make stays in .pictures/
+below the working directory and is used again; remove it to run them anew, which takes about five minutes on two cores.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -64,8 +64,6 @@ def lmt(*arguments: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
@@ -154,9 +152,10 @@ def curves() -> None:
         for index, (name, found) in enumerate(runs.items()):
             width = 11 - 2.4 * index
             axis.plot(list(found), list(found.values()), color=COLORS[index], linewidth=width, label=name)
+        top = max(reference.values())
         for step in KILLED_AT:
             axis.axvline(step, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
-            axis.annotate("kill -9", (step, max(reference.values())), xytext=(4, -4), textcoords="offset points", size=8)
+            axis.annotate("kill -9", (step, top), xytext=(4, -4), textcoords="offset points", size=8)
         axis.set(xlabel="step", ylabel="training loss", xlim=(1, STEPS))
         axis.grid(alpha=0.4)
         axis.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
@@ -166,16 +165,22 @@ def curves() -> None:
 
 def tokens() -> None:
     """A heat map: the probability of each token of a held-out text, at each evaluation of the run."""
+    from matplotlib.colors import PowerNorm
+
     from lm_trainer.trackers.token_page import TokenHistory
 
     finished("devices-1", 1)
     history = TokenHistory.read(WORK / "logs/devices-1")
     # The first token is given; the others are predicted.
-    texts = [history.tokens[index] for index in history.documents[0][1 : 1 + SHOWN]]
-    table = np.asarray([np.exp(np.asarray(scored[0].nll_S[:SHOWN]) / -100) for scored in history.steps.values()])
+    tables = [
+        np.asarray([np.exp(np.asarray(scored[document].nll_S[:SHOWN]) / -100) for scored in history.steps.values()])
+        for document in range(len(history.documents))
+    ]
+    best = max(range(len(tables)), key=lambda document: tables[document][-1].mean())
+    table, texts = tables[best], [history.tokens[index] for index in history.documents[best][1 : 1 + SHOWN]]
 
-    def draw(figure: Any, axis: Any, colors: dict[str, str]) -> None:
-        image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=0, vmax=1)
+    def draw(figure: Any, axis: Any, _: dict[str, str]) -> None:
+        image = axis.imshow(table, aspect="auto", cmap="viridis", norm=PowerNorm(0.5, 0, 1))
         visible = [text.replace("\n", "\u21b5").replace(" ", "\u00b7") for text in texts]
         axis.set_xticks(range(len(visible)), visible, rotation=90, fontsize=8, family="monospace")
         axis.set_yticks(range(len(history.steps)), history.steps, fontsize=8)
@@ -256,7 +261,30 @@ def diff() -> None:
     save("diff", draw, (7.2, 2.8))
 
 
-DRAWN = {function.__name__: function for function in (curves, tokens, ladder, roofline, diff)}
+_TOLD = re.compile(r"run |compiled|step (1|\d*[05]0)/|step \d+:")
+
+
+def home() -> None:
+    """The output of the twelve lines on the home page: the lines of every 50th step, evaluations, and the end."""
+    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    block = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    folder = WORK / "home"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "my.yaml").write_text(block[1], encoding="utf-8")
+    command = [sys.executable, "-m", "cli", "train", "my.yaml"]
+    result = subprocess.run(
+        command, cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+    )
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    end = next(number for number, line in enumerate(lines) if line.startswith("done:"))
+    kept = [number for number, line in enumerate(lines) if number >= end or _TOLD.match(line)]
+    lines = [lines[number] for number in kept]
+    (PICTURES / "home.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+DRAWN = {function.__name__: function for function in (home, curves, tokens, ladder, roofline, diff)}
 
 
 def main(names: Sequence[str]) -> None:
@@ -268,7 +296,7 @@ def main(names: Sequence[str]) -> None:
     WORK.mkdir(exist_ok=True)
     for name in names or DRAWN:
         DRAWN[name]()
-        print(f"made {name}", flush=True)
+        sys.stderr.write(f"made {name}\n")
 
 
 if __name__ == "__main__":

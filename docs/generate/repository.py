@@ -14,3 +14,9 @@ def file_of_repository(name: str) -> str:
     text = (ROOT / name).read_text(encoding="utf-8").split("\n", 1)[1]
     text = re.sub(r"\]\(docs/", "](", text)
     return re.sub(r"\[([^]]+)\]\((?![a-z/-]+\.md|https?:|#)[^)]+\)", r"\1", text)
+
+
+def output(name: str) -> str:
+    """What a command printed when `docs.generate.pictures` ran it."""
+    text = (ROOT / "docs/pictures" / f"{name}.txt").read_text(encoding="utf-8")
+    return f"```text\n{text}```"
