@@ -105,6 +105,43 @@ def _check_files(loaded: "Loaded[RunConfig]") -> None:
         raise ConfigError(missing)
 
 
+@app.command("import")
+def import_config(
+    file: Annotated[Path, path_argument(metavar="FILE", help="A YAML, JSON, TOML or Python file.", show_default=False)],
+    framework: Annotated[
+        str | None, typer.Option("--from", metavar="NAME", help="Whose it is, where its keys do not tell.")
+    ] = None,
+    output: Annotated[
+        Path | None, path_option("--output", "-o", metavar="FILE", help="Write it here, not to the terminal.")
+    ] = None,
+) -> None:
+    """Turn a configuration of Levanter, nanoGPT, litgpt, axolotl or torchtitan into one of ours.
+
+    What has no equal here is listed with the reason, on stderr and at the top of the result. Python files are read and
+    not run.
+
+    Examples:
+        lmt config import train_gpt2.py -o my.yaml
+
+        lmt config import llama3_8b.toml --from torchtitan
+    """
+    from lm_trainer.config.imports.translate import translate
+    from lm_trainer.run.config import RunConfig
+
+    found = translate(file, RunConfig, framework)
+    for key, reason in found.lost:
+        typer.secho(f"note: {key}: {reason}", err=True, fg=typer.colors.YELLOW)
+    text = found.to_yaml(file.name)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}") from None
+    typer.echo(f"{output}: written; lmt config check {output} checks it, lmt train {output} trains", err=True)
+
+
 @app.command(context_settings=OVERRIDES)
 def plot(
     ctx: typer.Context,

@@ -1,0 +1,14 @@
+"""Configurations of other frameworks, translated: one file for each dialect, and a line in `DIALECTS`."""
+
+from __future__ import annotations
+
+from lm_trainer.config.imports.axolotl import AXOLOTL
+from lm_trainer.config.imports.base import Dialect
+from lm_trainer.config.imports.levanter import LEVANTER
+from lm_trainer.config.imports.litgpt import LITGPT
+from lm_trainer.config.imports.nanogpt import NANOGPT
+from lm_trainer.config.imports.torchtitan import TORCHTITAN
+
+DIALECTS: tuple[Dialect, ...] = (NANOGPT, TORCHTITAN, LITGPT, AXOLOTL, LEVANTER)
+
+__all__ = ["DIALECTS", "Dialect"]

@@ -1,0 +1,179 @@
+"""axolotl: one flat YAML file of a fine-tuning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_trainer.config.imports.base import (
+    AUTOMATIC,
+    COMPILED,
+    DEVICES,
+    PLACE,
+    USED,
+    Dialect,
+    Lost,
+    NoEqualError,
+    Values,
+)
+
+_QUANTIZED = Lost("weights are not kept in four or eight bits while they train; lmt plan says what fits without")
+
+
+def _base(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {"initialize_from_hf": value, "use_hf_model_config": True}
+
+
+def _datasets(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    if not isinstance(value, list) or len(value) != 1:
+        raise NoEqualError("several data sets; write each below data.configs, with data.train_weights")
+    one = value[0]
+    kind = str(one.get("type", ""))
+    found: dict[str, Any] = {}
+    if str(one.get("path", "")).endswith((".json", ".jsonl", ".parquet")) or one.get("ds_type"):
+        found["data.train_urls"] = [str(one["path"])]
+    else:
+        found |= {"data.id": one["path"], "data.splits": [one.get("split", "train")]}
+    if kind == "completion":
+        found["data.text_key"] = one.get("field", "text")
+    elif kind == "chat_template" or kind.startswith("sharegpt"):
+        found["data.format"] = {"type": "chat", "messages_field": one.get("field_messages", "messages")}
+    elif kind == "alpaca":
+        found["data.format"] = {"type": "supervised", "input_field": "instruction", "output_field": "output"}
+    else:
+        raise NoEqualError(f"rows of type {kind!r}; data.format is text, chat, supervised or ids")
+    return found
+
+
+def _adapter(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    if value != "lora":
+        raise NoEqualError(f"adapter {value}: there is lora, over weights that are not quantized")
+    return {"adapter.type": "lora"}
+
+
+def _optimizer(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    name = str(value)
+    if name.startswith("adamw") or name == "paged_adamw_32bit":
+        return {"optimizer.type": "adam"}
+    if name in ("lion", "muon", "adafactor"):
+        return {"optimizer.type": name}
+    raise NoEqualError(f"optimizer {name}; AdamW takes its place")
+
+
+def _schedule(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    if value not in ("cosine", "linear", "constant"):
+        raise NoEqualError(f"schedule {value}; see optimizer.lr_schedule")
+    return {"optimizer.lr_schedule": value}
+
+
+def _batch(value: Any, values: Values) -> dict[str, Any]:
+    return {"trainer.train_batch_size": value * values["gradient_accumulation_steps"]}
+
+
+def _bf16(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {"trainer.mp": "p=f32,c=bfloat16"} if value in (True, "auto", "full") else {}
+
+
+def _clip(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {"optimizer.max_grad_norm": value}
+
+
+def _held_out(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    if not value:
+        return {}
+    raise NoEqualError(f"{value} of the rows; data.num_validation_sequences holds a number of rows out")
+
+
+def _epochs(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    raise NoEqualError(f"{value} passes; the length is trainer.num_train_steps, in steps, 400,000 by default")
+
+
+def _tracker(value: Any, values: Values) -> dict[str, Any]:
+    if not value:
+        return {}
+    known = {"entity": values.get("wandb_entity"), "name": values.get("wandb_name")}
+    return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in known.items() if v}}}
+
+
+AXOLOTL = Dialect(
+    "axolotl",
+    frozenset({"base_model", "sequence_len", "micro_batch_size", "datasets", "sample_packing", "lora_target_linear"}),
+    {
+        "base_model": _base,
+        "model_type": USED,
+        "tokenizer_type": USED,
+        "datasets": _datasets,
+        "val_set_size": _held_out,
+        "dataset_prepared_path": "data.cache_dir",
+        "sequence_len": "model.seq_len",
+        "sample_packing": lambda value, _: {"data.packing": "best_fit"} if value else {},
+        "pad_to_sequence_len": Lost("rows have one length"),
+        "train_on_inputs": Lost("data.format says what the loss counts: mask_inputs, mask_user_turns"),
+        "adapter": _adapter,
+        "lora_r": "adapter.rank",
+        "lora_alpha": "adapter.alpha",
+        "lora_dropout": "adapter.dropout",
+        "lora_target_modules": "adapter.target_modules",
+        "lora_target_linear": USED,
+        "load_in_8bit": lambda value, _: _none(value),
+        "load_in_4bit": lambda value, _: _none(value),
+        "micro_batch_size": _batch,
+        "gradient_accumulation_steps": USED,
+        "num_epochs": _epochs,
+        "max_steps": "trainer.num_train_steps",
+        "optimizer": _optimizer,
+        "lr_scheduler": _schedule,
+        "learning_rate": "optimizer.learning_rate",
+        "weight_decay": "optimizer.weight_decay",
+        "adam_beta1": "optimizer.beta1",
+        "adam_beta2": "optimizer.beta2",
+        "max_grad_norm": _clip,
+        "warmup_steps": "optimizer.warmup",
+        "warmup_ratio": "optimizer.warmup",
+        "eval_steps": "trainer.steps_per_eval",
+        "evals_per_epoch": Lost("evaluations are every trainer.steps_per_eval steps"),
+        "saves_per_epoch": Lost(
+            "checkpoints are saved by time: trainer.checkpointer.save_interval, and keep for steps"
+        ),
+        "save_steps": lambda value, _: {"trainer.checkpointer.keep": [{"every": value}]},
+        "logging_steps": "trainer.steps_per_log",
+        "bf16": _bf16,
+        "fp16": lambda value, _: _none(value),
+        "tf32": lambda value, _: _none(value),
+        "gradient_checkpointing": "model.gradient_checkpointing",
+        "flash_attention": lambda value, _: {"model.attn_backend": "auto"} if value else {},
+        "attn_implementation": lambda _, __: {"model.attn_backend": "auto"},
+        "seed": "trainer.seed",
+        "wandb_project": _tracker,
+        "wandb_entity": USED,
+        "wandb_name": USED,
+        "wandb_watch": USED,
+        "wandb_log_model": USED,
+        "output_dir": PLACE,
+        "deepspeed": DEVICES,
+        "fsdp": DEVICES,
+        "fsdp_config": DEVICES,
+        "torch_compile": COMPILED,
+        "resume_from_checkpoint": AUTOMATIC,
+        "strict": USED,
+        "special_tokens": Lost(
+            "the tokenizer's own are taken; data.tokenizer.eos_token names the one that ends a document"
+        ),
+    },
+    {"gradient_accumulation_steps": 1},
+)
+
+
+def _none(value: Any) -> dict[str, Any]:
+    """No settings where something is off; raises NoEqualError where it is on."""
+    if value in (None, False, ""):
+        return {}
+    raise NoEqualError("not available; bf16 computes in bfloat16, and weights stay in float32")

@@ -1,0 +1,117 @@
+"""nanoGPT: a Python file whose assignments take the place of those in its train.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lm_trainer.config.imports.base import (
+    AUTOMATIC,
+    COMPILED,
+    DEVICES,
+    PLACE,
+    USED,
+    Dialect,
+    Lost,
+    NoEqualError,
+    Values,
+    precision,
+)
+
+
+def _start(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    if value == "resume":
+        raise NoEqualError("a run resumes by itself, by the same command again")
+    return {} if value == "scratch" else {"initialize_from_hf": "openai-community/" + str(value)}
+
+
+def _data(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {
+        "data.train_urls": [f"data/{value}/train.bin"],
+        "data.validation_urls": [f"data/{value}/val.bin"],
+        "data.source": {"type": "tokens", "dtype": "uint16"},
+        "data.tokenizer": "gpt2",
+    }
+
+
+def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+    return {"optimizer.min_lr_ratio": value / values["learning_rate"]}
+
+
+def _decays(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {"optimizer.lr_schedule": "cosine" if value else "constant"}
+
+
+def _decay_steps(value: Any, values: Values) -> dict[str, Any]:
+    if value != values["max_iters"]:
+        raise NoEqualError(f"the learning rate decays to the last step, not to step {value}")
+    return {}
+
+
+def _tracker(value: Any, values: Values) -> dict[str, Any]:
+    if not value:
+        return {}
+    names = {"project": values.get("wandb_project"), "name": values.get("wandb_run_name")}
+    return {"trainer.tracker": {"type": "wandb", **{key: name for key, name in names.items() if name}}}
+
+
+def _dropout(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return dict.fromkeys(("model.resid_pdrop", "model.attn_pdrop", "model.embed_pdrop"), value) if value else {}
+
+
+def _clip(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    return {"optimizer.max_grad_norm": value or None}
+
+
+NANOGPT = Dialect(
+    "nanoGPT",
+    frozenset(
+        {"n_embd", "block_size", "max_iters", "gradient_accumulation_steps", "n_layer", "eval_iters", "lr_decay_iters"}
+    ),
+    {
+        "n_layer": "model.num_layers",
+        "n_head": "model.num_heads",
+        "n_embd": "model.hidden_dim",
+        "block_size": "model.seq_len",
+        "bias": "model.use_bias",
+        "dropout": _dropout,
+        "dataset": _data,
+        "init_from": _start,
+        "batch_size": lambda value, all: {"trainer.train_batch_size": value * all["gradient_accumulation_steps"]},
+        "gradient_accumulation_steps": USED,
+        "max_iters": "trainer.num_train_steps",
+        "eval_interval": "trainer.steps_per_eval",
+        "eval_iters": "trainer.max_eval_batches",
+        "log_interval": "trainer.steps_per_log",
+        "learning_rate": "optimizer.learning_rate",
+        "min_lr": _min_lr,
+        "decay_lr": _decays,
+        "warmup_iters": "optimizer.warmup",
+        "lr_decay_iters": _decay_steps,
+        "weight_decay": "optimizer.weight_decay",
+        "beta1": "optimizer.beta1",
+        "beta2": "optimizer.beta2",
+        "grad_clip": _clip,
+        "dtype": lambda value, _: precision(value),
+        "wandb_log": _tracker,
+        "wandb_project": USED,
+        "wandb_run_name": USED,
+        "out_dir": PLACE,
+        "device": DEVICES,
+        "backend": DEVICES,
+        "compile": COMPILED,
+        "eval_only": Lost("lmt eval RUN evaluates without training"),
+        "always_save_checkpoint": AUTOMATIC,
+    },
+    {
+        **{"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "bias": False, "dataset": "openwebtext"},
+        **{"batch_size": 12, "gradient_accumulation_steps": 40, "max_iters": 600_000, "dtype": "bfloat16"},
+        **{"eval_interval": 2000, "eval_iters": 200, "learning_rate": 6e-4, "min_lr": 6e-5, "warmup_iters": 2000},
+        **{"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "decay_lr": True},
+    },
+    {"model.type": "gpt2"},
+)

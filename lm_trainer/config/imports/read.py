@@ -1,0 +1,85 @@
+"""Files of other frameworks as plain data: YAML, JSON, TOML, and Python that only assigns. Nothing in them is run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from lm_trainer.core.errors import UserError
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the data of a file, by its ending, and the lines of a Python file whose values only running it tells.
+
+    Raises:
+        UserError: when the file is not there, or is not what its ending says.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    skipped: list[str] = []
+    try:
+        if file.suffix == ".py":
+            data, skipped = _assignments(text)
+        elif file.suffix == ".toml":
+            data = tomllib.loads(text)
+        elif file.suffix == ".json":
+            data = json.loads(text)
+        else:
+            data = _yaml(text)
+    except (ValueError, SyntaxError, RecursionError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: expected a block of keys, found {type(data).__name__}")
+    return data, skipped
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:
+    """The values that a Python file assigns, as far as they follow from literals and one another, and other lines."""
+    found: dict[str, Any] = {}
+    skipped = []
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if not isinstance(statement, ast.Assign) or not isinstance(target, ast.Name):
+            skipped.append(ast.unparse(statement).splitlines()[0])
+            continue
+        try:
+            found[target.id] = _value(statement.value, found)
+        except (ValueError, ArithmeticError, TypeError):
+            skipped.append(ast.unparse(statement).splitlines()[0])
+    return found, skipped
+
+
+def _value(node: ast.expr, names: dict[str, Any]) -> Any:
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.BinOp) and (compute := _OPERATORS.get(type(node.op))):
+        left, right = _value(node.left, names), _value(node.right, names)
+        if not all(isinstance(each, int | float) for each in (left, right)):
+            raise ValueError("not arithmetic")
+        return compute(left, right)
+    return ast.literal_eval(node)

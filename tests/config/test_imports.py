@@ -1,0 +1,121 @@
+"""Configurations of other frameworks become ours: what has an equal is taken over, and all else is named."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lm_trainer.config.imports import DIALECTS
+from lm_trainer.config.imports.base import flat
+from lm_trainer.config.imports.read import read_foreign
+from lm_trainer.config.imports.translate import translate
+from lm_trainer.config.loader import load
+from lm_trainer.config.place import Place, all_keys
+from lm_trainer.core.errors import UserError
+from lm_trainer.run.config import RunConfig
+
+EXAMPLES = Path(__file__).parent / "foreign"
+CASES = {
+    # nanoGPT: 12 rows x 40 turns; a batch of 480, and its own defaults where the file says nothing.
+    "nanogpt.txt": (
+        "nanoGPT",
+        {"trainer.train_batch_size": 480, "trainer.num_train_steps": 600_000, "model.hidden_dim": 768},
+        {
+            "optimizer.min_lr_ratio": 0.1,
+            "optimizer.learning_rate": 6e-4,
+            "optimizer.warmup": 2000,
+            "model.use_bias": False,
+        },
+        ["import time", "name = 'run-' + str(time.time())", "out_dir", "device", "use_svd"],
+    ),
+    "torchtitan.toml": (
+        "torchtitan",
+        {"model.hidden_dim": 4096, "model.num_kv_heads": 8, "model.seq_len": 8192, "trainer.model_axis_size": 2},
+        {
+            "optimizer.decay": 0.8,
+            "optimizer.min_lr_ratio": 0.0,
+            "trainer.num_train_steps": 1000,
+            "data.id": "allenai/c4",
+        },
+        ["job.dump_folder", "training.local_batch_size", "activation_checkpoint.mode", "checkpoint.enable"],
+    ),
+    # 100,000,000 tokens in batches of 64 rows of 256.
+    "litgpt.yaml": (
+        "litgpt",
+        {"trainer.num_train_steps": 6103, "model.num_kv_heads": 2, "trainer.train_batch_size": 64},
+        {"optimizer.min_lr_ratio": 0.1, "optimizer.beta2": 0.95, "data.tokenizer": "bytes"},
+        ["model_config.rotary_percentage", "resume", "devices"],
+    ),
+    "axolotl.yaml": (
+        "axolotl",
+        {"initialize_from_hf": "NousResearch/Llama-3.2-1B", "adapter.rank": 16, "trainer.train_batch_size": 8},
+        {"data.packing": "best_fit", "model.attn_backend": "auto", "trainer.num_train_steps": 500},
+        ["val_set_size", "num_epochs"],
+    ),
+    "levanter.yaml": (
+        "Levanter",
+        {"trainer.train_batch_size": 64, "model.hidden_dim": 768, "optimizer.learning_rate": 6e-4},
+        {"optimizer.warmup": 0.01, "trainer.checkpointer.base_path": "ckpt"},
+        ["trainer.per_device_train_batch_size", "made_up"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_foreign_configuration_becomes_one_of_ours(name: str, tmp_path: Path) -> None:
+    dialect, some, others, lost = CASES[name]
+    # Its ending would make it a module of these tests.
+    file = tmp_path / name.replace("nanogpt.txt", "train.py")
+    file.write_text((EXAMPLES / name).read_text())
+    found = translate(file, RunConfig)
+    assert found.dialect == dialect
+    assert {*lost} <= {key for key, _ in found.lost}
+    assert all(reason for _, reason in found.lost)
+    written = tmp_path / "ours.yaml"
+    written.write_text(found.to_yaml(file.name))
+    loaded = load(written, [], RunConfig)
+    assert not loaded.notes
+    ours = flat(loaded.config.model_dump(mode="json"))
+    assert {key: ours[key] for key in (*some, *others)} == {**some, **others}
+    # Every key of the file is taken over, read by the rule of another, or named with a reason: none is lost in silence.
+    rules = next(each for each in DIALECTS if each.name == dialect).keys
+    for key in flat(read_foreign(file)[0]) if dialect != "Levanter" else ():
+        known = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
+        assert any(each in rules for each in known) or key in {each for each, _ in found.lost}, key
+
+
+def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
+    file = tmp_path / "config.py"
+    file.write_text("import os\nn_layer = 2 * 3\nn_head = n_layer // 2\nos.abort()\nn_embd = [x for x in (1,)]\n")
+    data, skipped = read_foreign(file)
+    assert data == {"n_layer": 6, "n_head": 3}
+    assert skipped == ["import os", "os.abort()", "n_embd = [x for x in (1,)]"]
+    assert len(ast.parse(file.read_text()).body) == len(data) + len(skipped)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.yaml", "x: [1", "cannot be read"),
+        ("a.toml", "x = ", "cannot be read"),
+        ("a.json", "[1]", "expected a block of keys, found list"),
+        ("a.py", "def (", "cannot be read"),
+        ("a.yaml", "colour: red", "no key tells whose configuration it is"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(name: str, text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=told):
+        translate(tmp_path / name, RunConfig)
+    (tmp_path / "b.json").write_text("{}")
+    with pytest.raises(UserError, match="there are nanoGPT, torchtitan, litgpt, axolotl, Levanter"):
+        translate(tmp_path / "b.json", RunConfig, "megatron")
+
+
+def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:
+    known = {*all_keys(Place.root(RunConfig), every=True)}
+    for dialect in DIALECTS:
+        named = {rule for rule in dialect.keys.values() if isinstance(rule, str)} | dialect.always.keys()
+        assert named <= known, dialect.name
