@@ -19,6 +19,7 @@ from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuff
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.fields import is_template, template_parts
+from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenizer import AnyTokenizer, TokenizerConfig, tokenizer_config
@@ -159,6 +160,11 @@ class SetConfig(Config):
             keys = ({"id"} | _HUB_KEYS) & self.changed_fields
             return HuggingFace(**{key: getattr(self, key) for key in keys})
         return self.source or (None if self.train_urls or self.validation_urls else Embedded())
+
+    @property
+    def gives_rows(self) -> bool:
+        """True if the source gives rows to train on, and no text."""
+        return isinstance(self.source, GrainPipeline) and self.source.elements == "rows"
 
     def shards(self, split: Split) -> list[Shard]:
         """Lists the shards of one split; [] where there is none.

@@ -13,6 +13,7 @@ from lm_trainer.data.config import DataConfig
 from lm_trainer.data.identity import DataIdentity
 from lm_trainer.data.loader import HostRows, TrainIterator, row_dataset
 from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder, TrainSet
 from lm_trainer.data.rows.row_builder import PendingEvalSet, RowBuilder
@@ -60,6 +61,11 @@ class Data:
     def train_sets(self) -> Sequence[TrainSet]:
         """The sets that are trained on, in the order of the configuration, as far as they are certain."""
         return self._train_sets.current()
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about sets whose order is not a function of the step alone, or not of this program's."""
+        return [train.rows.note for train in self.train_sets if isinstance(train.rows, GrainRows)]
 
     @property
     def complete(self) -> bool:

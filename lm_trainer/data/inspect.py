@@ -30,6 +30,7 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.plan import find_misfits, open_builds
+from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,12 @@ def inspect(config: DataConfig, name: str, first: int, count: int, chars: int = 
     """
     directory, caches = find_caches(config)
     name = full_name(caches, name)
+    if caches[name].config.gives_rows:
+        raise UserError(f"{name} is rows that a pipeline of Grain makes; there are no documents to show")
     if not caches[name].begun:
         raise UserError(f"{caches[name].url} is not built yet; run: lmt data build")
     build = open_builds(config, directory, caches)[name]
+    assert not isinstance(build, ReadyRows)
     ledger = build.look()
     if first >= ledger.num_documents:
         so_far = "" if ledger.finished else " so far; lmt data build goes on with it"

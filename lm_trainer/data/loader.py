@@ -19,8 +19,10 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data.rows.eval_set import check_rows
+from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder
+from lm_trainer.data.rows.worker import in_processes
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = Sequence[int] | Callable[[int], Sequence[int]]
@@ -41,13 +43,18 @@ class _StepSource:
         steps: range,
         closed: threading.Event,
     ):
-        self._order, self._schedule, self._rows, self._steps, self._closed = order, schedule, rows, steps, closed
+        self._order, self._schedule, self._steps, self._closed = order, schedule, steps, closed
+        self._rows = {size: np.asarray(rows(size), np.int64) for size in schedule.sizes.values}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process ends by itself, without being told.
+        return {**self.__dict__, "_closed": None}
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def __getitem__(self, index: Any) -> Batch:
-        if self._closed.is_set():
+        if self._closed is not None and self._closed.is_set():
             raise RuntimeError("the iterator of batches has been closed")
         return self._order.read(self._positions(int(index)))
 
@@ -59,8 +66,7 @@ class _StepSource:
 
     def _positions(self, index: int) -> np.ndarray:
         step = self._steps[index]
-        rows = np.asarray(self._rows(self._schedule.at(step)), np.int64)
-        return self._schedule.rows_before(step) + rows
+        return self._schedule.rows_before(step) + self._rows[self._schedule.at(step)]
 
     def __repr__(self) -> str:
         return f"steps {self._steps} of {self._schedule}"
@@ -86,6 +92,14 @@ class _RowSource:
 def row_dataset(order: TrainOrder) -> grain.MapDataset[Batch]:
     """The rows of an order that is final, as a dataset of Grain."""
     return grain.MapDataset.source(_RowSource(order))
+
+
+def _worker_processes(order: TrainOrder | GrowingOrder) -> int:
+    """Counts the processes that a pipeline of the user's asks for."""
+    if not isinstance(order, TrainOrder):
+        return 0
+    found = [train.rows.source.worker_processes for train in order.sets if isinstance(train.rows, GrainRows)]
+    return max(found, default=0)
 
 
 class TrainIterator(Iterator[Batch]):
@@ -115,13 +129,17 @@ class TrainIterator(Iterator[Batch]):
         host_rows = rows if callable(rows) else lambda _: rows
         for size in schedule.sizes.values:
             check_rows(size, host_rows(size))
-        self._order, self._steps, self._taken = order, steps, 0
+        self._order, self._schedule, self._steps, self._taken = order, schedule, steps, 0
         self._closed = closed or threading.Event()
         self._source = _StepSource(order, schedule, host_rows, steps, self._closed)
         self._grain: Any = None
+        self._shared = _worker_processes(order)
         if steps:
             options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
-            self._grain = iter(grain.MapDataset.source(self._source).to_iter_dataset(options))
+            dataset = grain.MapDataset.source(self._source).to_iter_dataset(options)
+            if self._shared:
+                dataset = in_processes(dataset, self._shared)
+            self._grain = iter(dataset)
 
     def __iter__(self) -> Self:
         return self
@@ -131,7 +149,8 @@ class TrainIterator(Iterator[Batch]):
             raise StopIteration
         batch = next(self._grain)
         self._taken += 1
-        return batch
+        # Out of the memory that is shared with workers, which may then be used again.
+        return jax.tree.map(np.array, batch) if self._shared else batch
 
     @property
     def growing(self) -> bool:
@@ -146,9 +165,19 @@ class TrainIterator(Iterator[Batch]):
         """
         return self._source.missing(self._taken)
 
-    def saved_state(self) -> dict[str, int]:
-        """The state as Grain's iterators have it: the number of the next step, from 0."""
-        return {"next_index": self._steps.start + self._taken}
+    def saved_state(self) -> dict[str, Any]:
+        """The state as Grain's iterators have it: the number of the next step, from 0, and states of pipelines."""
+        return {"next_index": self._steps.start + self._taken, **self._row_states()}
+
+    def _row_states(self) -> dict[str, Any]:
+        """The states of sets that are read in sequence, at the row that comes next of each."""
+        if not isinstance(self._order, TrainOrder):
+            return {}
+        step = self._steps.start + self._taken
+        nexts = self._order.next_rows(self._schedule.rows_before(step))
+        states = {name: rows.state_before(row) for name, rows, row in nexts if isinstance(rows, GrainRows)}
+        found = {name: state for name, state in states.items() if state is not None}
+        return {"rows": found} if found else {}
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Makes sure that a saved state is of the step at which this iterator stands.
@@ -156,11 +185,17 @@ class TrainIterator(Iterator[Batch]):
         Raises:
             UserError: where it is not.
         """
-        if state.get("next_index") != self.saved_state()["next_index"]:
+        here = self._steps.start + self._taken
+        if state.get("next_index") != here:
             raise UserError(
-                f"the batches go on after step {self.saved_state()['next_index']}, but the loader was saved after step "
+                f"the batches go on after step {here}, but the loader was saved after step "
                 f"{state.get('next_index')}: the checkpoint has been put together from two"
             )
+        if isinstance(self._order, TrainOrder):
+            states = state.get("rows", {})
+            for train in self._order.sets:
+                if isinstance(train.rows, GrainRows) and train.name in states:
+                    train.rows.restore(states[train.name])
 
     def close(self) -> None:
         """Ends the threads; those that wait end first, since Grain joins them."""

@@ -15,6 +15,7 @@ from lm_trainer.data.tokenize.open_cache import excluded_of, open_cache
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
 from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 AT_ONCE_BYTES = 2 << 20
 """Less text than this, as stored, is tokenised before anything else: it takes less time than the model does."""
@@ -67,7 +68,7 @@ def open_data(
     return data
 
 
-def _unfinished(builds: Mapping[str, Build | FinishedCache]) -> dict[str, Build]:
+def _unfinished(builds: Mapping[str, Build | FinishedCache | ReadyRows]) -> dict[str, Build]:
     """Returns the builds that are worth building in the background."""
     found = {name: build for name, build in builds.items() if isinstance(build, Build) and not build.look().finished}
     small = sum(shard.size for build in found.values() for shard in build.shards) < AT_ONCE_BYTES

@@ -219,6 +219,8 @@ def prepare(
         for note in pretrained.notes if pretrained else ():
             progress.note(note)
         with closing(open_training_data(config, progress)) as data:
+            for note in data.notes:
+                progress.note(note)
             yield _place_state(config, attempt, data, pretrained, hub_name)
 
 

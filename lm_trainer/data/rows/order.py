@@ -18,6 +18,9 @@ from lm_trainer.data.mixture import Mixture
 from lm_trainer.data.rows.chunks import Chunks, read_mixed
 from lm_trainer.data.shuffle import ShuffleConfig
 
+_AHEAD = 1024
+"""Positions among which the next row of every set is looked for."""
+
 
 class Rows(Protocol):
     """Rows of one length, each of which can be read alone."""
@@ -129,6 +132,12 @@ class TrainOrder:
             if not train.final and (rows is None or rows > train.num_rows):
                 return train, rows
         return None
+
+    def next_rows(self, position: int) -> Iterator[tuple[str, Rows, int]]:
+        """Yields (name, rows, the row that comes first at or after a position) for every set that soon has one."""
+        for here, train, draws_N in self._by_set(position + np.arange(_AHEAD)):
+            if len(here):
+                yield train.name, train.rows, int(train.locate(draws_N[:1])[0])
 
     def origins(self, positions_N: np.ndarray) -> list[RowOrigin]:
         """Returns the origins of the rows at some positions, in their order."""

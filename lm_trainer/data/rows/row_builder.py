@@ -18,10 +18,12 @@ from lm_trainer.data.formats.ids import IdsFormat
 from lm_trainer.data.rows.audio_rows import AudioRows, HeardSet, Masks, open_audio_rows
 from lm_trainer.data.rows.chunks import Chunks
 from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.order import Rows, TrainSet
 from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
-from lm_trainer.data.shuffle import seed_of
+from lm_trainer.data.shuffle import NoShuffle, seed_of
+from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.tokenize.open_cache import MissingTokens, OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
@@ -42,6 +44,8 @@ class RowBuilder:
         Raises:
             UserError: if the whole text does not make a row.
         """
+        if self.config.sets[name].gives_rows:
+            return self._ready_set(name)
         # Asked first: a cache that finishes meanwhile counts as growing once more, never the other way around.
         config, final = self.config, cache.finished
         chunks = Chunks(cache.stream, self.seq_len, self.tokenizer.eos_id)
@@ -77,6 +81,17 @@ class RowBuilder:
         rows, seed = heard.part(0, heard.num_rows - held_out), self.seed_of(name)
         augment = None if format.spec_augment is None else Masks(format.spec_augment, seed)
         return TrainSet(name, rows, rows.num_rows, self.config.shuffle_config, seed, augment=augment)
+
+    def _ready_set(self, name: str) -> TrainSet:
+        """Returns a set of rows that a pipeline of Grain makes, in its own order."""
+        config, source = self.config, self.config.sets[name].source
+        assert isinstance(source, GrainPipeline)
+        if config.of_set(config.num_validation_sequences, name) is not None:
+            raise UserError("data.num_validation_sequences: nothing can be held out of the rows of a pipeline of Grain")
+        if not config.configs and "shuffle" in config.changed_fields and config.shuffle is not False:
+            raise UserError("data.shuffle: the rows of a pipeline of Grain are read in its own order; remove the key")
+        rows = GrainRows(source, self.seq_len, self.tokenizer.vocab_size, self.tokenizer.eos_id)
+        return TrainSet(name, rows, rows.num_rows, NoShuffle(), self.seed_of(name))
 
     def seed_of(self, name: str) -> int:
         """Returns the seed of the order of one set."""

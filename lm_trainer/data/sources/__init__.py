@@ -16,6 +16,7 @@ from lm_trainer.data.sources.compression import UNPACKED, suffix
 from lm_trainer.data.sources.csv_files import CsvFiles
 from lm_trainer.data.sources.embedded import Embedded
 from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.grain_pipeline import GrainPipeline
 from lm_trainer.data.sources.hub import HuggingFace
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.sources.jsonl import JsonLines
@@ -33,6 +34,7 @@ AnySource = Annotated[
     | AudioFiles
     | CsvFiles
     | Embedded
+    | GrainPipeline
     | HuggingFace
     | InMemory
     | JsonLines

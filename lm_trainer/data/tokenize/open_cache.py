@@ -22,6 +22,7 @@ from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.progress import BuildProgress
+from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 class MissingTokens(NamedTuple):
@@ -127,7 +128,7 @@ def excluded_of(config: DataConfig) -> dict[str, Exclusion]:
 
 
 def open_cache(
-    build: Build | FinishedCache, ledger: Ledger, exclusion: Exclusion | None = None, name: str = ""
+    build: Build | FinishedCache | ReadyRows, ledger: Ledger, exclusion: Exclusion | None = None, name: str = ""
 ) -> OpenCache:
     """Opens the cache of a build, as far as the ledger goes.
 

@@ -16,11 +16,12 @@ from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ready_rows import ReadyRows
 from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer, keep_beside, prepare_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.fast import choose_backend
 
-Builds = dict[str, Build | FinishedCache]
+Builds = dict[str, Build | FinishedCache | ReadyRows]
 """By `NAME/train` and `NAME/validation`."""
 
 
@@ -107,6 +108,8 @@ def _builds(
         store, format = KvStore(cache.url), cache.config.format
         if cache.prebuilt:
             builds[name] = FinishedCache(cache.title, store, cache.shards, tokenizer, format)
+        elif cache.config.gives_rows:
+            builds[name] = ReadyRows(cache.title, store, cache.shards, tokenizer, format)
         else:
             # Not before the build begins: a directory that holds another cache stays as it is.
             on_begin = partial(keep_beside, tokenizer, KvStore(store.url.rpartition("/")[0]))
