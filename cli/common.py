@@ -132,6 +132,11 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
 
+    if config.suffix in (".py", ".toml"):
+        raise UserError(
+            f"{config}: no YAML; `lmt config import {config} -o my.yaml` turns it into a configuration of ours"
+        )
+
     from lm_trainer.config.loader import load
 
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]

@@ -155,6 +155,18 @@ def test_mistakes_on_the_command_line(config: str, arguments: list[str], stderr:
     assert (done.exit_code, done.stderr) == (2, stderr)
 
 
+def test_a_configuration_of_others_is_imported_and_pointed_to(in_tmp_path: Path) -> None:
+    Path("train.py").write_text("n_layer = 2\nn_head = 2\nn_embd = 64\nbatch_size = 8\ndevice = 'cuda'\n")
+    done = lmt("train", "train.py")
+    assert done.exit_code == 2
+    assert "`lmt config import train.py -o my.yaml`" in done.stderr
+    done = lmt("config", "import", "train.py", "-o", "my.yaml")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "note: device: all devices that are there are used" in done.stderr
+    assert lmt("config", "import", "train.py").stdout == Path("my.yaml").read_text()
+    assert lmt("config", "check", "my.yaml", "--no-files").stdout == "my.yaml: ok\n"
+
+
 def test_notes_go_to_stderr(config: str) -> None:
     Path("tracked.yaml").write_text("trainer: {tracker: {type: tensorboard, logdir: x}}", encoding="utf-8")
     done = lmt("config", "show", "tracked.yaml", "trainer.tracker.type=wandb")

@@ -133,7 +133,9 @@ def read_record(value: Any, text_key: str, fields: tuple[str, ...]) -> Row | Bad
     for name in wanted:
         if found[name] is MISSING:
             known = ", ".join(sorted(map(str, value))[:8]) or "none"
-            return bad(f"no field {name!r} (fields: {known}); {key} names the field to read")
+            pairs = {"chosen", "rejected"} <= value.keys()
+            instead = "preference pairs (DPO) are not trained on" if pairs else f"{key} names the field to read"
+            return bad(f"no field {name!r} (fields: {known}); {instead}")
     if fields:
         return Row(0, "", "", record=found)
     for name, part in found.items():
