@@ -148,7 +148,7 @@ def curves() -> None:
         if found != reference:
             raise ValueError(f"the losses of the run with {name} differ; the picture would not be true")
 
-    def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
+    def draw(figure: Any, axis: Any, colors: dict[str, str]) -> None:
         for index, (name, found) in enumerate(runs.items()):
             width = 11 - 2.4 * index
             axis.plot(list(found), list(found.values()), color=COLORS[index], linewidth=width, label=name)
@@ -158,7 +158,7 @@ def curves() -> None:
             axis.annotate("kill -9", (step, top), xytext=(4, -4), textcoords="offset points", size=8)
         axis.set(xlabel="step", ylabel="training loss", xlim=(1, STEPS))
         axis.grid(alpha=0.4)
-        axis.legend(loc="upper right", bbox_to_anchor=(1, 0.9))
+        figure.legend(loc="outside upper center", ncols=len(runs), fontsize=9, columnspacing=1.2)
 
     save("curves", draw)
 
@@ -228,16 +228,20 @@ def roofline() -> None:
     peak, bandwidth = found["flops_per_second"], found["bytes_per_second"]
 
     def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
-        intensity = np.geomspace(0.05, 1000, 200)
-        limit = np.minimum(peak, intensity * bandwidth)
-        axis.plot(intensity, limit / 1e9, color=colors["ink"], linewidth=2)
+        ridge = peak / bandwidth
+        intensity = np.geomspace(ridge / 20, ridge * 20, 200)
+        axis.plot(intensity, np.minimum(peak, intensity * bandwidth) / 1e9, color=colors["ink"], linewidth=2)
+        axis.axvline(ridge, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
+        for text, x, align in (("bound by memory", ridge / 1.1, "right"), ("bound by products", ridge * 1.1, "left")):
+            axis.annotate(text, (x, peak / 9e9), ha=align, size=9)
         for index, part in enumerate(part for part in found["parts"] if part["flops"] > 0):
             x = part["flops"] / part["num_bytes"]
             y = min(peak, x * bandwidth) / 1e9
-            axis.plot(x, y, "o", markersize=10, color=COLORS[index % len(COLORS)])
-            axis.annotate(part["name"], (x, y), xytext=(8, -12), textcoords="offset points", size=9)
+            color = COLORS[index % len(COLORS)]
+            axis.plot(x, y, "o", markersize=9, color=color, label=f"{part['name']}: {x:.0f} operations a byte")
         axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s at most")
-        axis.grid(alpha=0.4, which="both")
+        axis.grid(alpha=0.4)
+        axis.legend(loc="lower right", fontsize=8)
 
     save("roofline", draw)
 
@@ -251,11 +255,11 @@ def diff() -> None:
     parted = next(step for step, difference in zip(steps, apart, strict=True) if difference)
 
     def draw(_: Any, axis: Any, colors: dict[str, str]) -> None:
-        axis.plot(steps, np.maximum(apart, 1e-8), color=COLORS[3], linewidth=1.5)
+        axis.plot(steps, [difference or np.nan for difference in apart], color=COLORS[3], linewidth=1.5)
         axis.axvline(parted, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
         text = f"step {parted}: the first bits that differ"
-        axis.annotate(text, (parted, 0.3), xytext=(6, 0), textcoords="offset points", size=9)
-        axis.set(yscale="log", xlabel="step", ylabel="difference of the losses", xlim=(1, STEPS))
+        axis.annotate(text, (parted, 1e-2), xytext=(6, 0), textcoords="offset points", size=9)
+        axis.set(yscale="log", xlabel="step", ylabel="difference of the losses", xlim=(1, STEPS), ylim=(1e-7, 3e-2))
         axis.grid(alpha=0.4)
 
     save("diff", draw, (7.2, 2.8))
