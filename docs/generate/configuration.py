@@ -257,7 +257,9 @@ class _Renderer:
 def _table(rows: Iterable[str]) -> Iterator[str]:
     lines = list(rows)
     if lines:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *lines, "")
+        # The class lets narrow screens show each row as a paragraph.
+        yield from ('<div class="keys" markdown>', "", "| key | type | default | meaning |", "|---|---|---|---|")
+        yield from (*lines, "", "</div>", "")
 
 
 def _shared(kinds: list[dict[str, str]]) -> dict[str, str]:

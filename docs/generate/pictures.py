@@ -118,7 +118,7 @@ def save(name: str, draw: Draw, size: tuple[float, float] = (7.2, 3.4)) -> None:
 
     for theme, colors in THEMES.items():
         ink = colors["ink"]
-        style = {
+        style: dict[Any, Any] = {
             "svg.hashsalt": name,
             "svg.fonttype": "none",
             "font.family": "sans-serif",
@@ -233,7 +233,7 @@ def roofline() -> None:
         axis.plot(intensity, np.minimum(peak, intensity * bandwidth) / 1e9, color=colors["ink"], linewidth=2)
         axis.axvline(ridge, color=colors["ink"], linewidth=0.8, linestyle=(0, (3, 3)))
         for text, x, align in (("bound by memory", ridge / 1.1, "right"), ("bound by products", ridge * 1.1, "left")):
-            axis.annotate(text, (x, peak / 9e9), ha=align, size=9)
+            axis.annotate(text, (x, peak / 5e9), ha=align, size=9)
         for index, part in enumerate(part for part in found["parts"] if part["flops"] > 0):
             x = part["flops"] / part["num_bytes"]
             y = min(peak, x * bandwidth) / 1e9
