@@ -1,8 +1,8 @@
 """A model laid out for decoding on a CPU, where a few rows meet every weight once for each token.
 
 XLA:CPU copies the layers that it takes out of a stack, and packs the right side of a product anew each time. Both take
-as long as reading the weights does, which is all that has to be done. So each layer has arrays of its own, and each
-matrix lies transposed, for the left side of products.
+as long as reading the weights does, which is all that has to be done. So each layer has arrays of its own, its keys
+and values as well, and each matrix lies transposed, for the left side of products.
 
 Shape letters: M rows, I inputs of a linear map, O its outputs, V vocabulary, D hidden dimension.
 """
@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.broadcast import with_rank_of
+from lm_trainer.nn.cache import SplitKvCache
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
 
@@ -44,6 +45,7 @@ def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
         for name, child in list(vars(module).items()):
             if isinstance(child, Linear) and child.matmul is jnp.matmul:
                 setattr(module, name, _TransposedLinear(child, dtype))
+    laid_out.set_cache(SplitKvCache)
     laid_out.set_head_matmul(_head_from_the_left)
     return laid_out
 

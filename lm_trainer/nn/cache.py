@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 
 class KvCache(NamedTuple):
@@ -21,6 +22,21 @@ class KvCache(NamedTuple):
     """[L, B, C, K, H]."""
     v: jax.Array
     """[L, B, C, K, H]."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> KvCache:
+        """A cache of a shape [L, B, C, K, H]."""
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    @property
+    def capacity(self) -> int:
+        """Positions that there is room for."""
+        return self.k.shape[2]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of keys and values."""
+        return self.k.dtype
 
     def write(
         self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
@@ -36,3 +52,44 @@ class KvCache(NamedTuple):
         k = self.k.at[layer, rows_B1, positions_BT].set(k_BTKH.astype(self.k.dtype), mode="drop")
         v = self.v.at[layer, rows_B1, positions_BT].set(v_BTKH.astype(self.v.dtype), mode="drop")
         return KvCache(k, v), k[layer], v[layer]
+
+
+class SplitKvCache(NamedTuple):
+    """As `KvCache`, with arrays for each layer, in the order in which attention multiplies them: nothing is copied.
+
+    For layers that are written out, not in a loop: each takes the first arrays, and puts them behind the others.
+    """
+
+    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    """Keys and values of each layer, [B, K, C, H]."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int, int, int], dtype: DTypeLike) -> SplitKvCache:
+        """A cache of a shape [L, B, C, K, H]."""
+        count, rows, capacity, heads, size = shape
+        zeros = lambda: jnp.zeros((rows, heads, capacity, size), dtype)  # noqa: E731
+        return cls(tuple((zeros(), zeros()) for _ in range(count)))
+
+    @property
+    def capacity(self) -> int:
+        """Positions that there is room for."""
+        return self.layers[0][0].shape[2]
+
+    @property
+    def dtype(self) -> DTypeLike:
+        """Of keys and values."""
+        return self.layers[0][0].dtype
+
+    def write(
+        self, layer: jax.Array | int, positions_BT: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array
+    ) -> tuple[SplitKvCache, jax.Array, jax.Array]:
+        """As `KvCache.write`, for the layers in turn."""
+        del layer
+        rows_B1 = jnp.arange(positions_BT.shape[0])[:, None]
+        first, *others = self.layers
+        # The index of the heads lies between those of rows and positions, so that theirs come first in the update.
+        k, v = (
+            old.at[rows_B1, :, positions_BT].set(new.astype(old.dtype), mode="drop")
+            for old, new in zip(first, (k_BTKH, v_BTKH), strict=True)
+        )
+        return SplitKvCache((*others, (k, v))), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)

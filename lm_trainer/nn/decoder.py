@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention import make_cache_context, make_context
 from lm_trainer.nn.attention_dispatch import goes_round
-from lm_trainer.nn.cache import KvCache
+from lm_trainer.nn.cache import KvCache, SplitKvCache
 from lm_trainer.nn.init import Initializer
 from lm_trainer.nn.linear import dropout
 from lm_trainer.nn.moe import RouterStats
@@ -86,10 +86,15 @@ class Decoder(nnx.Module):
         head = {"vocab": spec.vocab_size, "embed": spec.hidden_dim}
         self.head = None if spec.head.tied else init.normal(head)
         self.head_matmul: HeadMatmulFn = _head_matmul
+        self.new_cache: Callable[[tuple[int, int, int, int, int], DTypeLike], Any] = KvCache.empty
 
     def set_head_matmul(self, matmul: HeadMatmulFn) -> None:
         """Computes the product of the head by `matmul` from now on."""
         self.head_matmul = matmul
+
+    def set_cache(self, kind: type[KvCache | SplitKvCache]) -> None:
+        """Keeps keys and values in a cache of this kind from now on."""
+        self.new_cache = kind.empty
 
     def __call__(
         self,
@@ -195,7 +200,7 @@ class Decoder(nnx.Module):
         attention = self.spec.blocks[0].attention
         # One array for all layers: their heads agree in number and size, whatever else differs between them.
         shape = (len(self.spec.blocks), batch_size, capacity, attention.kv_heads, attention.head_dim)
-        return KvCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return self.new_cache(shape, dtype)
 
     def decode(self, tokens_BT: jax.Array, positions_BT: jax.Array, cache: KvCache) -> tuple[jax.Array, KvCache]:
         """Goes on from a cache with the numbers of a full forward pass: logits, float32 [B, T, V], and the new cache.
@@ -212,8 +217,8 @@ class Decoder(nnx.Module):
         rows are filled up on the right with any tokens at the positions that follow; what is returned there means
         nothing, and a later call overwrites what they left in the cache.
         """
-        x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.k.dtype)
-        context = make_cache_context(self.spec.blocks, positions_BT, cache.k.shape[2])
+        x_BTD = self.embed(tokens_BT, positions_BT).astype(cache.dtype)
+        context = make_cache_context(self.spec.blocks, positions_BT, cache.capacity)
         x_BTD, filled, _ = run_blocks(self.spec, self.blocks, x_BTD, context, cache=cache)
         assert filled is not None
         return self.final_norm(x_BTD), filled

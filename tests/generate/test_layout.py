@@ -20,7 +20,7 @@ OTHERS = [name for name in TINY if name not in ("gpt2", "gemma3")]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_logits_and_cache_are_those_of_the_model(family: str) -> None:
+def test_logits_are_those_of_the_model(family: str) -> None:
     assert_alike(built(family))
 
 
@@ -53,18 +53,17 @@ def assert_alike(model: Decoder) -> None:
     fast = for_decoding(model)
     assert not [path for path, module in nnx.iter_modules(fast) if isinstance(module, Linear)]
     assert [path for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]
-    for (expected, before), (found, after) in zip(two_steps(model), two_steps(fast), strict=True):
+    for found, expected in zip(two_steps(fast), two_steps(model), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), after, before)
 
 
-def two_steps(model: Decoder):
-    """Logits and cache after a few tokens of each row, and after one more."""
+def two_steps(model: Decoder) -> list[np.ndarray]:
+    """Logits after a few tokens of each row, and after one more, which reads the cache."""
     cache, steps = model.init_cache(3, 8), []
     for first, last in ((0, 4), (4, 5)):
         positions = np.broadcast_to(np.arange(first, last), (3, last - first))
         logits, cache = step(model, TOKENS[:, first:last], positions, cache)
-        steps.append((np.asarray(logits), cache))
+        steps.append(np.asarray(logits))
     return steps
 
 

@@ -187,6 +187,12 @@ def test_the_watchdog_alerts(tmp_path: Path) -> None:
     assert '"alert": "no_progress"' in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_a_line_of_a_shell_is_refused_with_what_to_write() -> None:
+    with pytest.raises(ValidationError, match=r">> is for a shell, .*write: sh -c 'cat >> told'"):
+        AlertsConfig(command="cat >> told")
+    assert AlertsConfig(command="sh -c 'cat >> told'").command == "sh -c 'cat >> told'"
+
+
 class TestRules:
     def test_so_many_steps_in_a_row(self) -> None:
         check = open_rules(AlertsConfig(stop=({"above": 5, "steps": 3},)).stop)  # type: ignore[arg-type]

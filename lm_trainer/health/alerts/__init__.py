@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.health.alerts.base import AlertKind
@@ -16,6 +17,8 @@ from lm_trainer.health.alerts.memory import DeviceMemory
 from lm_trainer.health.alerts.non_finite import NonFinite
 from lm_trainer.health.alerts.rules import Rule
 from lm_trainer.health.alerts.step_time import StepTime
+
+_OF_A_SHELL = {"|", "||", "&", "&&", ";", "<", ">", ">>", "2>", "2>&1"}
 
 
 class AlertsConfig(Config):
@@ -42,6 +45,15 @@ class AlertsConfig(Config):
     """Command that is run for each alert, with a JSON object on its standard input: `run`, `run_dir`, `time`, `step`,
     `alert`, `message`, `metrics`. It is no line of a shell; its arguments are separated by spaces, as in
     `./notify --to me`."""
+
+    @field_validator("command")
+    @classmethod
+    def _is_no_line_of_a_shell(cls, command: str | None) -> str | None:
+        for word in shlex.split(command or ""):
+            if word in _OF_A_SHELL:
+                line = shlex.quote(command or "")
+                raise ValueError(f"{word} is for a shell, and the command runs without one; write: sh -c {line}")
+        return command
 
     @property
     def kinds(self) -> Mapping[str, AlertKind]:
