@@ -1,11 +1,12 @@
 """The cost of elastic determinism: step time, memory and traffic of `elastic` and `layerwise` steps against `fast`.
 
 All train the same model with the same global batch, and take turns step by step, so that a machine whose speed drifts
-slows them all. `fast` computes a device's rows at once, or, as the second twin, in the microbatches of `elastic`. The
-inside of layers is kept for the gradient, but by `layerwise` and by the twin of `elastic` that computes it again too.
+slows them all; they hand the state on to one another. `fast` computes a device's rows at once, or, as another kind, in
+the microbatches of `elastic`. The inside of layers is kept for the gradient, but by the kinds that compute it again.
 
-    python benchmarks/elastic_cost.py                  # 1, 2, 4 and 8 emulated devices, or as many GPUs as there are
-    python benchmarks/elastic_cost.py --devices 1 --results benchmarks/results/elastic_cost.md
+    python -m benchmarks.elastic_cost                  # 1, 2, 4 and 8 emulated devices, or as many GPUs as there are
+    python -m benchmarks.elastic_cost --devices 1 --results benchmarks/results/elastic_cost.md
+    python -m benchmarks.elastic_cost --shape llama-30m --batch 8 --kinds elastic layerwise fast
 
 Emulated devices share the cores of the machine: with more devices than cores, times show the overhead of dividing the
 work, not its gain.
@@ -15,23 +16,30 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-VOCAB = 2048
+from benchmarks.peers.shapes import SHAPES, Shape
+from benchmarks.setting import load
+
+SELF = [sys.executable, "-m", "benchmarks.elastic_cost"]
+RECOMPUTING = ", recomputing"
 KINDS: dict[str, dict[str, Any]] = {
     "elastic": {},
-    "elastic, recomputing": {"recompute": True},
     "layerwise": {"determinism": "layerwise"},
     "fast": {"determinism": "fast"},
     "fast in microbatches": {"determinism": "fast", "microbatches": True},
+    "elastic, recomputing": {},
+    "layerwise, recomputing": {"determinism": "layerwise"},
+    "fast, recomputing": {"determinism": "fast"},
 }
 
 
@@ -40,6 +48,8 @@ class Cost:
     """The cost of one kind of step on some devices."""
 
     seconds: list[float]
+    cpu: list[float]
+    """Seconds of all threads of the process, in the same steps."""
     temporary: float
     """Temporary bytes on each device, of the program that takes most."""
     planned: int
@@ -49,48 +59,62 @@ class Cost:
 
 
 def plan(kind: str, devices: int, size: argparse.Namespace) -> Any:
-    """The program of a GPT-2 of `size`."""
+    """The program of the model of `size`."""
     import jax
 
     from lm_trainer.run.config import RunConfig
     from lm_trainer.run.program import build_program
 
-    settings = dict(KINDS[kind])
-    recompute = settings.pop("recompute", False)
+    settings, shape = dict(KINDS[kind]), shape_of(size)
     rows = {"per_device_parallelism": size.batch // 8} if settings.pop("microbatches", False) else {}
-    model = {"type": "gpt2", "seq_len": size.seq_len, "hidden_dim": size.hidden, "num_layers": size.layers}
+    llama = {"num_kv_heads": shape.kv_heads, "intermediate_dim": shape.mlp_width}
     config = RunConfig.model_validate(
         {
             "model": {
-                **model,
-                "num_heads": size.hidden // 64,
+                "type": shape.family,
+                "seq_len": shape.seq_len,
+                "hidden_dim": shape.width,
+                "num_layers": shape.layers,
+                "num_heads": shape.heads,
                 "scan_layers": True,
-                "gradient_checkpointing": recompute,
+                "gradient_checkpointing": kind.endswith(RECOMPUTING),
+                **(llama if shape.family == "llama" else {}),
             },
             "data": {"tokenizer": "bytes"},
             "trainer": {"train_batch_size": size.batch, "mp": size.mp, **rows, **settings},
             "optimizer": {"type": "adam", "learning_rate": 1e-3},
         }
     )
-    return build_program(config, VOCAB, jax.devices()[:devices])
+    return build_program(config, shape.vocab, jax.devices()[:devices])
 
 
-def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
-    """A function that runs one step and returns how many seconds it took."""
-    import jax
+def shape_of(size: argparse.Namespace) -> Shape:
+    """The model that the options ask for."""
+    own = Shape("gpt2", size.layers, size.hidden, size.hidden // 64, seq_len=size.seq_len, rows=size.batch, vocab=2048)
+    return replace(SHAPES[size.shape], seq_len=size.seq_len, rows=size.batch) if size.shape else own
 
+
+def batch_of(size: argparse.Namespace) -> Any:
+    """Random rows for the model."""
     from lm_trainer.profile.workload import random_batch
 
-    batch = random_batch(size.batch, size.seq_len, VOCAB)
-    program.step.compile(batch)
-    placed, state = program.step.put(batch), program.init()
+    shape = shape_of(size)
+    return random_batch(size.batch, shape.seq_len, shape.vocab)
 
-    def run() -> float:
-        nonlocal state
-        started = time.perf_counter()
+
+def step_of(program: Any, size: argparse.Namespace) -> Callable[[Any], tuple[Any, float, float]]:
+    """A function that takes a state one step further, and tells how many seconds and CPU seconds it took."""
+    import jax
+
+    batch = batch_of(size)
+    program.step.compile(batch)
+    placed = program.step.put(batch)
+
+    def run(state: Any) -> tuple[Any, float, float]:
+        started, used = time.perf_counter(), time.process_time()
         state, metrics = program.step(state, placed, 1e-3)
         jax.block_until_ready((state.params, metrics))
-        return time.perf_counter() - started
+        return state, time.perf_counter() - started, time.process_time() - used
 
     return run
 
@@ -98,30 +122,34 @@ def steps_of(program: Any, size: argparse.Namespace) -> Callable[[], float]:
 def measure(devices: int, size: argparse.Namespace) -> dict[str, Cost]:
     """All kinds on some devices, in turn."""
     # On 8 devices each has one microbatch: both kinds of `fast` are the same there.
-    kinds = [kind for kind in KINDS if not (kind == "fast in microbatches" and devices == 8)]
+    kinds = [kind for kind in size.kinds if not (kind == "fast in microbatches" and devices == 8)]
     programs = {kind: plan(kind, devices, size) for kind in kinds}
-    runs = {kind: steps_of(program, size) for kind, program in programs.items()}
+    state = programs[kinds[0]].init()
+    runs = {kind: step_of(program, size) for kind, program in programs.items()}
     for run in runs.values():
         # The first compiles what the others reuse.
-        run()
-        run()
+        for _ in range(2):
+            state, _, _ = run(state)
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(size.pairs):
         # Every other turn backwards, so that no kind always follows the same one.
         for kind in kinds if turn % 2 else reversed(kinds):
-            seconds[kind].append(runs[kind]())
-    return {kind: Cost(seconds[kind], *read_off(program, size)) for kind, program in programs.items()}
+            state, taken, used = runs[kind](state)
+            seconds[kind].append(taken)
+            cpu[kind].append(used)
+    return {kind: Cost(seconds[kind], cpu[kind], *read_off(program, size)) for kind, program in programs.items()}
 
 
 def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[str, float]]:
     """Figures of the compiled programs of a step: `temporary`, `planned` and `sent` of `Cost`."""
     import jax
 
-    from lm_trainer.plan.memory import ProgramBytes, phase_bytes, state_bytes
     from lm_trainer.profile.collectives import bytes_sent
-    from lm_trainer.profile.workload import random_batch
+    from lm_trainer.step.memory import ProgramBytes, phase_bytes, state_bytes
+    from lm_trainer.step.state import abstract_state
 
-    step, batch = program.step, random_batch(size.batch, size.seq_len, VOCAB)
+    step, batch = program.step, batch_of(size)
     plan = step.plans.at(0)
     phases = [*step.phases(batch, plan, jax.default_backend())]
     compiled = {phase.program.name: phase.program.compile() for phase in phases}
@@ -132,7 +160,7 @@ def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[s
     programs = {name: ProgramBytes.of(executable) for name, executable in compiled.items()}
     rows = plan.per_shard(program.sharding.mesh) * plan.rows
     held = {
-        "state": sum(state_bytes(program.init()).values()),
+        "state": sum(state_bytes(abstract_state(program.model.shapes, program.tx, program.sharding)).values()),
         "batch": rows * sum(x.nbytes for x in jax.tree.leaves(batch)) // size.batch,
     }
     peak = max(phase.bytes for phase in phase_bytes(phases, programs, held))
@@ -141,7 +169,7 @@ def read_off(program: Any, size: argparse.Namespace) -> tuple[float, int, dict[s
 
 def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
     """The most memory that a device held over some steps, where the backend tells; in a process of its own."""
-    command = [sys.executable, __file__, "--peak-of", kind, "--devices", str(devices), *size.shape]
+    command = [*SELF, "--peak-of", kind, "--devices", str(devices), *size.given]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
@@ -149,12 +177,12 @@ def peak_bytes(kind: str, devices: int, size: argparse.Namespace) -> float:
 def table(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     """Each number of devices in a process of its own: more devices than are used are more threads than are used."""
     yield (
-        "| devices | step | median ms | spread ms | against fast | against elastic | temporary MiB | planned MiB "
-        "| peak MiB | sent MiB | of a ring's |"
+        "| devices | step | median ms | spread ms | CPU ms | time / fast | CPU / fast | time / elastic | CPU / elastic "
+        "| temporary MiB | planned MiB | peak MiB | sent MiB | of a ring's |"
     )
-    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     for devices in counts:
-        command = [sys.executable, __file__, "--rows-of", str(devices), *size.shape]
+        command = [*SELF, "--rows-of", str(devices), *size.given]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         yield from done.stdout.splitlines()
 
@@ -167,24 +195,31 @@ def rows(devices: int, size: argparse.Namespace) -> Iterator[str]:
     costs = measure(devices, size)
     ring = 2 * (devices - 1) / devices * parameter_bytes(size)
     for kind, cost in costs.items():
-        fast, elastic = (
-            statistics.median(a / b for a, b in zip(cost.seconds, costs[other].seconds, strict=True))
-            for other in ("fast", "elastic")
+        # What computes again is compared with what does.
+        others = [costs.get(other + RECOMPUTING * kind.endswith(RECOMPUTING)) for other in ("fast", "elastic")]
+        ratios = " | ".join(
+            f"{against(cost.seconds, other.seconds)} | {against(cost.cpu, other.cpu)}" if other else "- | -"
+            for other in others
         )
         low, _, high = statistics.quantiles(cost.seconds, n=4)
         sent = sum(cost.sent.values())
         peak = f"{peak_bytes(kind, devices, size) / 2**20:,.0f}" if with_peak else "-"
         yield (
             f"| {devices} | {kind} | {1e3 * statistics.median(cost.seconds):.1f} "
-            f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {fast:.3f} | {elastic:.3f} "
+            f"| {1e3 * low:.1f} to {1e3 * high:.1f} | {1e3 * statistics.median(cost.cpu):.1f} | {ratios} "
             f"| {cost.temporary / 2**20:,.1f} | {cost.planned / 2**20:,.1f} | {peak} | {sent / 2**20:,.2f} "
             f"| {f'{sent / ring:.2f}' if ring else '-'} |"
         )
 
 
+def against(values: Sequence[float], others: Sequence[float]) -> str:
+    """The median over the turns of a value by the other one of the same turn."""
+    return f"{statistics.median(a / b for a, b in zip(values, others, strict=True)):.3f}"
+
+
 def parameter_bytes(size: argparse.Namespace) -> float:
     """Bytes of all parameters in the dtype in which devices send them."""
-    shapes = plan("elastic", 1, size).model.shapes.values()
+    shapes = plan(size.kinds[0], 1, size).model.shapes.values()
     return float(sum(x.size * x.dtype.itemsize for x in shapes))
 
 
@@ -197,16 +232,17 @@ def report(counts: Sequence[int], size: argparse.Namespace) -> Iterator[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "optax"))
     yield "# What elastic determinism costs"
     yield ""
-    yield f"`python benchmarks/elastic_cost.py {' '.join(size.shape)}` on {device.device_kind} ({device.platform}),"
+    yield f"`{shlex.join(['python', '-m', *SELF[2:], *size.given])}` on {device.device_kind} ({device.platform}),"
     yield f"{platform.platform()}, {available_cores()} CPU cores; Python {platform.python_version()}, {packages}."
-    yield f"Commit {commit()}. GPT-2 of {size.layers} layers and width {size.hidden}, {size.mp}, with"
-    yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.batch} rows of {size.seq_len} tokens;"
-    yield f"{size.pairs} steps of each kind in turn."
+    yield f"Commit {commit()}. {shape_of(size).describe()}; {size.mp}, with"
+    yield f"{parameter_bytes(size) / 2**20:.1f} MiB of parameters; {size.pairs} steps of each kind in turn."
+    yield load("at the start")
     yield ""
     yield from table(counts, size)
     yield ""
-    yield "Times: medians and quartiles; `against fast` and `against elastic` are medians over the turns of a step's"
-    yield "time by that of the other in the same turn. Temporary memory: XLA's, of the largest program. Planned: the"
+    yield "Times: medians and quartiles; the columns of ratios are medians over the turns of a step's time, or of the"
+    yield "CPU time of all threads, by that of the other kind in the same turn; kinds that compute the inside of layers"
+    yield "again are compared with those that do so too. Temporary memory: XLA's, of the largest program. Planned: the"
     yield "most that a device holds, as `lmt plan` counts it. Sent: by each device in a step, read from the compiled"
     yield "programs; a ring sends 2 (n - 1) / n times the parameters, to gather them and to add gradients. Layer by"
     yield "layer they are gathered for the forward and for the backward pass."
@@ -230,13 +266,17 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shape", choices=list(SHAPES), help="one of benchmarks/peers, in place of these two")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--mp", default="f32", help="as trainer.mp")
     parser.add_argument("--results", type=Path, help="write the report to this file as well")
     parser.add_argument("--rows-of", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--peak-of", choices=list(KINDS), help=argparse.SUPPRESS)
     size = parser.parse_args()
-    names = ("pairs", "batch", "seq_len", "hidden", "layers", "mp")
-    size.shape = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
+    model = ("shape",) if size.shape else ("hidden", "layers")
+    names = ("pairs", "batch", "seq_len", *model, "mp")
+    size.given = [part for name in names for part in (f"--{name.replace('_', '-')}", str(getattr(size, name)))]
+    size.given += ["--kinds", *size.kinds]
 
     from lm_trainer.core.runtime import prepare_process
 
@@ -249,9 +289,10 @@ def main() -> None:
         print(*rows(size.rows_of, size), sep="\n")
         return
     if size.peak_of:
-        run = steps_of(plan(size.peak_of, size.devices[0], size), size)
+        program = plan(size.peak_of, size.devices[0], size)
+        run, state = step_of(program, size), program.init()
         for _ in range(4):
-            run()
+            state, _, _ = run(state)
         stats = [device.memory_stats() for device in jax.devices()[: size.devices[0]]]
         print(max(s["peak_bytes_in_use"] for s in stats))
         return

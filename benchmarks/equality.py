@@ -1,10 +1,13 @@
 """Checks that runs are equal bit for bit on any devices and processes: a table of hashes, and runs drawn at random.
 
 The table trains one tiny model for 50 steps on each division into processes and devices, by `lmt launch local`, and
-compares the loss of every step and all weights at the end. The random runs are those of tests/step/random_runs.py,
-each on one device and on another mesh. Results are kept as they come, and a second start goes on after them.
+compares the loss of every step and all weights at the end. With `--killed` its last row is a run whose processes are
+killed every few steps, and which goes on with other processes and devices each time. The random runs are those of
+tests/step/random_runs.py, each on one device and on another mesh. Results are kept as they come, and a second start
+goes on after them.
 
     python benchmarks/equality.py --out benchmarks/results/equality.md
+    python benchmarks/equality.py --killed --determinism layerwise --out ...
     python benchmarks/equality.py --shapes 30 --families 30 --out ...
 """
 
@@ -16,9 +19,11 @@ import json
 import os
 import platform
 import pydoc_data.topics
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +75,11 @@ DIVISIONS: list[tuple[int, int, tuple[str, ...]]] = [
 ]
 """Processes, devices in each, and how the state lies on them."""
 
+CHANGES = [(1, 1), (1, 3), (2, 2), (1, 6), (4, 1), (1, 7), (2, 4)]
+"""Processes and devices in each, one after the other, of the run that is killed."""
+KEPT = 3
+"""Steps between its checkpoints."""
+
 
 def write_run(directory: Path) -> Path:
     topics = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
@@ -83,22 +93,79 @@ def write_run(directory: Path) -> Path:
 
 def train(config: Path, processes: int, devices: int, overrides: tuple[str, ...]) -> dict[str, str]:
     """One run in a directory of its own, and the hashes of what came out."""
+    directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
+    directory.mkdir()
+    finish(launch(config, directory, processes, devices, overrides))
+    return hashes_of(directory)
+
+
+def train_killed(config: Path) -> dict[str, str]:
+    """One run that is killed on one division into processes and devices after the other."""
+    directory = config.parent / "killed"
+    directory.mkdir()
+    metrics, began = directory / "logs" / "run" / "metrics.jsonl", []
+    keep = (f"trainer.checkpointer.keep=[{{every: {KEPT}}}]",)
+    for number, (processes, devices) in enumerate(CHANGES):
+        began.append(f"{processes} x {devices} from {newest_checkpoint(directory)}")
+        launcher = launch(config, directory, processes, devices, keep)
+        if number + 1 == len(CHANGES):
+            finish(launcher)
+            return {"state": f"killed: {', '.join(began)}", **hashes_of(directory)}
+        target = STEPS * (number + 1) // len(CHANGES)
+        while launcher.poll() is None and not (last_step(metrics) >= target <= newest_checkpoint(directory) + KEPT):
+            time.sleep(0.005)
+        if launcher.poll() is None:
+            # The launcher would ask them to stop, and they would save.
+            for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        output = launcher.communicate()[0]
+        if f"signal {int(signal.SIGKILL)}" not in output and "SIGKILL" not in output:
+            raise SystemExit(f"the run on {processes} x {devices} devices ended before it was killed:\n{output}")
+    raise AssertionError("the last one returns")
+
+
+def launch(
+    config: Path, directory: Path, processes: int, devices: int, overrides: tuple[str, ...]
+) -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", "cli", "launch", "local", str(config), "-n", str(processes)]
+    return subprocess.Popen(
+        [*program, "--devices-per-process", str(devices), *overrides],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(launcher: subprocess.Popen[str]) -> None:
+    output = launcher.communicate()[0]
+    if launcher.returncode:
+        raise SystemExit(f"{launcher.args} ended with {launcher.returncode}:\n{output}")
+
+
+def newest_checkpoint(directory: Path) -> int:
+    return max((int(path.name) for path in directory.glob("checkpoints/run/*") if path.name.isdigit()), default=0)
+
+
+def last_step(metrics: Path) -> int:
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    # The last line may be half written.
+    steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+    return steps[-1] if steps else 0
+
+
+def hashes_of(directory: Path) -> dict[str, str]:
+    """The hashes of what a finished run has written."""
     from lm_trainer.core.tree import named_leaves
     from lm_trainer.run.saved_model import load_model
 
-    directory = config.parent / "-".join([str(processes), str(devices), *overrides]).replace("/", "_")
-    directory.mkdir()
-    program = [sys.executable, "-m", "cli", "launch", "local", str(config), "-n", str(processes)]
-    command = [*program, "--devices-per-process", str(devices), *overrides]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     log = directory / "logs" / "run"
     # Numbers stay text, so that the hash is that of the digits in the file.
     lines = [json.loads(line, parse_float=str) for line in (log / "metrics.jsonl").read_text().splitlines()]
-    keys = ("step", "train/loss", "optim/grad_norm", "eval/loss")
-    series = [[line[key] for key in keys if key in line] for line in lines]
+    keys = ("train/loss", "optim/grad_norm", "eval/loss")
+    # A run that saves more often has more lines, of fingerprints.
+    series = [[line["step"], *(line.get(key) for key in keys)] for line in lines if any(key in line for key in keys)]
     weights = hashlib.sha256()
     for name, x in sorted(named_leaves(load_model(directory / "checkpoints" / "run").params).items()):
         weights.update(name.encode() + x.tobytes())
@@ -186,6 +253,7 @@ def main() -> None:
         parser.add_argument(f"--{kind}", type=int, default=0, help=f"number of runs of {drawn}")
     parser.add_argument("--steps", type=int, default=4, help="steps of each run drawn at random")
     parser.add_argument("--no-table", action="store_true", help="leave the table of processes and devices out")
+    parser.add_argument("--killed", action="store_true", help="of the table one device, and the run that is killed")
     parser.add_argument("--determinism", choices=("elastic", "layerwise"), default="elastic", help="of the table")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
     arguments = parser.parse_args()
@@ -206,11 +274,14 @@ def main() -> None:
         RUN["trainer"]["determinism"] = arguments.determinism
         config = write_run(Path(scratch))
         turns = [(2, 2, ("trainer.microbatches_per_gather=1",))] if arguments.determinism == "layerwise" else []
-        for processes, devices, state in () if arguments.no_table else [*DIVISIONS, *turns]:
+        divisions = DIVISIONS[:1] if arguments.killed else [*DIVISIONS, *turns]
+        for processes, devices, state in () if arguments.no_table else divisions:
             key = f"table/{processes}x{devices} {' '.join(state)}"
             if key not in known:
                 hashes = train(config, processes, devices, state)
                 write(key, {"processes": processes, "devices": devices, "state": " ".join(state), **hashes})
+        if arguments.killed and "table/killed" not in known:
+            write("table/killed", {"processes": "several", "devices": "several", **train_killed(config)})
     for kind in KINDS:
         random_runs(kind, getattr(arguments, kind), arguments.steps, write, known)
     arguments.out.write_text(report(known))

@@ -78,7 +78,7 @@ def _peers(shape: str, options: list[str]) -> list[str]:
 
 
 def _elastic_cost(small: bool) -> list[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/elastic_cost.py"), "--devices", "1"]
+    command = [sys.executable, "-m", "benchmarks.elastic_cost", "--devices", "1"]
     if small:
         return [*command, "--pairs", "2", "--batch", "8", "--seq-len", "16", "--hidden", "64", "--layers", "1"]
     shape = ["--batch", "128", "--seq-len", "1024", "--hidden", "768", "--layers", "12", "--mp", "p=f32,c=bfloat16"]

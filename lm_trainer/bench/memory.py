@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import jax
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.plan.memory import bytes_per_device
 from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, timed
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
 from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
+from lm_trainer.step.memory import bytes_per_device
 from lm_trainer.step.state import TrainState
 
 POLICIES = ("save_all", "dots", "dots_no_batch", "recompute")

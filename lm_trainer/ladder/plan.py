@@ -12,9 +12,9 @@ from lm_trainer.ladder.rungs import batch_shape, count_params, model_config, run
 from lm_trainer.plan.cost import MFU, Time, Work, training_time
 from lm_trainer.plan.devices import DeviceGroup
 from lm_trainer.plan.estimate import compile_temporary, estimate_microbatches, estimate_temporary
-from lm_trainer.plan.memory import PhaseBytes
 from lm_trainer.profile.flops import flops_per_token, parameter_count
 from lm_trainer.profile.peaks import known_devices
+from lm_trainer.step.memory import PhaseBytes
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 
 

@@ -23,7 +23,6 @@ from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.plan.devices import DeviceGroup
-from lm_trainer.plan.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
@@ -33,6 +32,7 @@ from lm_trainer.run.program import build_program, shard_state
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.groups import compute_shardings
 from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE
+from lm_trainer.step.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import programs_and_results
 from lm_trainer.step.model_def import ModelDef

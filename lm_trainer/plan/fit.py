@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from jax.sharding import AbstractMesh, Mesh
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.plan.memory import ProgramBytes, StepMemory
+from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.memory import ProgramBytes
 from lm_trainer.step.model_parallel import check_rows
 
 Programs = Mapping[str, ProgramBytes]
@@ -76,7 +77,9 @@ def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> F
     """
     if memory.plan(programs).peak.bytes <= limit:
         return find_largest(memory, limit, {rows: programs})
-    for together in _fewer_together(memory):
+    trainer, mesh = memory.config.trainer, memory.program.sharding.mesh
+    layerwise = trainer.determinism == "layerwise"
+    for together in memory.largest_step().fewer_together(mesh, trainer.microbatches_per_gather) if layerwise else ():
         turns = memory.in_turns(together)
         # By itself a gradient is exchanged in the dtype in which it was computed.
         peak = turns.plan(programs if together > 1 else turns.compile()).peak.bytes
@@ -87,16 +90,6 @@ def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> F
         return found
     one = find_largest(memory.in_turns(1), limit)
     return found if one.rows is None and one.bytes >= found.bytes else dataclasses.replace(one, together=1)
-
-
-def _fewer_together(memory: StepMemory) -> list[int]:
-    """The values of `microbatches_per_gather` below that of the run that differ from one another, the largest first."""
-    trainer, plan = memory.config.trainer, memory.largest_step()
-    if trainer.determinism != "layerwise":
-        return []
-    mesh = memory.program.sharding.mesh
-    now = plan.shares(mesh, trainer.microbatches_per_gather).most
-    return sorted({plan.shares(mesh, most).most for most in range(1, now)} - {now}, reverse=True)
 
 
 def find_largest(memory: StepMemory, limit: int, known: Mapping[int, Programs] | None = None) -> Fit:

@@ -16,7 +16,6 @@ from lm_trainer.plan.cost import training_peak
 from lm_trainer.plan.devices import Budget, DeviceGroup, budget
 from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
-from lm_trainer.plan.memory import PhaseBytes
 from lm_trainer.plan.run import Assumptions, attention_backend
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import device_bandwidths, device_platform
@@ -26,6 +25,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import trace_model
 from lm_trainer.run.program import shard_state
 from lm_trainer.run.vocabulary import Vocabulary, find_vocabulary
+from lm_trainer.step.memory import PhaseBytes
 
 MARGIN = 0.1
 """The part of the memory that an estimate leaves free, since it may be too low."""

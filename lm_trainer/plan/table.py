@@ -129,7 +129,8 @@ def _largest(plan: RunPlan) -> str:
         return f"none: the least that a step takes is {size_of(fit.bytes)}, with {rows}; {_way_out(plan)}"
     turns = "" if fit.together is None else f" trainer.microbatches_per_gather={fit.together}"
     if turns and fit.rows == plan.rows:
-        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{turns} (the same numbers)"
+        alone = "the same numbers; where the key is left out, a run on GPUs or TPUs does so by itself"
+        return f"{count_of(plan.rows, 'row')}, as it is, {size_of(fit.bytes)} with{turns} ({alone})"
     above = (
         "" if fit.next_rows is None else f"; {count_of(fit.next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
     )
@@ -151,7 +152,10 @@ def _way_out(plan: RunPlan) -> str:
             f"layer with trainer.determinism=layerwise, or cut the model by {tensor}"
         )
     if plan.determinism == "layerwise":
-        return f"use more devices, or cut the model by {tensor}"
+        count = plan.devices.count
+        half = 1 << (count.bit_length() - 1)
+        fewer = "" if count == half else f"use {half} of them, since the state is cut over a power of two alone, "
+        return f"{fewer}use more devices, or cut the model by {tensor}"
     return f"use more devices, cut the model by {tensor}, or recompute more (model.gradient_checkpointing)"
 
 

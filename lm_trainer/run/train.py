@@ -30,6 +30,7 @@ from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import batches_from
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import run_id
+from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hf_exports import HfExports, check_exports
 from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.initial_weights import choose_vocab_size
@@ -246,7 +247,9 @@ def _place_state(
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
-    program = plan_run(config, attempt.config, model)
+    program = plan_for_memory(
+        lambda trainer: plan_run(config, trainer, model), attempt.config, config.model.seq_len, attempt.progress.note
+    )
     state = attempt.start(program, program.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     again = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))

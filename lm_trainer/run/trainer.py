@@ -24,6 +24,7 @@ from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.evaluations import EvalSets
+from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hooks import HookFn, Hooks, StepInfo, When
 from lm_trainer.run.loop import follow_up, take_step, train_to_end, training_steps
 from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
@@ -226,9 +227,13 @@ class Trainer:
             # A copy, since tracing must leave the user's module as it is.
             build: Any = model_init if model is None else lambda: nnx.clone(model)
             definition = trace_module(build, self.mp.param_dtype, is_trainable)
-        program = plan_program(
-            self.config, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
-        )
+
+        def plan(trainer: TrainerConfig) -> Program:
+            return plan_program(
+                trainer, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
+            )
+
+        program = plan_for_memory(plan, self.config, self.seq_len, self.attempt.progress.note)
         # Traced definitions hold shapes alone: the weights of a given model are taken from it here.
         init = program.init
         if model is not None:

@@ -104,7 +104,8 @@ class TrainerConfig(Config):
     microbatches_per_gather: Operational[PositiveInt | None] = None
     """With `determinism: layerwise`, the most microbatches of a device that share the gathered parameters of a layer:
     fewer keep fewer activations and gather more often, with the same bits. The next number that the fixed order of
-    additions allows is taken; null: all."""
+    additions allows is taken; null: as many as fit into the memory of the devices, where they say how much that is
+    (GPUs, TPUs), else all."""
 
     cpu_threads: Numeric[PositiveInt | None] = None
     """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.

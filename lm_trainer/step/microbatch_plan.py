@@ -100,3 +100,8 @@ class MicrobatchPlan:
         while turn < self.count and (turn < shards or 2 * turn <= together * shards):
             turn *= 2
         return Shares(turn, shards)
+
+    def fewer_together(self, mesh: Mesh | AbstractMesh, together: int | None = None) -> list[int]:
+        """The numbers of microbatches of a shard that a turn may have, below what `together` comes to; most first."""
+        now = self.shares(mesh, together).most
+        return sorted({self.shares(mesh, most).most for most in range(1, now)} - {now}, reverse=True)

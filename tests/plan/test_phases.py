@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from benchmarks.plan_error import VOCAB, config_of
-from lm_trainer.plan.memory import ProgramBytes, phase_bytes
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.program import build_program
+from lm_trainer.step.memory import ProgramBytes, phase_bytes
 from lm_trainer.step.phases import Phase, StepProgram
 
 MODEL = {"type": "llama", "seq_len": 16, "hidden_dim": 16, "intermediate_dim": 16, "num_layers": 1}

@@ -17,13 +17,14 @@ from lm_trainer.plan import Assumptions, Search, parse_devices, search_layouts
 from lm_trainer.plan.devices import budget
 from lm_trainer.plan.estimate import estimate_microbatches, estimate_temporary
 from lm_trainer.plan.layouts import Layout, layouts
-from lm_trainer.plan.memory import PhaseBytes, StepMemory
+from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.search import CompiledLayout
 from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.config import RunConfig, config_hash
 from lm_trainer.run.program import build_program
+from lm_trainer.step.memory import PhaseBytes
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from tests.conftest import RunLmt
 

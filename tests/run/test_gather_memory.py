@@ -1,0 +1,81 @@
+"""The microbatches that share what is gathered follow from the memory of the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import pytest
+
+from lm_trainer.plan.memory import StepMemory
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.gather_memory import device_memory, plan_for_memory
+from lm_trainer.run.model import trace_model
+from lm_trainer.run.program import plan_run
+from lm_trainer.run.trainer_config import TrainerConfig
+
+VOCAB = 61
+CONFIG = RunConfig.model_validate(
+    {
+        "model": {
+            "type": "gpt2",
+            "seq_len": 128,
+            "hidden_dim": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            # So that what is kept of each microbatch weighs more than gradients.
+            "gradient_checkpointing": False,
+        },
+        "trainer": {"train_batch_size": 4, "determinism": "layerwise", "per_device_parallelism": 1},
+    }
+)
+
+
+def planned(together: int | None) -> int:
+    """The peak in the plan of `lmt plan`."""
+    trainer = CONFIG.trainer.model_copy(update={"microbatches_per_gather": together})
+    memory = StepMemory(CONFIG.model_copy(update={"trainer": trainer}), VOCAB, jax.devices()[:1], "cpu")
+    return memory.plan(memory.compile()).peak.bytes
+
+
+def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[int, str]:
+    """The microbatches that share a gather, and what is said of them."""
+    model, notes = trace_model(CONFIG, VOCAB), list[str]()
+    program = plan_for_memory(
+        lambda trainer: plan_run(CONFIG, trainer, model, devices=jax.devices()[:1]),
+        trainer,
+        CONFIG.model.seq_len,
+        notes.append,
+        memory=memory,
+    )
+    return program.step.devices.shares(program.step.plans.at(0)).most, "".join(notes)
+
+
+def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
+    two, four = planned(2), planned(None)
+    assert two < 0.9 * four
+    together, said = chosen(CONFIG.trainer, lambda: round(two / 0.94))
+    assert together == 2
+    assert said.startswith(f"microbatches_per_gather=2: a step needs {two / 2**30:.2f} GiB of the ")
+    assert said.endswith("with all 4 microbatches of a device together. The numbers are the same")
+
+
+@pytest.mark.slow
+def test_nothing_is_said_where_all_fit_and_what_is_missing_where_none_does() -> None:
+    assert chosen(CONFIG.trainer, lambda: round(planned(None) / 0.94)) == (4, "")
+    together, said = chosen(CONFIG.trainer, lambda: 1000)
+    assert together == 1
+    assert "even with microbatches_per_gather=1; `lmt plan --search` looks for a layout that fits" in said
+
+
+@pytest.mark.parametrize("given", [{"microbatches_per_gather": 2}, {"determinism": "elastic"}], ids=str)
+def test_what_is_configured_stays(given: dict[str, object]) -> None:
+    def memory() -> int | None:
+        raise AssertionError("not asked for")
+
+    expected = 2 if "microbatches_per_gather" in given else 4
+    assert chosen(CONFIG.trainer.model_copy(update=given), memory) == (expected, "")
+
+
+def test_a_cpu_does_not_say_how_much_memory_it_has() -> None:
+    assert device_memory() is None
