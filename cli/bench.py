@@ -50,8 +50,8 @@ def mfu(
 ) -> None:
     """Time training steps and compare with two peaks: the datasheet's and that of a matrix product timed in turn.
 
-    The step is that of `lmt train`, on made-up tokens. Nothing is written, but for --trace. What the figures mean
-    stands in the documentation under Reference, Throughput and MFU.
+    The step is that of `lmt train`, on made-up tokens. Only --trace writes anything. The documentation explains the
+    figures under Reference, Throughput and MFU.
 
     For example:
 

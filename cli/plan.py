@@ -64,9 +64,9 @@ def plan(
 ) -> None:
     """Predict the memory of each device, the time and the cost of a run, without any accelerator; nothing is run.
 
-    XLA compiles the programs of a training step for emulated devices and says what memory they take. How far that is
-    from what training takes stands in the documentation under How-to, Plan a run. With --compile the compiler of the
-    devices says it, and what the programs compute, move and send; no such device need be there.
+    XLA compiles the programs of a training step for emulated devices and says what memory they take. The documentation
+    says how far that is from what training takes, under Scale, Plan a run. With --compile, the compiler of the devices
+    says it, and also what the programs compute, move and send; the devices themselves are not needed.
 
     Further configurations may follow the first one, and --devices may be given again: then there is one table.
 
