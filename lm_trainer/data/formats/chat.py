@@ -29,6 +29,9 @@ _LEVELS = 100
 """Nesting that every version of Python can walk through, so that the same rows are bad under each."""
 
 
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
 class ChatFormat(FormatConfig):
     """Every row is a list of messages, each with a `role` and a `content`.
 
@@ -38,6 +41,13 @@ class ChatFormat(FormatConfig):
     type: Literal["chat"] = "chat"
     messages_field: str = "messages"
     """The field with the list of messages."""
+    role_field: str = "role"
+    """The field of a message that names who speaks: `from` in ShareGPT's records."""
+    content_field: str = "content"
+    """The field of a message with what is said: `value` in ShareGPT's records."""
+    roles: dict[str, str] = {}
+    """Roles by the names that stand for them in the records; `human` and `gpt` are `user` and `assistant` where
+    `role_field` is not `role`."""
     tools_field: str | None = None
     """The field with the list of tools that a conversation may call, or null; the template gets none, if absent."""
     chat_template: LocalPath | None = None
@@ -59,19 +69,32 @@ class ChatFormat(FormatConfig):
         return (self.messages_field,) if self.tools_field is None else (self.messages_field, self.tools_field)
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        unused = {"tools_field"} if self.tools_field is None else set()
+        # Keys that came later are left out where they change nothing: a cache that was built before still fits.
+        later = {"tools_field", "role_field", "content_field", "roles"}
+        unused = later - self.changed_fields
         return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
 
     def prepare(self, row: Row) -> PreparedRow:
         value = (row.record or {})[self.messages_field]
         if not isinstance(value, list):
             raise UnusableRow(f"the field {self.messages_field!r} is {kind_of(value)}, not a list of messages")
-        messages = [_checked(message, f"message {i} of {self.messages_field!r}") for i, message in enumerate(value)]
+        wheres = [f"message {i} of {self.messages_field!r}" for i in range(len(value))]
+        messages = [_checked(self._named(each), where) for each, where in zip(value, wheres, strict=True)]
         if self.mask_user_turns and not _has_answer(messages):
             raise UnusableRow("the assistant says nothing in this conversation")
         counts = [0, 0]
         conversation = [_cleaned(part, counts) for part in (messages, self._tools(row))]
         return PreparedRow(conversation, counts[0], replaced=bool(counts[1]))
+
+    def _named(self, message: Any) -> Any:
+        """Returns a message whose fields and role have the names that templates know."""
+        if not {"role_field", "content_field", "roles"} & self.changed_fields or not isinstance(message, dict):
+            return message
+        names = {self.role_field: "role", self.content_field: "content"}
+        message = {names.get(key, key): value for key, value in message.items()}
+        roles = self.roles if self.role_field == "role" else {**_SHAREGPT_ROLES, **self.roles}
+        role = message.get("role")
+        return {**message, "role": roles.get(role, role)} if isinstance(role, str) else message
 
     def _tools(self, row: Row) -> list[Any] | None:
         tools = None if self.tools_field is None else (row.record or {})[self.tools_field]
@@ -153,7 +176,9 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         UnusableRow: if it has no role, or a content that is no text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UnusableRow(f"{where} is no object with a role and a content")
+        other = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        hint = "; set role_field: from and content_field: value" if other else ""
+        raise UnusableRow(f"{where} is no object with a role and a content{hint}")
     content = message.get("content")
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return message

@@ -25,6 +25,10 @@ class SupervisedFormat(FormatConfig):
     """The field with the prompt."""
     output_field: str = "response"
     """The field with the answer."""
+    context_field: str | None = None
+    """A field with text that the prompt goes on with, where it is not empty: the `input` of Alpaca's records."""
+    separate_context: str = "\n\n"
+    """Text between the prompt and that."""
     separate_with: str = ""
     """Text between the two; it belongs to the prompt."""
     mask_inputs: bool = True
@@ -36,27 +40,35 @@ class SupervisedFormat(FormatConfig):
     def _two_fields(self) -> Self:
         if self.input_field == self.output_field:
             raise ValueError(f"input_field and output_field are both {self.input_field!r}; name two fields")
+        if self.context_field in (self.input_field, self.output_field):
+            raise ValueError(f"context_field is {self.context_field!r} as well; name another field")
         return self
 
     def fields(self) -> tuple[str, ...]:
-        return self.input_field, self.output_field
+        context = () if self.context_field is None else (self.context_field,)
+        return self.input_field, self.output_field, *context
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
         del tokenizer
-        return self.model_dump()
+        unused = {"context_field", "separate_context"} if self.context_field is None else set()
+        return self.model_dump(exclude=unused)
 
     def prepare(self, row: Row) -> PreparedRow:
         record = row.record or {}
-        for field in self.fields():
-            if not isinstance(record[field], str):
-                raise UnusableRow(f"the field {field!r} is {kind_of(record[field])}, not a string")
-        prompt, answer = (replace_surrogates(record[field]) for field in self.fields())
+        # A record without context may say so by null.
+        values = [record[field] or "" if field == self.context_field else record[field] for field in self.fields()]
+        for field, value in zip(self.fields(), values, strict=True):
+            if not isinstance(value, str):
+                raise UnusableRow(f"the field {field!r} is {kind_of(value)}, not a string")
+        prompt, answer, *context = map(replace_surrogates, values)
         # An empty row is passed over like an empty text, but a prompt that nobody answers is a mistake.
         if not answer:
             if not prompt:
                 return PreparedRow(None, 0)
             raise UnusableRow(f"the field {self.output_field!r} is empty")
-        replaced = prompt is not record[self.input_field] or answer is not record[self.output_field]
+        replaced = any(new is not old for new, old in zip((prompt, answer, *context), values, strict=True))
+        if context and context[0]:
+            prompt += self.separate_context + context[0]
         prompt += self.separate_with
         return PreparedRow((prompt, answer), len(prompt.encode("utf-8")) + len(answer.encode("utf-8")), replaced)
 

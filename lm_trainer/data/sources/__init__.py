@@ -9,6 +9,7 @@ from typing import Annotated, get_args
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.array_record import ArrayRecordFiles
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.audio_files import AudioFiles
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, SourceConfig, Split, refuse_archive
@@ -28,9 +29,11 @@ from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
 from lm_trainer.data.sources.token_files import TokenFiles
 from lm_trainer.data.sources.urls import match_files
+from lm_trainer.data.sources.web_dataset import WebDataset
 
 AnySource = Annotated[
-    ArrowFiles
+    ArrayRecordFiles
+    | ArrowFiles
     | AudioFiles
     | CsvFiles
     | Embedded
@@ -44,7 +47,8 @@ AnySource = Annotated[
     | Parquet
     | PrebuiltCache
     | TextFiles
-    | TokenFiles,
+    | TokenFiles
+    | WebDataset,
     Field(discriminator="type"),
 ]
 
@@ -69,7 +73,7 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
     # Runs of neighbours, not all files of one kind: grouping must not change the order of documents.
     for source, run in groupby(found, lambda pair: pair[0]):
         files = [file for _, file in run]
-        refuse_archive(files[0], split, audio=bool(fields))
+        refuse_archive(files[0], split, reads_archives=bool(fields))
         _check_fields(source, files[0].name, fields)
         shards += source().shards_of_files(files, text_key, fields)
     return shards

@@ -28,6 +28,7 @@ class AudioFiles(FileSource):
     type: Literal["audio_files"] = "audio_files"
 
     suffixes: ClassVar[tuple[str, ...]] = (*RECORDINGS, _ARCHIVE)
+    reads_archives: ClassVar[bool] = True
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key

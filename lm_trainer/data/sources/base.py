@@ -99,13 +99,15 @@ class FileSource(SourceConfig):
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Endings of files, without a compression suffix, that are read by this source when none is named."""
+    reads_archives: ClassVar[bool] = False
+    """True if files may be tar archives."""
 
     def shards(
         self, split: Split, urls: Sequence[str], text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         files = list_files(urls, f"data.{split}_urls")
         for file in files:
-            refuse_archive(file, split, audio=".tar" in self.suffixes)
+            refuse_archive(file, split, reads_archives=self.reads_archives)
         return self.shards_of_files(files, text_key, fields)
 
     @abstractmethod
@@ -113,12 +115,12 @@ class FileSource(SourceConfig):
         """Lists the shards of files that exist, in their order; see `shards` for the other arguments."""
 
 
-def refuse_archive(file: File, split: Split, *, audio: bool) -> None:
-    """Raises `UserError` for a tar archive where no recordings are read."""
-    if suffix(file.url) == ".tar" and not audio:
+def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:
+    """Raises `UserError` for a tar archive where none is read."""
+    if suffix(file.url) == ".tar" and not reads_archives:
         raise UserError(
             f"data.{split}_urls: {file.name} is packed as .tar, which is not read but for recordings, by "
-            "data.format: {type: audio}; unpack it"
+            "data.format: {type: audio}, and samples, by data.source: {type: webdataset}; unpack it"
         )
 
 

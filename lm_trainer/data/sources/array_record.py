@@ -1,0 +1,101 @@
+"""ArrayRecord files, the format of Grain's own sources: records of bytes, each of which can be read alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.files import File, damaged, group
+
+_BLOCK_RECORDS = 1024
+
+
+class ArrayRecordFiles(FileSource):
+    """ArrayRecord files on this machine. Needs the package `array_record`, which comes with Grain on Linux."""
+
+    type: Literal["array_record"] = "array_record"
+    content: Literal["json", "text"] = "json"
+    """The bytes of a record: a JSON object, with the document under `data.text_key`, or text in UTF-8."""
+
+    suffixes: ClassVar[tuple[str, ...]] = (".array_record", ".arrayrecord")
+
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
+        if fields and self.content == "text":
+            raise UserError("data.source.content: text has no fields, which data.format reads; set content: json")
+        for file in files:
+            if not file.local or file.compressed:
+                raise UserError(f"{file.name}: ArrayRecord files are read on this machine, and not compressed again")
+        return [ArrayRecordShard(run, self.content, text_key, fields) for run in group(files)]
+
+
+@dataclass(frozen=True)
+class ArrayRecordShard:
+    """Some files, in order; a row is a record."""
+
+    files: tuple[File, ...]
+    content: Literal["json", "text"]
+    text_key: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        files = [file.identity() for file in self.files]
+        return {"type": "array_record", "content": self.content, **what, "files": files}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        before = 0
+        for file in self.files:
+            reader, count = _open(file)
+            for first in range(max(start - before, 0), count, _BLOCK_RECORDS):
+                for index, content in enumerate(_read(file, reader, first, count), first):
+                    row = self._row(content)
+                    yield row._replace(number=before + index, where=f"{file.name}:{index + 1}")
+            before += count
+
+    def _row(self, content: bytes) -> Row | BadRow:
+        try:
+            text = content.decode("utf-8")
+            return Row(0, "", text) if self.content == "text" else self._record(json.loads(text))
+        except UnicodeDecodeError as error:
+            return bad(f"invalid UTF-8 at byte {error.start}, near {content[max(0, error.start - 8) :][:16]!r}")
+        except (ValueError, RecursionError) as error:
+            return bad(f"not JSON ({error}): {content[:60]!r}; for plain text, set data.source.content: text")
+
+    def _record(self, value: Any) -> Row | BadRow:
+        return read_record(value, self.text_key, self.fields)
+
+
+def _open(file: File) -> tuple[Any, int]:
+    """Opens a file, and counts its records."""
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError:
+        raise UserError(f"cannot read {file.url}: it needs a package; run: pip install array_record") from None
+    try:
+        reader = ArrayRecordReader(file.url)
+        count = reader.num_records()
+        if not reader.ok():
+            # Of a file that it cannot read it says so only now.
+            reader.close()
+        return reader, count
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(f"{file.url} is truncated or damaged, or no ArrayRecord file: {error}") from None
+
+
+def _read(file: File, reader: Any, first: int, count: int) -> list[bytes]:
+    try:
+        return reader.read(first, min(first + _BLOCK_RECORDS, count))
+    except (RuntimeError, ValueError, OSError, IndexError) as error:
+        raise damaged(file, error) from None

@@ -1,0 +1,102 @@
+"""WebDataset: tar archives in which files of one name and several endings are one sample."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.fields import names_of
+from lm_trainer.data.sources.files import File, damaged, group, numbered, open_binary
+
+
+class WebDataset(FileSource):
+    """Tar archives of samples: `0001.txt`, `0001.json`, ...; a sample is a record whose fields are the endings.
+
+    `data.text_key` is `txt`, or `json.caption` for a field of the JSON file. Other files, such as images, are passed
+    over.
+    """
+
+    type: Literal["webdataset"] = "webdataset"
+
+    # It has to be named: by themselves, archives are recordings.
+    reads_archives: ClassVar[bool] = True
+
+    def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
+        return [WebDatasetShard(run, text_key, fields) for run in group(files)]
+
+
+@dataclass(frozen=True)
+class WebDatasetShard:
+    """Some archives, in order; a row is a sample."""
+
+    files: tuple[File, ...]
+    text_key: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> None:
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {"type": "webdataset", **what, "files": [file.identity() for file in self.files]}
+
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
+        files = (self._samples(file) for file in self.files)
+        for number, (where, sample) in numbered(files, start):
+            row = sample if isinstance(sample, BadRow) else read_record(sample, self.text_key, self.fields)
+            yield row._replace(number=number, where=where)
+
+    def _samples(self, file: File) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+        """Yields (archive and key, fields by ending) for each run of files of one name."""
+        key, sample = None, {}
+        for name, ending, content in self._members(file):
+            if key is not None and name != key:
+                yield f"{file.name}:{key}", _decoded(sample)
+                sample = {}
+            key = name
+            sample[ending] = bad(f"two files end in .{ending}") if ending in sample else content
+        if key is not None:
+            yield f"{file.name}:{key}", _decoded(sample)
+
+    def _members(self, file: File) -> Iterator[tuple[str, str, bytes | None]]:
+        """Yields (key, ending, content) for each file; the content of those that are not asked for is None."""
+        wanted = {part for name in self.fields or names_of(self.text_key) for part in (name, name.partition(".")[0])}
+        try:
+            with open_binary(file) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+                for member in archive:
+                    directory, slash, name = member.name.rpartition("/")
+                    stem, dot, ending = name.partition(".")
+                    # As the format has it: what begins so describes the archive.
+                    if not member.isfile() or not dot or not stem or stem.startswith("__"):
+                        continue
+                    opened = archive.extractfile(member) if ending.lower() in wanted else None
+                    yield f"{directory}{slash}{stem}", ending.lower(), opened.read() if opened else None
+        except tarfile.TarError as error:
+            raise damaged(file, error) from None
+
+
+def _decoded(sample: dict[str, Any]) -> dict[str, Any] | BadRow:
+    found: dict[str, Any] = {}
+    for ending, content in sample.items():
+        if isinstance(content, BadRow):
+            return content
+        if content is None:
+            found[ending] = None
+            continue
+        try:
+            text = content.decode("utf-8")
+            found[ending] = json.loads(text) if ending.rpartition(".")[2] == "json" else text
+        except UnicodeDecodeError as error:
+            return bad(f"invalid UTF-8 at byte {error.start} of its .{ending}")
+        except (ValueError, RecursionError) as error:
+            return bad(f"its .{ending} is not JSON: {error}")
+    return found
