@@ -334,7 +334,7 @@ class TestConfig:
             ({"train_urls": []}, r"train_urls is an empty list; name files, or leave the key out \(or null\)"),
             ({"train_urls": [], "validation_urls": ["a.txt"]}, "train_urls is an empty list"),
             ({"configs": {"a": {"train_urls": []}}, "train_weights": {"a": 1}}, "train_urls is an empty list"),
-            ({"source": {"type": "xlsx"}}, "does not match any of the expected tags: 'arrow', "),
+            ({"source": {"type": "xlsx"}}, "does not match any of the expected tags: "),
             ({"source": {"type": "memory", "train": ["a"]}, "train_urls": ["a.txt"]}, "the memory source brings"),
             ({"id": "org/set", "train_urls": ["a.txt"]}, "remove it, or source, train_urls"),
             ({"name": "en", "train_urls": ["a.txt"]}, "name can only be set with id"),

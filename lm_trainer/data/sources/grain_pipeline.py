@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-import grain
 import numpy as np
 from pydantic import Field, field_validator
 
@@ -82,6 +81,9 @@ class GrainPipeline(SourceConfig):
         Raises:
             UserError: if the function is not there, fails, or returns something else.
         """
+        # With Grain comes JAX, which processes that only tokenise need not load.
+        import grain
+
         args = self.validation_args if split == "validation" else self.args
         try:
             made = _function(self.factory)(**(args or {}))
@@ -134,6 +136,8 @@ def _load_file(path: str) -> Any:
 
 def length_of(dataset: Any) -> int | None:
     """Returns the number of elements; None where only reading tells."""
+    import grain
+
     return len(dataset) if isinstance(dataset, grain.MapDataset) else None
 
 
