@@ -7,7 +7,7 @@ import ctypes
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,20 @@ def keep_freed_memory(*, one_arena: bool = False) -> bool:
             kept = mallopt(_M_MMAP_THRESHOLD, -1) and mallopt(_M_TRIM_THRESHOLD, -1)
             return bool(kept and (not one_arena or mallopt(_M_ARENA_MAX, 1)))
     return False
+
+
+@contextlib.contextmanager
+def quick_handover() -> Iterator[None]:
+    """Lets a thread that waits for the interpreter's lock have it after 0.2 ms, not after 5.
+
+    For stages of a pipeline that release the lock for most of their time, and would wait for it after each call.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def set_cpu_threads(count: int | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.runtime import quick_handover
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
@@ -66,7 +67,8 @@ def write_shard(
     if isinstance(job.shard, TokenShard):
         index_tokens(job, on_rows, stopped)
     else:
-        _ShardWriter(job, on_rows, stopped).run()
+        with quick_handover():
+            _ShardWriter(job, on_rows, stopped).run()
 
 
 class _ShardWriter:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.runtime import available_cores
 from lm_trainer.data.sources import Row, Shard
 from lm_trainer.data.sources.base import all_text, replace_surrogates
 from lm_trainer.data.tokenizer.base import HfTokenizer
@@ -18,6 +20,8 @@ from lm_trainer.data.tokenizer.base import HfTokenizer
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "tokenizers", "fastokens"]
+
+_MOST_PARTS = 8
 
 SAMPLE_SHARDS, SAMPLE_ROWS, SAMPLE_CHARS = 16, 64, 200_000
 """Shards of each source that are compared, and the rows and characters of each."""
@@ -28,13 +32,15 @@ class FastTokenizer(HfTokenizer):
 
     backend = "fastokens"
     package = "fastokens"
-    # Encoded in so short a time that threads would wait for the interpreter's lock at the end of a smaller batch.
-    batch_bytes = 8 << 20
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         from fastokens import Tokenizer
 
+        # A part for each thread that encodes, as many as its Rayon is told; larger ones only delay the stages after it.
+        told = os.environ.get("RAYON_NUM_THREADS", "")
+        threads = int(told) if told.isdigit() and int(told) else available_cores()
+        self.batch_bytes = min(threads, _MOST_PARTS) * HfTokenizer.batch_bytes
         self._fast = Tokenizer.from_json_str(self._content)
         self._fast.no_truncation()
         self._fast.no_padding()
