@@ -1,9 +1,10 @@
-"""Programs of training steps by the TPU's own compiler: memory, FLOPs, traffic, and the bounds of MFU that follow.
+"""Programs of training steps by the compilers of TPUs and GPUs: memory, FLOPs, traffic, and the bounds of MFU.
 
-    python -m benchmarks.compiled --out benchmarks/results/compiled/tpu.md
+    python -m benchmarks.compiled tpu --out benchmarks/results/compiled/tpu.md
+    python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
-Each row is one `lmt plan --compile`, which needs the package libtpu and no TPU. Results are kept as they come, and a
-second start goes on after them. Half an hour of processor time.
+Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in, and no such device. Results
+are kept as they come, and a second start goes on after them. Half an hour of processor time for TPUs, minutes for GPUs.
 """
 
 from __future__ import annotations
@@ -44,8 +45,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_heads": 32,
         "num_kv_heads": 8,
     },
+    "llama-70b": {
+        "type": "llama",
+        "seq_len": 4096,
+        "hidden_dim": 8192,
+        "intermediate_dim": 28672,
+        "num_layers": 80,
+        "num_heads": 64,
+        "num_kv_heads": 8,
+    },
+    "mixtral-8x1b": {
+        "type": "mixtral",
+        "seq_len": 2048,
+        "hidden_dim": 2048,
+        "intermediate_dim": 4096,
+        "num_layers": 16,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+    },
 }
-VOCAB = {"gpt2-124m": 50304, "llama-1b": 50304, "llama-8b": 128256}
+VOCAB = {"gpt2-124m": 50304, "llama-1b": 50304, "llama-8b": 128256, "llama-70b": 128256, "mixtral-8x1b": 32000}
 
 
 class Case(NamedTuple):
@@ -62,19 +81,29 @@ class Case(NamedTuple):
         return f"{self.model} {self.devices} {self.microbatches} x {self.rows} rows {self.determinism}"
 
 
-CASES = [
+TPU = [
     *(Case("gpt2-124m", "v5e:2x2", 8, 4, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-1b", "v5e:4x4", 1, 8, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-1b", "v5e:4x4", 4, 2, mode) for mode in ("fast", "layerwise")),
     *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
 ]
+GPU = [
+    *(Case("gpt2-124m", "8xH100", 16, 2, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-1b", "8xH100", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("mixtral-8x1b", "8xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
+    *(Case("llama-8b", "8xH100", 1, 4, mode) for mode in ("fast", "layerwise")),
+    *(Case("llama-8b", "64xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
+    *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),
+]
+COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}
+"""Kind of devices -> what is compiled for them, and the package of their compiler."""
 
 
 def compiled(case: Case) -> dict[str, Any]:
     """The plan of a case, or the reason why there is none."""
     chips = parse_devices(case.devices).count
-    model = {**MODELS[case.model], "attn_backend": "auto", "gradient_checkpointing": True, "scan_layers": True}
+    model = {**MODELS[case.model], "gradient_checkpointing": True, "scan_layers": True}
     batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}
     trainer = {**PRECISION, **batch, "elastic_shards": chips, "determinism": case.determinism}
     config = {"model": {**model, "cross_entropy_block_size": 2048}, "trainer": trainer, "optimizer": {"type": "adam"}}
@@ -101,15 +130,15 @@ def compiled(case: Case) -> dict[str, Any]:
         "seconds": plan["compiled"]["step_seconds"],
         "mfu": plan["compiled"]["mfu"],
         "bound_by": plan["compiled"]["bound_by"],
-        "libtpu": version("libtpu"),
     }
 
 
-def report(found: list[dict[str, Any]]) -> Iterator[str]:
-    yield "# Training steps by the TPU's own compiler"
+def report(kind: str, found: list[dict[str, Any]]) -> Iterator[str]:
+    package = COMPILERS[kind][1]
+    yield f"# Training steps by the {kind.upper()}'s own compiler"
     yield ""
-    versions = ", ".join(sorted({row["libtpu"] for row in found if "libtpu" in row}))
-    yield f"libtpu {versions}, jax {version('jax')}; regenerate: `python -m benchmarks.compiled --out FILE`."
+    versions = f"{package} {version(package)}, jax {version('jax')}"
+    yield f"{versions}; regenerate: `python -m benchmarks.compiled {kind} --out FILE`."
     yield ""
     yield "All figures are of one device and one step: GB at the peak and the phase it is in, TFLOP of products (those"
     yield "of attention kernels are not counted), GB read and written, GB sent. The MFU lies between these bounds if"
@@ -132,18 +161,20 @@ def report(found: list[dict[str, Any]]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=COMPILERS, help="devices to compile for")
     parser.add_argument("--out", type=Path, required=True, help="the report; its data are kept beside it as .json")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     given = parser.parse_args()
     kept = given.out.with_suffix(".json")
     known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    for case in CASES:
+    cases, _ = COMPILERS[given.kind]
+    for case in cases:
         if given.only in str(case) and str(case) not in known:
             known[str(case)] = compiled(case)
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(known, indent=1) + "\n")
-            found = [known[str(each)] for each in CASES if str(each) in known]
-            given.out.write_text("\n".join(report(found)) + "\n")
+            found = [known[str(each)] for each in cases if str(each) in known]
+            given.out.write_text("\n".join(report(given.kind, found)) + "\n")
             print(known[str(case)], flush=True)
 
 
