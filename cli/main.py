@@ -24,6 +24,7 @@ from cli import (
     runs,
     tokens,
     train,
+    transcribe,
     usage,
     verify,
 )
@@ -111,6 +112,7 @@ app.command()(tokens.tokens)
 app.command("export-hf")(hf.export_hf)
 app.command("import-hf")(hf.import_hf)
 app.command()(generate.generate)
+app.command()(transcribe.transcribe)
 app.command()(chat.chat)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")

@@ -14,7 +14,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.held_out import HeldOut
-from lm_trainer.data.rows.eval_set import EvalSet
+from lm_trainer.data.rows.audio_rows import HeardSet
 from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.run.set_groups import groups_of
 
@@ -130,7 +130,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
         numbers_B = index * size + np.asarray(local)
         where_BS = batch.weights > 0
         # A target is the token after its input.
-        places_BS = _starts(rows, numbers_B)[:, None] + 1 + np.arange(rows.seq_len)[None, :]
+        places_BS = rows.starts_of(numbers_B)[:, None] + 1 + np.arange(rows.seq_len)[None, :]
         documents_N = np.searchsorted(ends_D, places_BS[where_BS], side="right")
         weights_N = batch.weights[where_BS].astype(np.float64)
         values = [nll_BS[where_BS] * weights_N, weights_N]
@@ -144,13 +144,11 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     return SetLosses(held_out.name, rows.tags, held_out, found, _num_cut(held_out))
 
 
-def _starts(rows: EvalSet, numbers_B: np.ndarray) -> np.ndarray:
-    return rows.first_token + numbers_B.astype(np.int64) * (rows.stride or rows.seq_len)
-
-
 def _num_cut(held_out: HeldOut) -> int:
     """Documents that lie in several rows."""
     rows = held_out.rows
+    if isinstance(rows, HeardSet):
+        return 0
     ends_D = held_out.ends_D - rows.first_token
     starts_D = np.concatenate([[0], ends_D[:-1]]) if len(ends_D) else ends_D
     stride = rows.stride or rows.seq_len

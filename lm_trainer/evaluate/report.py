@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lm_trainer.evaluate.compare import SetComparison
@@ -23,7 +24,21 @@ def text_lines(found: TextLosses) -> list[str]:
             ("macro", group.macro_loss, group.macro_bits_per_byte),
         ):
             rows.append((f"{name} ({kind})", "", "", "", _mean(loss), _perplexity(loss), _mean(bits)))
-    return table(rows, left=1)
+    return [*table(rows, left=1), *_rate_lines(found)]
+
+
+def _rate_lines(found: TextLosses) -> list[str]:
+    """A table of the error rates of sets that were heard, and a few of their texts."""
+    if not found.rates:
+        return []
+    rows = [("set", "rows", "word errors", "normalised", "character errors")]
+    for each in found.rates:
+        normalised = "" if each.normalised_words is None else f"{each.normalised_words:.2%}"
+        rows.append((each.name, f"{each.rows:,}", f"{each.words:.2%}", normalised, f"{each.characters:.2%}"))
+    lines = ["", *table(rows, left=1)]
+    for each in found.rates:
+        lines += ["", f"{each.name}: said | written", *(f"  {said} | {written}" for said, written in each.examples)]
+    return lines
 
 
 def _set_row(each: SetLosses) -> tuple[str, ...]:
@@ -104,7 +119,8 @@ def as_json(found: TextLosses) -> dict[str, Any]:
         for group in found.groups
     ]
     sets = [_json_set(each) for each in found.sets]
-    return {"sets": sets, "groups": groups, "notes": found.notes}
+    rates = [asdict(each) for each in found.rates]
+    return {"sets": sets, "groups": groups, "notes": found.notes, **({"error_rates": rates} if rates else {})}
 
 
 def _json_set(each: SetLosses) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import url_problem
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.held_out import open_held_out
+from lm_trainer.data.rows.audio_rows import HeardSet
 from lm_trainer.data.tokenize.progress import OnProgress
 from lm_trainer.evaluate.compare import SetComparison, compare
 from lm_trainer.evaluate.losses import Group, SetLosses, evaluate_set, group_means
 from lm_trainer.evaluate.model import EvalModel
+from lm_trainer.evaluate.speech import ErrorRates, error_rates
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.find import find_run, root_of
 
@@ -46,6 +48,8 @@ class TextLosses(NamedTuple):
     sets: list[SetLosses]
     groups: list[Group]
     notes: list[str]
+    rates: list[ErrorRates]
+    """Of sets that are heard."""
 
 
 def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
@@ -100,7 +104,11 @@ def evaluate_text(
     with contextlib.chdir(text.root):
         opened = open_held_out(text.config, model.tokenizer, seq_len=model.row, stride=stride, on_progress=on_progress)
         sets = [evaluate_set(model, each, max_batches=options.max_batches) for each in opened.sets]
-    return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)])
+        heard = [each.rows for each in opened.sets if isinstance(each.rows, HeardSet)]
+        decoder = model.decoder() if heard else None
+        generation = getattr(model.config.model, "generation_config", {})
+        rates = [error_rates(decoder, rows, generation, options.max_batches) for rows in heard]
+    return TextLosses(sets, group_means(sets), [*opened.notes, *_notes(model, sets, options)], rates)
 
 
 def compare_text(first: EvalModel, second: EvalModel, a: TextLosses, b: TextLosses) -> list[SetComparison]:

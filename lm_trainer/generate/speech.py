@@ -70,6 +70,17 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
+def heard_languages(
+    model: EncoderDecoder, features_BMP: np.ndarray, rules: SpeechRules, dtype: DTypeLike = jnp.float32
+) -> list[int]:
+    """The token of the likeliest language of each row; arguments as of `write_heard`."""
+    graphdef, state = nnx.split(model, nnx.Param)
+    params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, jnp.dtype(dtype))
+    cache, inputs = _listen(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)
+    languages_L = np.array(sorted(rules.languages.values()), np.int32)
+    return _hear_language(program, params, cache, inputs, languages_L).tolist()
+
+
 class _Program(NamedTuple):
     """Static arguments: another value of any of them compiles another program."""
 

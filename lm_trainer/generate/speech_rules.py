@@ -44,6 +44,16 @@ class SpeechRules:
     max_initial_timestamp: int | None = None
     """The latest first timestamp, in steps of 0.02 s."""
 
+    @property
+    def has_timestamps(self) -> bool:
+        """True if the model can write timestamps."""
+        return self.no_timestamps_id is not None
+
+    @property
+    def first_stamp(self) -> int | None:
+        """The token of 0 s; None for a model without timestamps."""
+        return None if self.no_timestamps_id is None else self.no_timestamps_id + 1
+
     @classmethod
     def from_config(cls, raw: Mapping[str, Any], *, start_id: int | None, eos_id: int | None) -> Self:
         """Reads the content of a generation_config.json.

@@ -141,7 +141,7 @@ def save_state(store: CheckpointStore, state: TrainState, program: Program, reco
             f"{', '.join(map(str, store.steps())) or 'none'}). Lower optimizer.learning_rate"
         )
     arrays = saved_arrays(state, program)
-    # Frozen parameters are not saved: by their digest a resume knows that it has the same ones.
+    # Other frozen parameters are not saved: by their digest a resume knows that it has the same ones.
     if program.freezes:
         record = {**record, FROZEN: frozen_digest(state.frozen)}
     store.save(state.step, arrays, record)
@@ -150,13 +150,19 @@ def save_state(store: CheckpointStore, state: TrainState, program: Program, reco
 def saved_arrays(state: TrainState, program: Program) -> dict[str, Any]:
     """The arrays that a checkpoint holds of a state, under the names that they have there."""
     *_, export = program.weights(state).values()
-    averaged = {name: export[name] for name in state.params} if _exports_others(program) else None
-    return _named(state.params, state.opt_state, averaged)
+    params = {**state.params, **{name: state.frozen[name] for name in program.model.constants}}
+    averaged = {name: export[name] for name in params} if _exports_others(program) else None
+    return _named(params, state.opt_state, averaged)
 
 
 def expected_arrays(program: Program) -> dict[str, Any]:
     """Shape, dtype and sharding of every array that a checkpoint of this run holds, by the name that it has there."""
     params, opt_state = _abstract(program)
+    storage, shapes = program.sharding.storage, program.model.shapes
+    params |= {
+        name: jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype, sharding=storage[name])
+        for name in program.model.constants
+    }
     return _named(params, opt_state, params if _exports_others(program) else None)
 
 
@@ -167,12 +173,14 @@ def resumed_state(restored: Restored, program: Program, init: Callable[[], Train
         UserError: when the frozen parameters are others than those that it was trained beside.
     """
     arrays = restored.arrays
-    frozen: Any = {}
+    model = program.model
+    frozen: Any = {name: arrays[PARAMS + name] for name in model.constants if PARAMS + name in arrays}
+    elsewhere = bool(model.shapes.keys() - model.trainable - model.constants)
     # A fresh state takes as much memory as this one, so it is made only where something of it is needed.
-    if program.freezes or set(expected_arrays(program)) - set(arrays):
+    if elsewhere or set(expected_arrays(program)) - set(arrays):
         fresh = init()
-        frozen = fresh.frozen
-        if program.freezes:
+        frozen = {**fresh.frozen, **frozen}
+        if elsewhere:
             check_frozen(restored, frozen)
         arrays = {**_named(fresh.params, fresh.opt_state, None), **arrays}
     params, opt_state = _abstract(program)

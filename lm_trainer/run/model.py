@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,10 @@ def trace_model(config: RunConfig, vocab_size: int) -> ModelDef:
 
     frozen = config.model.frozen_params
     trained = (lambda name: name not in frozen) if frozen else True
-    return trace_module(build, config.trainer.mp.param_dtype, trained if adapter is None else is_adapter_param)
+    if adapter is not None:
+        return trace_module(build, config.trainer.mp.param_dtype, is_adapter_param)
+    model = trace_module(build, config.trainer.mp.param_dtype, trained)
+    return dataclasses.replace(model, constants=frozen & model.shapes.keys()) if frozen else model
 
 
 def trace_module(build: Callable[[], nnx.Module], param_dtype: Any, is_trainable: Selection = True) -> ModelDef:

@@ -40,6 +40,8 @@ class ModelDef:
     """The parameters that are trained; the others stay as they are."""
     load: LoadFn | None = None
     """Reads the values to start from straight to where they lie; None: `build` makes them."""
+    constants: frozenset[str] = frozenset()
+    """Parameters that are not trained, and that checkpoints hold all the same."""
 
     @classmethod
     def trace(cls, build: Callable[[], nnx.Module], is_trainable: Callable[[str], bool] = lambda _: True) -> ModelDef:

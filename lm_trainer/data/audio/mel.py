@@ -21,6 +21,8 @@ _HOP, _WINDOW = SAMPLING_RATE // FRAMES_PER_SECOND, 400
 """Samples from one frame to the next, and samples of a frame."""
 
 _FLOOR = 1e-10
+_BLOCK = 4096
+"""Frames that are transformed at a time."""
 _RANGE = 8.0
 """Powers of ten below the loudest value of a row, beneath which all values are alike."""
 
@@ -44,18 +46,20 @@ class LogMel:
 
     def __call__(self, samples_T: np.ndarray) -> np.ndarray:
         """Returns float32 [F, M] of samples in [-1, 1], at most `num_samples`."""
-        padded = np.zeros(self.num_samples)
+        padded = np.zeros(max(self.num_samples, len(samples_T)))
         padded[: len(samples_T)] = samples_T
         padded = np.pad(padded, _WINDOW // 2, mode="reflect")
         # Frames after the last sample are silent, and need no transformation.
         heard = min(self.num_frames, (len(samples_T) + _WINDOW // 2) // _HOP + 1)
         windows_NW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP][:heard]
-        spectrum_NK: Any = scipy.fft.rfft(windows_NW * _window())
-        power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
-        # Sparse: each channel reads a few frequencies, whose sum has one order whatever library multiplies matrices.
-        mels_MN = _filters(self.num_mels) @ power_KN
         log_FM = np.full((self.num_frames, self.num_mels), np.log10(_FLOOR))
-        log_FM[:heard] = np.log10(np.maximum(mels_MN, _FLOOR)).T
+        # Block by block: windows overlap, and all those of a long recording would not fit into memory.
+        for start in range(0, heard, _BLOCK):
+            block = slice(start, min(start + _BLOCK, heard))
+            spectrum_NK: Any = scipy.fft.rfft(windows_NW[block] * _window())
+            power_KN = np.ascontiguousarray((spectrum_NK.real**2 + spectrum_NK.imag**2).T)
+            # Sparse: each channel reads a few frequencies, whose sum has one order whatever library multiplies.
+            log_FM[block] = np.log10(np.maximum(_filters(self.num_mels) @ power_KN, _FLOOR)).T
         return ((np.maximum(log_FM, log_FM.max() - _RANGE) + 4.0) / 4.0).astype(np.float32)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
@@ -25,6 +25,9 @@ class BadAudio(Exception):
 @dataclass(frozen=True)
 class AudioRules:
     """The audio that is wanted, and what is done with any other."""
+
+    rate: ClassVar[int] = SAMPLING_RATE
+    """Samples a second of what is read."""
 
     resample: bool = True
     """False: audio of another rate is bad."""

@@ -77,6 +77,10 @@ class EvalSet:
         for start in range(0, len(self.stream), _AT_ONCE):
             yield self.stream.read(np.array([start]), min(_AT_ONCE, len(self.stream) - start))[0]
 
+    def starts_of(self, rows_B: np.ndarray) -> np.ndarray:
+        """The token of the stream with which each row begins, int64 [B]; also of rows past the end."""
+        return self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
+
     def num_batches(self, batch_size: int) -> int:
         """Batches of the whole set; the last one may hold rows of padding."""
         return -(-self.num_rows // batch_size)

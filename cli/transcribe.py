@@ -1,0 +1,84 @@
+"""`lmt transcribe`: the text of recordings."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cli.common import CheckpointOption, ModelArgument, path_option
+from lm_trainer.core.errors import UserError
+
+
+def transcribe(
+    model: ModelArgument,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: wav, flac, mp3, ogg.")],
+    language: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Language, such as en.", show_default="what is heard")
+    ] = None,
+    task: Annotated[
+        Literal["transcribe", "translate"] | None,
+        typer.Option(help="Write it in its own language, or in English.", show_default="the model's"),
+    ] = None,
+    timestamps: Annotated[
+        bool, typer.Option("--timestamps", help="Cut the text into passages with their times.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a window.", show_default="the model's room")
+    ] = None,
+    output: Annotated[
+        Literal["text", "json", "srt", "vtt"], typer.Option("--format", help="Form of what is written.")
+    ] = "text",
+    out: Annotated[Path | None, path_option(metavar="DIR", help="Write NAME.txt, .json, .srt or .vtt there.")] = None,
+    devices: Annotated[
+        int, typer.Option(metavar="N", help="Cut the model over the first N devices.", show_default="all")
+    ] = 0,
+    step: CheckpointOption = None,
+) -> None:
+    """Write down what is said in recordings.
+
+    Always the likeliest token, as `generate` of transformers without sampling. Recordings longer than the model hears
+    are cut into windows at timestamps, which are then written whether they are asked for or not.
+
+    For example:
+
+        lmt transcribe my-run talk.flac
+
+        lmt transcribe path/to/whisper *.mp3 --language en --format srt --out subtitles
+    """
+    from lm_trainer.core.runtime import configure_jax, prepare_process
+
+    prepare_process()
+    import json
+
+    from lm_trainer.generate.text import for_terminal
+    from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings, as_json, as_srt, as_vtt
+    from lm_trainer.run.open_model import local_devices, open_model
+
+    configure_jax({}, None)
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file}: there is no such file")
+    names = [file.stem for file in files]
+    if out is not None and len(set(names)) < len(names):
+        raise UserError("--out: two recordings have one name, and one would be written over the other; rename one")
+    settings = TranscribeSettings(
+        language=language,
+        task=task,
+        timestamps=timestamps or output in ("srt", "vtt"),
+        max_new_tokens=max_new_tokens,
+    )
+    chosen = local_devices(devices)
+    transcriber = Transcriber(open_model(model, step=step, devices=chosen), settings, chosen)
+    for file in files:
+        found = transcriber.transcribe(file)
+        text = {
+            "text": lambda found=found: found.text + "\n",
+            "json": lambda found=found: json.dumps(as_json(found), ensure_ascii=False) + "\n",
+            "srt": lambda found=found: as_srt(found),
+            "vtt": lambda found=found: as_vtt(found),
+        }[output]()
+        if out is None:
+            typer.echo(text if output == "json" else for_terminal(text), nl=False)
+            continue
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{file.stem}.{'txt' if output == 'text' else output}").write_text(text, encoding="utf-8")

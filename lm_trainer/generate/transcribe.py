@@ -1,0 +1,223 @@
+"""Transcription of recordings of any length, window by window, and its files: text, JSON, SRT, WebVTT.
+
+Shape letters: F frames of a recording, M mel channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
+from lm_trainer.data.audio.read import AudioRules, BadAudio
+from lm_trainer.generate.speech import heard_languages, write_heard
+from lm_trainer.generate.speech_rules import SpeechRules
+
+if TYPE_CHECKING:
+    from lm_trainer.data.tokenizer import Tokenizer
+    from lm_trainer.export.huggingface import TextModel
+
+STAMP_SECONDS = 0.02
+"""From one timestamp of the vocabulary to the next."""
+_FRAMES_PER_STAMP = 2
+
+
+class Segment(NamedTuple):
+    """A passage of a recording."""
+
+    start: float
+    """Seconds."""
+    end: float
+    text: str
+    tokens: list[int]
+    """With timestamps, without the end of the text."""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The text of a recording."""
+
+    file: str
+    seconds: float
+    language: str | None
+    """As the model's tokens name it; None for a model without languages."""
+    text: str
+    segments: list[Segment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscribeSettings:
+    """Choices of a transcription."""
+
+    language: str | None = None
+    task: str | None = None
+    timestamps: bool = False
+    max_new_tokens: int | None = None
+    """New tokens of a window; None: as many as there is room for."""
+
+
+class Transcriber:
+    """Writes what is said in recordings; token by token as `generate` of transformers.
+
+    Args:
+        source: the model.
+        settings: the choices.
+        devices: over which the model is cut; None: all.
+
+    Raises:
+        UserError: for a model that does not hear, or lacks what the settings ask for.
+    """
+
+    def __init__(self, source: TextModel, settings: TranscribeSettings, devices: Sequence[Any] | None = None):
+        config: Any = source.config
+        if config.features_shape is None:
+            raise UserError(f"{source.name} reads text and hears nothing; transcribe needs a model of type whisper")
+        self._tokenizer: Tokenizer = source.tokenizer
+        self._settings, (self._frames, self._mels) = settings, config.features_shape
+        self._rules = SpeechRules.from_config(
+            config.generation_config, start_id=config.decoder_start_token_id, eos_id=source.tokenizer.eos_id
+        )
+        # Asked for here for its errors alone, before the weights are placed.
+        self._rules.prompt(settings.language, settings.task, timestamps=settings.timestamps)
+        self._model: Any = source.build(devices)
+
+    def transcribe(self, path: Path) -> Transcript:
+        """Transcribes a recording.
+
+        A recording longer than the model hears is cut into windows: each begins at the last timestamp that was written
+        in the one before (Radford et al. 2022, section 3.8), or where that one ends if there are no timestamps.
+
+        Raises:
+            UserError: for a file that is missing, damaged or empty.
+        """
+        samples_T = read_recording(path)
+        features_FM = self._features(samples_T)
+        stamps = self._settings.timestamps or (len(features_FM) > self._frames and self._rules.has_timestamps)
+        prompt, language = self._prompt(features_FM, stamps)
+        segments, seek = list[Segment](), 0
+        while seek < len(features_FM):
+            frames = min(len(features_FM) - seek, self._frames)
+            window_FM = np.zeros((self._frames, self._mels), np.float32)
+            window_FM[:frames] = features_FM[seek : seek + frames]
+            (tokens,) = write_heard(
+                self._model,
+                window_FM[None],
+                self._rules,
+                prompt=prompt,
+                timestamps=stamps,
+                max_new_tokens=self._settings.max_new_tokens,
+            )
+            found, taken = self._segments(tokens, seek, frames)
+            segments += found
+            seek += taken
+        seconds = len(samples_T) / AudioRules.rate
+        segments = [each._replace(end=min(each.end, seconds)) for each in segments if each.start <= seconds]
+        text = "".join(each.text for each in segments) if stamps else " ".join(each.text for each in segments)
+        return Transcript(str(path), seconds, language, text.strip(), segments)
+
+    def _features(self, samples_T: np.ndarray) -> np.ndarray:
+        """Those of a whole recording, float32 [F, M]: silence is behind a short one, and nothing behind a long one."""
+        frames = max(self._frames, len(samples_T) * FRAMES_PER_SECOND // AudioRules.rate)
+        return LogMel(frames, self._mels)(samples_T)
+
+    def _prompt(self, features_FM: np.ndarray, stamps: bool) -> tuple[list[int], str | None]:
+        """The tokens before every text, and the language: that of the first window where none is asked for."""
+        settings, rules = self._settings, self._rules
+        prompt = rules.prompt(settings.language, settings.task, timestamps=stamps)
+        if None in prompt:
+            (heard,) = heard_languages(self._model, features_FM[None, : self._frames], rules)
+            prompt = [heard if token is None else token for token in prompt]
+        names = {token: name.strip("<|>") for name, token in rules.languages.items()}
+        language = next((names[token] for token in prompt if token in names), None)
+        return [token for token in prompt if token is not None], language
+
+    def _segments(self, tokens: list[int], seek: int, frames: int) -> tuple[list[Segment], int]:
+        """The passages of a window, and the frames after which the next window begins."""
+        ids = tokens[:-1] if tokens and tokens[-1] == self._rules.eos_id else tokens
+        pieces, taken = split_at_stamps(ids, self._rules.first_stamp, frames)
+        offset = seek / FRAMES_PER_SECOND
+        return [self._segment(offset + start, offset + end, piece) for start, end, piece in pieces], taken
+
+    def _segment(self, start: float, end: float, ids: list[int]) -> Segment:
+        first = self._rules.first_stamp
+        words = [token for token in ids if first is None or token < first]
+        return Segment(start, end, self._tokenizer.decode(words), ids)
+
+
+def split_at_stamps(
+    ids: list[int], first_stamp: int | None, frames: int
+) -> tuple[list[tuple[float, float, list[int]]], int]:
+    """Cuts the tokens of a window at pairs of timestamps.
+
+    Args:
+        ids: without the end of the text.
+        first_stamp: the token of 0 s; None: there are no timestamps.
+        frames: of the window that are heard.
+
+    Returns:
+        (start, end, tokens) of each passage, in seconds of the window, and the frames that are done: all, unless the
+        window ends in the middle of a passage, which the next window then hears from its beginning.
+    """
+    is_stamp = [first_stamp is not None and token >= first_stamp for token in ids]
+    ends_alone = is_stamp[-2:] == [False, True]
+    cuts = [at + 1 for at in range(len(ids) - 1) if is_stamp[at] and is_stamp[at + 1]]
+    first = first_stamp or 0
+    if not cuts:
+        last = next((token for token, stamp in zip(ids[::-1], is_stamp[::-1], strict=True) if stamp), first)
+        end = (last - first) * STAMP_SECONDS if last != first else frames / FRAMES_PER_SECOND
+        return ([(0.0, end, ids)] if ids else []), frames
+    if ends_alone:
+        cuts.append(len(ids))
+    pieces = []
+    for begin, stop in zip([0, *cuts[:-1]], cuts, strict=True):
+        piece = ids[begin:stop]
+        pieces.append(((piece[0] - first) * STAMP_SECONDS, (piece[-1] - first) * STAMP_SECONDS, piece))
+    return pieces, frames if ends_alone else (ids[cuts[-1] - 1] - first) * _FRAMES_PER_STAMP
+
+
+def read_recording(path: Path) -> np.ndarray:
+    """Reads a file as float32 samples of one channel, 16,000 a second.
+
+    Raises:
+        UserError: for a file that is missing, damaged or empty.
+    """
+    try:
+        return AudioRules().read(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except BadAudio as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def as_json(transcript: Transcript) -> dict[str, Any]:
+    """The content of a JSON file."""
+    return {**asdict(transcript), "segments": [each._asdict() for each in transcript.segments]}
+
+
+def as_srt(transcript: Transcript) -> str:
+    """The content of an SRT file."""
+    blocks = [
+        f"{number}\n{_clock(each.start, ',')} --> {_clock(each.end, ',')}\n{each.text.strip()}\n"
+        for number, each in enumerate(transcript.segments, 1)
+    ]
+    return "\n".join(blocks)
+
+
+def as_vtt(transcript: Transcript) -> str:
+    """The content of a WebVTT file."""
+    # An arrow in a text would begin another cue.
+    blocks = [
+        f"{_clock(each.start, '.')} --> {_clock(each.end, '.')}\n{each.text.strip().replace('-->', '->')}\n"
+        for each in transcript.segments
+    ]
+    return "\n".join(["WEBVTT\n", *blocks])
+
+
+def _clock(seconds: float, point: str) -> str:
+    whole, thousandths = divmod(round(seconds * 1000), 1000)
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{point}{thousandths:03}"

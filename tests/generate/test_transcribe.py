@@ -1,0 +1,138 @@
+"""Transcription of recordings of any length, against `generate` of transformers, and its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.export.huggingface import TextModel
+from lm_trainer.generate.transcribe import (
+    Segment,
+    Transcriber,
+    TranscribeSettings,
+    Transcript,
+    as_json,
+    as_srt,
+    as_vtt,
+    split_at_stamps,
+)
+from lm_trainer.models import Gpt2Config
+from tests.generate.test_speech import RULES
+from tests.models.common import change
+from tests.models.speech import MELS, VOCAB
+from tests.models.test_whisper import make, ours
+
+soundfile = pytest.importorskip("soundfile")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, TextModel]:
+    directory = tmp_path_factory.mktemp("transcribe")
+    theirs = make(directory, init_std=0.4)
+    config, params = ours(directory)
+    return theirs, TextModel(change(config, generation_config=RULES), VOCAB, params, ByteTokenizer(), "tiny")
+
+
+def record(path: Path, seconds: float) -> np.ndarray:
+    samples = (0.3 * np.random.default_rng(4).standard_normal(int(16_000 * seconds))).astype(np.float32)
+    samples *= np.repeat(np.random.default_rng(5).uniform(0.01, 1, -(-len(samples) // 800)), 800)[: len(samples)]
+    soundfile.write(path, samples, 16_000, subtype="FLOAT")
+    return samples
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [pytest.param(0.1, marks=pytest.mark.slow, id="one window"), pytest.param(0.9, id="many windows")],
+)
+def test_passages_are_those_of_transformers(models: tuple[Any, TextModel], tmp_path: Path, seconds: float) -> None:
+    from transformers import GenerationConfig, WhisperFeatureExtractor
+
+    theirs, source = models
+    samples = record(tmp_path / "a.wav", seconds)
+    found = Transcriber(source, TranscribeSettings(language="de", timestamps=True)).transcribe(tmp_path / "a.wav")
+    extractor = WhisperFeatureExtractor(feature_size=MELS, chunk_length=1)
+    # A row of the tiny model is shorter than any that the extractor fills up.
+    short = np.pad(samples, (0, max(0, 1920 - len(samples))))
+    heard = extractor(short, sampling_rate=16_000, return_tensors="pt", truncation=False, padding="longest",
+                      return_attention_mask=True)  # fmt: skip
+    theirs.generation_config = GenerationConfig(**{**RULES, "no_speech_threshold": None})
+    wanted = theirs.generate(
+        heard.input_features, attention_mask=heard.attention_mask, language="de", task="transcribe",
+        return_timestamps=True, return_segments=True, do_sample=False,
+    )  # fmt: skip
+    segments = wanted["segments"][0]
+    assert len(segments) > 1 or seconds < 0.2
+    assert [each.tokens for each in found.segments] == [each["tokens"].tolist() for each in segments][
+        : len(found.segments)
+    ]
+    for ours_, theirs_ in zip(found.segments, segments, strict=False):
+        assert ours_.start == pytest.approx(float(theirs_["start"]))
+        assert ours_.end == pytest.approx(min(float(theirs_["end"]), seconds))
+    left_out = segments[len(found.segments) :]
+    assert all(float(each["start"]) > seconds for each in left_out)
+    assert found.language == "de"
+
+
+def test_windows_without_timestamps_follow_one_another(models: tuple[Any, TextModel], tmp_path: Path) -> None:
+    rules = {key: value for key, value in RULES.items() if key != "no_timestamps_token_id"}
+    source = models[1]
+    record(tmp_path / "a.wav", 0.3)
+    bare = TextModel(change(source.config, generation_config=rules), VOCAB, source.params, source.tokenizer, "bare")
+    found = Transcriber(bare, TranscribeSettings(language="en", max_new_tokens=4)).transcribe(tmp_path / "a.wav")
+    assert [each.start for each in found.segments] == pytest.approx([0, 0.12, 0.24])
+    assert [each.end for each in found.segments] == pytest.approx([0.12, 0.24, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "pieces", "taken"),
+    [
+        ([], [], 300),
+        ([5, 6], [(0, 3.0, [5, 6])], 300),
+        ([10, 5, 60], [(0, 1.0, [10, 5, 60])], 300),
+        # The last passage is unfinished: the next window begins where it does.
+        ([10, 5, 60, 60, 6], [(0, 1.0, [10, 5, 60])], 100),
+        # Its end stands there alone: nothing follows it.
+        ([10, 5, 60, 60, 6, 110], [(0, 1.0, [10, 5, 60]), (1.0, 2.0, [60, 6, 110])], 300),
+        ([10, 5, 60, 60, 6, 110, 110], [(0, 1.0, [10, 5, 60]), (1.0, 2.0, [60, 6, 110])], 200),
+    ],
+)
+def test_pairs_of_timestamps_cut(ids: list[int], pieces: list[tuple[float, float, list[int]]], taken: int) -> None:
+    found, frames = split_at_stamps(ids, 10, 300)
+    assert [(each[0], each[1], each[2]) for each in found] == [
+        (pytest.approx(a), pytest.approx(b), c) for a, b, c in pieces
+    ]
+    assert frames == taken
+
+
+def test_files() -> None:
+    segments = [Segment(0.0, 1.5, " Hello.", [1]), Segment(3661.25, 3662.0, " a --> b", [2])]
+    transcript = Transcript("x.wav", 4000.0, "en", "Hello. a --> b", segments)
+    assert as_srt(transcript) == (
+        "1\n00:00:00,000 --> 00:00:01,500\nHello.\n\n2\n01:01:01,250 --> 01:01:02,000\na --> b\n"
+    )
+    assert as_vtt(transcript) == (
+        "WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello.\n\n01:01:01.250 --> 01:01:02.000\na -> b\n"
+    )
+    assert json.loads(json.dumps(as_json(transcript)))["segments"][0] == {
+        "start": 0.0, "end": 1.5, "text": " Hello.", "tokens": [1],
+    }  # fmt: skip
+
+
+def test_what_cannot_be_transcribed(models: tuple[Any, TextModel], tmp_path: Path) -> None:
+    source = models[1]
+    (tmp_path / "noise.wav").write_bytes(b"noise")
+    transcriber = Transcriber(source, TranscribeSettings())
+    with pytest.raises(UserError, match=r"noise\.wav: the audio cannot be decoded"):
+        transcriber.transcribe(tmp_path / "noise.wav")
+    with pytest.raises(UserError, match=r"gone\.wav: cannot be read \(No such file"):
+        transcriber.transcribe(tmp_path / "gone.wav")
+    with pytest.raises(UserError, match="'xx' is unknown to the model"):
+        Transcriber(source, TranscribeSettings(language="xx"))
+    with pytest.raises(UserError, match="hears nothing"):
+        Transcriber(TextModel(Gpt2Config(), VOCAB, {}, ByteTokenizer(), "reader"), TranscribeSettings())

@@ -1,0 +1,114 @@
+"""A run that hears, from its data to what it writes: equal bits on other devices, error rates, transcripts, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lm_trainer.config.loader import load
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.sources.morse import Morse
+from lm_trainer.evaluate.model import open_eval_model
+from lm_trainer.evaluate.report import as_json, text_lines
+from lm_trainer.evaluate.text import TextOptions, choose_text, evaluate_text
+from lm_trainer.export.huggingface import ExportOptions, write_hf
+from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.open_model import open_model
+from lm_trainer.run.train import train
+from lm_trainer.trackers import Progress
+
+CONFIG = Path(__file__).parents[2] / "configs" / "whisper_nano.yaml"
+SMALL = (
+    *("data.source.rows=24", "data.source.validation_rows=6", "data.num_workers=0"),
+    *(
+        "trainer.train_batch_size=8",
+        "trainer.elastic_shards=4",
+        "trainer.num_train_steps=3",
+        "trainer.steps_per_eval=3",
+    ),
+    *("model.hidden_dim=32", "model.num_layers=1", "model.encoder_layers=1"),
+    *("model.intermediate_dim=32", "model.encoder_intermediate_dim=32"),
+)
+
+
+def run(*overrides: str) -> dict[str, float]:
+    config: Any = load(CONFIG, [*SMALL, *overrides], RunConfig).config
+    return train(config, name="run", progress=Progress(3)).eval_losses
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    directory = tmp_path_factory.mktemp("heard")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        return directory, run("trainer.id=one", "trainer.max_devices=1")
+
+
+def weights(source: str) -> dict[str, np.ndarray]:
+    import jax
+
+    found, _ = jax.tree_util.tree_flatten_with_path(open_model(source).params)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in found}
+
+
+@pytest.mark.slow
+def test_what_a_run_wrote_is_what_is_counted_and_exported(
+    trained: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soundfile, jiwer = pytest.importorskip("soundfile"), pytest.importorskip("jiwer")
+    directory, losses = trained
+    monkeypatch.chdir(directory)
+    model = open_eval_model("one")
+    found = evaluate_text(model, choose_text("one", model, []), TextOptions())
+    (loss,) = losses.values()
+    assert found.sets[0].documents.loss.value == pytest.approx(loss, rel=1e-5)
+    (rates,) = found.rates
+    assert rates.rows == 6
+    write_hf(directory / "out", open_model("one"), ExportOptions())
+    said, written = [], []
+    for row in Morse.model_validate(model.config.data.source).shards("validation", fields=("audio", "text"))[0].rows():
+        record: Any = row.record  # pyright: ignore[reportAttributeAccessIssue]
+        soundfile.write("a.wav", record["audio"]["array"], 16_000, subtype="FLOAT")
+        said.append(record["text"])
+        written.append([Transcriber(open_model(source), TranscribeSettings()).transcribe(Path("a.wav"))
+                        for source in ("one", "out")])  # fmt: skip
+        assert written[-1][0] == written[-1][1]
+    texts = [pair[0].text for pair in written]
+    assert rates.characters == pytest.approx(jiwer.cer(said, texts))
+    assert rates.words == pytest.approx(jiwer.wer(said, texts))
+    assert rates.examples == list(zip(said, texts, strict=True))
+    assert as_json(found)["error_rates"][0]["characters"] == rates.characters
+    assert any("character errors" in line for line in text_lines(found))
+
+
+@pytest.mark.slow
+def test_features_of_an_export_are_those_of_the_run(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained[0])
+        write_hf(tmp_path / "out", open_model("one"), ExportOptions())
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(tmp_path / "out")
+    samples = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
+    features = extractor(samples, sampling_rate=16_000, return_tensors="np").input_features
+    assert features.shape == (1, 16, 100)
+
+
+@pytest.mark.slow
+def test_the_same_bits_on_four_devices(trained: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, losses = trained
+    monkeypatch.chdir(directory)
+    assert run("trainer.id=four", "trainer.max_devices=4") == losses
+    found = weights("four")
+    for name, x in weights("one").items():
+        np.testing.assert_array_equal(x, found[name], err_msg=name)
+
+
+def test_text_alone_is_refused_before_anything_is_made(in_tmp_path: Path) -> None:
+    config: Any = load(CONFIG, ["data.format={type: text}", "data.source={type: embedded}"], RunConfig).config
+    with pytest.raises(UserError, match="the model hears audio, but the data are text alone"):
+        train(config, name="run", progress=Progress(3))
+    assert not list(in_tmp_path.iterdir())
