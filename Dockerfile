@@ -1,7 +1,7 @@
 # An image of lm_trainer. For a CPU:   docker build -t lmt .
 # For NVIDIA GPUs (CUDA 12, or 13):    docker build -t lmt --build-arg EXTRAS=gpu .      (EXTRAS=gpu13)
-# A run, with its outcome here:        docker run --rm -v "$PWD:/work" lmt train gpt2_nano
-#                                      docker run --rm --gpus all -v "$PWD:/work" lmt train my.yaml
+# A run, with its outcome here:        docker run --rm -v "$PWD:/runs" lmt train gpt2_nano
+#                                      docker run --rm --gpus all -v "$PWD:/runs" lmt train my.yaml
 # CUDA comes in the wheels of JAX, so that the image needs no other base for GPUs: the driver of the host is enough.
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim AS build
@@ -19,9 +19,9 @@ FROM python:${PYTHON}-slim
 
 COPY --from=build /opt/lmt /opt/lmt
 ENV PATH=/opt/lmt/bin:$PATH
-# Not root: what a run writes into /work belongs to this user.
-RUN useradd --create-home --uid 1000 lmt && mkdir /work && chown lmt /work
+# Not root: what a run writes into /runs belongs to this user.
+RUN useradd --create-home --uid 1000 lmt && mkdir /runs && chown lmt /runs
 USER 1000
-WORKDIR /work
+WORKDIR /runs
 ENTRYPOINT ["lmt"]
 CMD ["--help"]
