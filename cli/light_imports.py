@@ -65,7 +65,11 @@ class _StandIn:
     def __or__(self, other: Any) -> Any:
         return _use(f"{self.__name__}|")
 
-    __ror__ = __mul__ = __rmul__ = __neg__ = __or__
+    def __neg__(self) -> Any:
+        return _use(f"-{self.__name__}")
+
+    __ror__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __or__
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __or__
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (_Derived,)
