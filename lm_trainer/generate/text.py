@@ -225,14 +225,14 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _checked_ids(source: TextModel, prompt: str) -> list[int]:
-    ids, context = _encode(source.tokenizer, prompt), source.config.seq_len
+    ids, context = encode_prompt(source.tokenizer, prompt), source.config.seq_len
     if len(ids) > context:
         start = prompt if len(prompt) <= 40 else prompt[:40] + "..."
         raise UserError(f"the prompt {start!r} has {len(ids)} tokens, but the model's context is {context}; shorten it")
     return ids
 
 
-def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The prompt as token ids, as training has seen the start of a document: behind its start token, if there is one,
     else, for an empty prompt, behind the end of the document before it.
     """

@@ -23,6 +23,7 @@ from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
+from lm_trainer.generate.text import encode_prompt
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
@@ -65,7 +66,7 @@ class Summary:
     seconds: float = 0.0
     """Wall time of this attempt."""
     sample: str | None = None
-    """A prompt from the validation text and what the model makes of it."""
+    """A prompt and what the model makes of it."""
 
     def lines(self) -> list[str]:
         """The end of the terminal's output: what came out, and where everything is."""
@@ -76,7 +77,7 @@ class Summary:
             text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
         if self.sample is not None:
-            origin = "sample (up to ⟫ it is text of the data, from there on the model's):"
+            origin = "sample (up to ⟫ it is the prompt, from there on the model's):"
             result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
         return [
             *result,
@@ -275,12 +276,18 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
 
 
 def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
-    """The start of a held-out document (of the training text, where nothing is held out) and its continuation."""
+    """The prompt and its continuation; without `sample_prompt`, it is the start of a held-out document (of the training
+    text, where nothing is held out).
+    """
     sets = list(data.validation().values())
     rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
     if rows.features is not None:
         return _draw_heard(program, data, state, rows)
-    prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
+    if (text := config.trainer.sample_prompt) is not None:
+        # The end of a prompt that fills the context, so that a finished run does not fail for its sample.
+        prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
+    else:
+        prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
     weights = list(program.weights(state).values())[-1]
     params = local_params(program, weights, layerwise=config.trainer.determinism == "layerwise")
     tokens = generate(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 from jax.sharding import Mesh
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.core.config import Config, Name, PlacePath, Seed, Takes
@@ -143,6 +143,9 @@ class TrainerConfig(Config):
     """Steps between lines of metrics."""
     sample_tokens: Operational[NonNegativeInt] = 128
     """After training, print a sample of so many tokens; 0: none."""
+    sample_prompt: Operational[Annotated[str, Field(min_length=1)] | None] = None
+    """Text that the sample goes on from; the start of a held-out document, if absent. Models that hear are
+    given a recording."""
 
     log_dir: Operational[Annotated[str, Takes(instead=_RUN_DIRECTORY)]] = "logs/"
     """The run directory is `log_dir`/id: configuration, environment, metrics, log."""

@@ -201,7 +201,7 @@ def test_an_accelerator_is_required_in_a_dry_run_too() -> None:
         dry_run(config(require_accelerator=True), name="run")
 
 
-def test_as_many_tokens_are_sampled_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(train, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
@@ -210,6 +210,9 @@ def test_as_many_tokens_are_sampled_as_are_asked_for(monkeypatch: pytest.MonkeyP
     state: Any = None
     assert train.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
     assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]
+    # The end of a prompt that is too long for the context.
+    for prompt, told in (("def f", "def f⟫hi"), ("b" * 20 + "cc", "b" * 6 + "cc⟫hi")):
+        assert train.draw_sample(config(sample_prompt=prompt), program, data, state) == told
 
 
 def test_an_average_that_comes_to_rest() -> None:
