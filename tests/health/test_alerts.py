@@ -73,6 +73,10 @@ def test_the_robust_score_is_the_formula() -> None:
         (Divergence(), "train/loss", falling(1000), []),
         (Divergence(), "train/loss", [*noisy(3, 100), 9.0, *noisy(3, 100)], []),
         (Divergence(), "train/loss", [*noisy(3, 100), *[3.9] * 30], [125, 126, 127, 128, 129]),
+        # From the first steps on, before the window is full.
+        (Divergence(), "train/loss", [*noisy(5.5, 12), *[188_631.0] * 10], [16, 17, 18, 19, 20, 21]),
+        (Divergence(), "train/loss", [*noisy(5.5, 12), *[6.8] * 10], []),
+        (Divergence(), "train/loss", noisy(5.5, 49, 0.5), []),
         (GradNorm(), "optim/grad_norm", [*noisy(1, 200), 3.0], []),
         (GradNorm(), "optim/grad_norm", [*noisy(1, 200), 30.0, 1.0], [200]),
         (GradNorm(), "optim/grad_norm", [float(x) for x in np.exp(noisy(0, 500, 1.0))], []),
