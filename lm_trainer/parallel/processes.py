@@ -27,7 +27,10 @@ def gather(values: np.ndarray) -> np.ndarray:
     """Returns [processes, ...]: this array of every process, of the same shape in all of them. Waits for all."""
     if jax.process_count() == 1:
         return values[None]
-    return np.asarray(multihost_utils.process_allgather(values))
+    # Of numbers of 64 bits JAX would keep the lower half.
+    sent = values.reshape(-1).view(np.uint32) if values.dtype.itemsize == 8 else values
+    found = np.ascontiguousarray(multihost_utils.process_allgather(sent))
+    return found.view(values.dtype).reshape(len(found), *values.shape)
 
 
 def gather_texts(text: str) -> list[str]:
