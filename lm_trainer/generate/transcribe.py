@@ -112,7 +112,7 @@ class Transcriber:
                 timestamps=stamps,
                 max_new_tokens=self._settings.max_new_tokens,
             )
-            found, taken = self._segments(tokens, seek, frames)
+            found, taken = self._segments(tokens, seek, frames, stamps)
             segments += found
             seek += taken
         seconds = len(samples_T) / AudioRules.rate
@@ -136,10 +136,11 @@ class Transcriber:
         language = next((names[token] for token in prompt if token in names), None)
         return [token for token in prompt if token is not None], language
 
-    def _segments(self, tokens: list[int], seek: int, frames: int) -> tuple[list[Segment], int]:
+    def _segments(self, tokens: list[int], seek: int, frames: int, stamps: bool) -> tuple[list[Segment], int]:
         """The passages of a window, and the frames after which the next window begins."""
         ids = tokens[:-1] if tokens and tokens[-1] == self._rules.eos_id else tokens
-        pieces, taken = split_at_stamps(ids, self._rules.first_stamp, frames)
+        # Timestamps that nobody asked for follow no rules, and might lead nowhere.
+        pieces, taken = split_at_stamps(ids, self._rules.first_stamp if stamps else None, frames)
         offset = seek / FRAMES_PER_SECOND
         return [self._segment(offset + start, offset + end, piece) for start, end, piece in pieces], taken
 

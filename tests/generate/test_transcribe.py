@@ -89,6 +89,17 @@ def test_windows_without_timestamps_follow_one_another(models: tuple[Any, TextMo
     assert [each.end for each in found.segments] == pytest.approx([0.12, 0.24, 0.3])
 
 
+def test_timestamps_that_nobody_asked_for_cut_nothing(
+    models: tuple[Any, TextModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "a.wav", 0.1)
+    stamp = RULES["no_timestamps_token_id"] + 1
+    written = iter([[[5, stamp, stamp, 6]]])
+    monkeypatch.setattr("lm_trainer.generate.transcribe.write_heard", lambda *_, **__: next(written))
+    found = Transcriber(models[1], TranscribeSettings(language="en")).transcribe(tmp_path / "a.wav")
+    assert [each.tokens for each in found.segments] == [[5, stamp, stamp, 6]]
+
+
 @pytest.mark.parametrize(
     ("ids", "pieces", "taken"),
     [
