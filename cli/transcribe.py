@@ -25,6 +25,9 @@ def transcribe(
     max_new_tokens: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Tokens of a window.", show_default="the model's room")
     ] = None,
+    beams: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Grow N texts side by side, and write the likeliest.")
+    ] = 1,
     output: Annotated[
         Literal["text", "json", "srt", "vtt"], typer.Option("--format", help="Form of what is written.")
     ] = "text",
@@ -36,8 +39,8 @@ def transcribe(
 ) -> None:
     """Write down what is said in recordings.
 
-    Always the likeliest token, as `generate` of transformers without sampling. Recordings longer than the model hears
-    are cut into windows at timestamps, which are then written whether they are asked for or not.
+    By the likeliest token, or by beam search, as `generate` of transformers without sampling. Recordings longer than
+    the model hears are cut into windows at timestamps, which are then written whether they are asked for or not.
 
     For example:
 
@@ -66,6 +69,7 @@ def transcribe(
         task=task,
         timestamps=timestamps or output in ("srt", "vtt"),
         max_new_tokens=max_new_tokens,
+        beams=beams,
     )
     chosen = local_devices(devices)
     transcriber = Transcriber(open_model(model, step=step, devices=chosen), settings, chosen)

@@ -1,6 +1,7 @@
 """Texts of what a model hears, token by token, with cached keys and values of the encoder.
 
-Shape letters: B rows, M frames, P features of a frame, T prompt positions, V vocabulary, G new tokens.
+Shape letters: B rows, M frames, P features of a frame, T prompt positions, V vocabulary, G new tokens, R = B
+* beams.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.generate.beam import search_beams
 from lm_trainer.generate.speech_rules import SpeechRules, TimestampState, timestamps_only
 from lm_trainer.nn.encoder_decoder import EncodedCache, EncoderDecoder
 
@@ -30,9 +32,10 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
     task: str | None = None,
     timestamps: bool = False,
     max_new_tokens: int | None = None,
+    beams: int = 1,
     dtype: DTypeLike = jnp.float32,
 ) -> list[list[int]]:
-    """Writes the likeliest token after the likeliest token for each row of features, and returns the new tokens alone.
+    """Writes what each row of features says, by the likeliest tokens, and returns the new tokens alone.
 
     A text ends with `rules.eos_id` (which is part of it), after `max_new_tokens`, or where prompt and text fill the
     decoder's context. The tokens are those of `generate` in transformers for one window.
@@ -46,6 +49,8 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
         task: `transcribe` or `translate`; None: as the rules say.
         timestamps: writes timestamps.
         max_new_tokens: None: as many as there is room for.
+        beams: texts that grow side by side, of which the likeliest is returned (`search_beams`); 1: each token is the
+            likeliest after those before it.
         dtype: of the computation and of the cache.
 
     Raises:
@@ -60,13 +65,14 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
     inputs = _Inputs.of(rules, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(state)
-    program = _Program(graphdef, len(begin) + room, room, timestamps, jnp.dtype(dtype))
+    program = _Program(graphdef, len(begin) + room, room, timestamps, beams, jnp.dtype(dtype))
     cache = _listen(program, params, jnp.asarray(features_BMP))
     heard_B = np.zeros(len(features_BMP), np.int32)
     if None in begin:
         heard_B = _hear_language(program, params, cache, inputs, np.array(sorted(rules.languages.values()), np.int32))
     columns = [heard_B if token is None else np.full_like(heard_B, token) for token in begin]
-    tokens_BG, counts_B = jax.device_get(_write(program, params, cache, jnp.stack(columns, axis=1), inputs))
+    write = _write if beams == 1 else _write_by_beams
+    tokens_BG, counts_B = jax.device_get(write(program, params, cache, jnp.stack(columns, axis=1), inputs))
     return [row[:count].tolist() for row, count in zip(tokens_BG, counts_B, strict=True)]
 
 
@@ -75,7 +81,7 @@ def heard_languages(
 ) -> list[int]:
     """The token of the likeliest language of each row; arguments as of `write_heard`."""
     graphdef, state = nnx.split(model, nnx.Param)
-    params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, jnp.dtype(dtype))
+    params, program = nnx.to_pure_dict(state), _Program(graphdef, 1, 1, False, 1, jnp.dtype(dtype))
     cache, inputs = _listen(program, params, jnp.asarray(features_BMP)), _Inputs.of(rules, model.spec.vocab_size)
     languages_L = np.array(sorted(rules.languages.values()), np.int32)
     return _hear_language(program, params, cache, inputs, languages_L).tolist()
@@ -90,6 +96,7 @@ class _Program(NamedTuple):
     room: int
     """New tokens, the G of the shapes."""
     timestamps: bool
+    beams: int
     dtype: np.dtype
 
 
@@ -104,6 +111,7 @@ class _Inputs(NamedTuple):
     """bool."""
     begin_suppressed_V: jax.Array
     """bool: those of the first token."""
+    length_penalty: jax.Array
 
     @classmethod
     def of(cls, rules: SpeechRules, vocab_size: int) -> _Inputs:
@@ -119,7 +127,8 @@ class _Inputs(NamedTuple):
         never[list(rules.suppressed)] = True
         not_first[[*rules.suppressed, *rules.begin_suppressed]] = True
         start, end, first, latest = map(jnp.int32, (rules.start_id, rules.eos_id, first, latest))
-        return cls(start, end, first, latest, jnp.asarray(never), jnp.asarray(not_first))
+        penalty = jnp.float32(rules.length_penalty)
+        return cls(start, end, first, latest, jnp.asarray(never), jnp.asarray(not_first), penalty)
 
 
 class _Loop(NamedTuple):
@@ -160,6 +169,17 @@ def _hear_language(
     return languages_L[logits_BV[:, languages_L].argmax(axis=-1)]
 
 
+def _allowed(
+    program: _Program, inputs: _Inputs, logits_BV: jax.Array, stamps: TimestampState, step: jax.Array
+) -> jax.Array:
+    """The logits, or log-probabilities, with -inf for the tokens that the rules forbid at a step."""
+    masked_V = jnp.where(step == 0, inputs.begin_suppressed_V, inputs.suppressed_V)
+    logits_BV = jnp.where(masked_V[None], -jnp.inf, logits_BV)
+    if program.timestamps:
+        logits_BV = timestamps_only(logits_BV, stamps, inputs.eos_id, inputs.first_stamp, inputs.latest_first)
+    return logits_BV
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _write(
     program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
@@ -168,18 +188,12 @@ def _write(
     model: EncoderDecoder = nnx.merge(program.graphdef, params)
     rows, length = prompt_BT.shape
 
-    def choose(loop: _Loop) -> jax.Array:
-        masked_V = jnp.where(loop.step == 0, inputs.begin_suppressed_V, inputs.suppressed_V)
-        logits_BV = jnp.where(masked_V[None], -jnp.inf, loop.logits_BV)
-        if program.timestamps:
-            logits_BV = timestamps_only(logits_BV, loop.stamps, inputs.eos_id, inputs.first_stamp, inputs.latest_first)
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-
     def unfinished(loop: _Loop) -> jax.Array:
         return jnp.any(~loop.done_B) & (loop.step < program.room)
 
     def body(loop: _Loop) -> _Loop:
-        next_B = choose(loop)
+        allowed_BV = _allowed(program, inputs, loop.logits_BV, loop.stamps, loop.step)
+        next_B = jnp.argmax(allowed_BV, axis=-1).astype(jnp.int32)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = loop.counts_B + ~loop.done_B
@@ -195,3 +209,38 @@ def _write(
     loop = _Loop(jnp.int32(0), zeros_BG, zeros_B, cache, logits_BV, start, jnp.zeros(rows, bool))
     done = jax.lax.while_loop(unfinished, body, loop)
     return done.tokens_BG, done.counts_B
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _write_by_beams(
+    program: _Program, params: Any, cache: EncodedCache, prompt_BT: jax.Array, inputs: _Inputs
+) -> tuple[jax.Array, jax.Array]:
+    """As `_write`, for the likeliest text of each row."""
+    model: EncoderDecoder = nnx.merge(program.graphdef, params)
+    rows, length = prompt_BT.shape
+
+    def log_probs(logits_RV: jax.Array, stamps: TimestampState, step: jax.Array) -> jax.Array:
+        # What is forbidden keeps its share of the probability.
+        return _allowed(program, inputs, jax.nn.log_softmax(logits_RV, axis=-1), stamps, step)
+
+    def advance(carry: Any, step: jax.Array, came_R: jax.Array, next_R: jax.Array) -> tuple[Any, jax.Array]:
+        own, stamps = carry
+        own = jax.tree.map(lambda x: x[:, came_R], own)
+        stamps = jax.tree.map(lambda x: x[came_R], stamps).after(next_R, inputs.first_stamp)
+        at_R1 = jnp.broadcast_to(length + step, (len(next_R), 1))
+        h_R1D, filled = model.decode_hidden(next_R[:, None], at_R1, cache._replace(own=own))
+        return (filled.own, stamps), log_probs(model.logits(h_R1D[:, 0]), stamps, step + 1)
+
+    filled, logits_BV = _after(program, params, cache, prompt_BT)
+    own = jax.tree.map(lambda x: jnp.repeat(x, program.beams, axis=1), filled.own)
+    stamps = TimestampState.start(rows * program.beams)
+    logits_RV = jnp.repeat(logits_BV, program.beams, axis=0)
+    return search_beams(
+        (own, stamps),
+        log_probs(logits_RV, stamps, jnp.int32(0)),
+        advance,
+        beams=program.beams,
+        room=program.room,
+        eos_id=inputs.eos_id,
+        length_penalty=inputs.length_penalty,
+    )

@@ -43,6 +43,8 @@ class SpeechRules:
     """Says that no timestamps are written; those follow it in the vocabulary, every 0.02 s. None: there are none."""
     max_initial_timestamp: int | None = None
     """The latest first timestamp, in steps of 0.02 s."""
+    length_penalty: float = 1.0
+    """Of beam search: the power of its length that the sum of a text's log-probabilities is divided by."""
 
     @property
     def has_timestamps(self) -> bool:
@@ -72,6 +74,9 @@ class SpeechRules:
         for name, value in (("decoder_start_token_id", start), ("eos_token_id", end)):
             if not isinstance(value, int):
                 raise UserError(f"model.generation_config: {name} is {value!r}; write the id of that token")
+        if stopping := raw.get("early_stopping"):
+            raise UserError(f"model.generation_config.early_stopping: {stopping!r} is unknown here; write false")
+        penalty = raw.get("length_penalty")
         forced = raw.get("forced_decoder_ids") or []
         if [place for place, _ in forced] != list(range(1, len(forced) + 1)):
             raise UserError(
@@ -89,6 +94,7 @@ class SpeechRules:
             forced=tuple(token for _, token in forced),
             no_timestamps_id=raw.get("no_timestamps_token_id"),
             max_initial_timestamp=raw.get("max_initial_timestamp_index"),
+            length_penalty=1.0 if penalty is None else penalty,
         )
 
     def language_id(self, language: str) -> int:

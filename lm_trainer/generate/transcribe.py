@@ -59,6 +59,8 @@ class TranscribeSettings:
     timestamps: bool = False
     max_new_tokens: int | None = None
     """New tokens of a window; None: as many as there is room for."""
+    beams: int = 1
+    """Texts that are tried side by side; 1: each token is the likeliest."""
 
 
 class Transcriber:
@@ -111,6 +113,7 @@ class Transcriber:
                 prompt=prompt,
                 timestamps=stamps,
                 max_new_tokens=self._settings.max_new_tokens,
+                beams=self._settings.beams,
             )
             found, taken = self._segments(tokens, seek, frames, stamps)
             segments += found

@@ -45,6 +45,7 @@ class CrossAttention(nnx.Module):
     ) -> jax.Array:
         """Attends from every position to all of `memory`, [B, S, D]; arguments as in `ForwardContext` and `Attention`.
 
+        Keys and values that are given may have fewer rows: so many of `x_BSD`, one after another, then share each.
         The keys are for the dropout of probabilities, and for that of adapters.
         """
         assert memory is not None
@@ -58,6 +59,8 @@ class CrossAttention(nnx.Module):
             q_BSNH, k_BFKH = q_BSNH.astype(jnp.float32), k_BFKH.astype(jnp.float32)
         scale = self.spec.head_dim**-0.5 if scores.scale is None else scores.scale
         q_BSNH = q_BSNH * jnp.asarray(scale, q_BSNH.dtype)
-        bias_11SF = jnp.zeros((1, 1, x_BSD.shape[1], k_BFKH.shape[1]), jnp.float32)
-        o_BSNH = dispatch_attention(self.spec, q_BSNH, k_BFKH, v_BFKH, bias_11SF, key=key)
-        return self.out(o_BSNH, key=adapter_key)
+        # Beams of a row share what it hears: without a mask, their queries are as good as more positions.
+        shared_BSNH = q_BSNH.reshape(k_BFKH.shape[0], -1, *q_BSNH.shape[2:])
+        bias_11SF = jnp.zeros((1, 1, shared_BSNH.shape[1], k_BFKH.shape[1]), jnp.float32)
+        o_BSNH = dispatch_attention(self.spec, shared_BSNH, k_BFKH, v_BFKH, bias_11SF, key=key)
+        return self.out(o_BSNH.reshape(q_BSNH.shape), key=adapter_key)

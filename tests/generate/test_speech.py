@@ -44,13 +44,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return theirs, nnx.merge(graph, params)
 
 
-def trimmed(tokens: list[int]) -> list[int]:
+def trimmed(tokens: list[int], end: int) -> list[int]:
     """Up to the first end of text."""
-    return tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 def theirs_of(
-    model: Any, prompt: list[list[int]], count: int, *, timestamps: bool, raw: Any = RULES
+    model: Any, prompt: list[list[int]], count: int, *, timestamps: bool, raw: Any = RULES, **search: Any
 ) -> list[list[int]]:
     """The new tokens that transformers writes after each prompt, by the generation that all of its models share."""
     import torch
@@ -66,11 +66,12 @@ def theirs_of(
         heard,
         decoder_input_ids=torch.tensor(prompt),
         logits_processor=LogitsProcessorList(processors),
-        generation_config=GenerationConfig(eos_token_id=2, pad_token_id=0, decoder_start_token_id=3),
+        generation_config=GenerationConfig(eos_token_id=raw["eos_token_id"], pad_token_id=0, decoder_start_token_id=3),
         max_new_tokens=count,
         do_sample=False,
+        **search,
     )
-    return [trimmed(row[begin:]) for row in found.tolist()]
+    return [trimmed(row[begin:], raw["eos_token_id"]) for row in found.tolist()]
 
 
 @pytest.mark.parametrize("timestamps", [False, True], ids=["words", "timestamps"])
@@ -84,6 +85,33 @@ def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: b
     assert found == wanted
     assert len({tuple(row) for row in found}) > 1, "rows are heard apart"
     assert any(token > 46 for row in found for token in row) or not timestamps
+
+
+@pytest.mark.parametrize(
+    ("timestamps", "beams", "end", "penalty"),
+    [
+        # Tokens that end some texts of this model, and not all.
+        pytest.param(False, 4, 22, None, id="words"),
+        pytest.param(True, 3, 22, None, id="timestamps"),
+        pytest.param(False, 4, 10, -2.0, id="short texts"),
+        pytest.param(False, 4, 22, 3.0, id="long texts"),
+        pytest.param(False, 7, 18, 0.0, id="no penalty", marks=pytest.mark.slow),
+    ],
+)
+def test_beams_are_those_of_transformers(
+    models: tuple[Any, Any], timestamps: bool, beams: int, end: int, penalty: float | None
+) -> None:
+    theirs, model = models
+    raw = {**RULES, "eos_token_id": end, "length_penalty": penalty}
+    rules = SpeechRules.from_config(raw, start_id=None, eos_id=None)
+    asked: dict[str, Any] = {"language": "de", "task": "translate", "timestamps": timestamps}
+    found = write_heard(model, features(ROWS), rules, beams=beams, **asked)
+    prompt = [3, 41, 45, *([] if timestamps else [46])]
+    search = {"num_beams": beams} | ({} if penalty is None else {"length_penalty": penalty})
+    wanted = theirs_of(theirs, [prompt] * ROWS, 16 - len(prompt), timestamps=timestamps, raw=raw, **search)
+    assert found == wanted
+    assert found != write_heard(model, features(ROWS), rules, **asked), "the likeliest tokens are not all there is"
+    assert min(map(len, found)) < 16 - len(prompt) or timestamps, "texts end before there is no more room"
 
 
 def test_the_whole_of_generate_agrees_and_hears_the_language(models: tuple[Any, Any]) -> None:
@@ -140,6 +168,8 @@ def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
         SpeechRules(start_id=3, eos_id=2).prompt(None, None, timestamps=True)
     with pytest.raises(UserError, match="decoder_start_token_id is None"):
         SpeechRules.from_config({}, start_id=None, eos_id=2)
+    with pytest.raises(UserError, match="early_stopping: 'never' is unknown here; write false"):
+        SpeechRules.from_config({"early_stopping": "never"}, start_id=3, eos_id=2)
     with pytest.raises(UserError, match="names the token 99, but the model knows 0 to 60"):
         write_heard(models[1], features(1), SpeechRules(start_id=99, eos_id=2))
     assert write_heard(models[1], np.zeros((0, 12, 5), np.float32), rules) == []
