@@ -1,8 +1,10 @@
 """The explanation of a run that has run out of memory: the table of `lmt plan` for it, and what would fit."""
 
+import gc
 import shlex
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +38,21 @@ def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]
         if told is None:
             raise
         code = report(told)
+        _free_what_is_held_by(error)
         _explain(run, config, overrides)
         raise typer.Exit(code) from None
+
+
+def _free_what_is_held_by(error: BaseException) -> None:
+    """Lets go of the state of the run, which the frames of an error hold, and beside which its plan may not fit."""
+    from lm_trainer.core.runtime import return_freed_memory
+
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    gc.collect()
+    return_freed_memory()
 
 
 def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import typer
 
+from cli.out_of_memory import explained_out_of_memory
 from lm_trainer.core.errors import EXIT_OUT_OF_MEMORY, out_of_memory
+from lm_trainer.run.config import RunConfig
 from tests.conftest import RunLmt
 from tests.run.conftest import write_config
 
@@ -42,6 +49,27 @@ def test_other_errors_are_none_of_memory() -> None:
     assert out_of_memory(JaxRuntimeError("INTERNAL: a kernel failed")) is None
     assert out_of_memory(RuntimeError("out of memory of what happened")) is None
     assert "Unable to allocate 2 TiB" in str(out_of_memory(MemoryError("Unable to allocate 2 TiB")))
+
+
+def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = list[weakref.ref[Any]]()
+
+    def train() -> None:
+        state = np.zeros(9)
+        held.append(weakref.ref(state))
+        try:
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: no more of it")
+        except JaxRuntimeError as error:
+            raise MemoryError("a step failed") from error
+
+    def plan(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        assert [each() for each in held] == [None]
+        return subprocess.CompletedProcess([], 1, "", "no plan")
+
+    monkeypatch.setattr(subprocess, "run", plan)
+    with pytest.raises(typer.Exit) as ended, explained_out_of_memory(RunConfig(), Path("run.yaml"), []):
+        train()
+    assert ended.value.exit_code == EXIT_OUT_OF_MEMORY
 
 
 @pytest.mark.slow
