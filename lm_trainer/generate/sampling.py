@@ -76,7 +76,8 @@ def _least_kept(logits_BV: jax.Array, top_p: jax.Array | float) -> jax.Array:
 
 def _ordered(values: jax.Array) -> jax.Array:
     """float32 as int32 of the same order: that of its bits, turned round where it is negative."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    # There are two zeros, which are equal.
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

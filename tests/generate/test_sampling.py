@@ -55,6 +55,13 @@ def test_ties_are_kept():
     np.testing.assert_array_equal(jnp.isfinite(filtered), [[True, True, True, False]])
 
 
+def test_both_zeros_tie():
+    filtered = jax.jit(filter_logits, static_argnames="top_k")(
+        jnp.asarray([[0.0, -0.0, -1.0, -0.0]]), temperature=1.0, top_k=0, top_p=0.2
+    )
+    np.testing.assert_array_equal(np.isfinite(filtered), [[True, True, False, True]])
+
+
 def test_draws_follow_the_distribution():
     logits = jnp.tile(jnp.log(jnp.array([0.5, 0.3, 0.2])), (20_000, 1))
     counts = np.bincount(draw(jax.random.split(jax.random.key(0), 20_000), logits), minlength=3) / 20_000
