@@ -67,6 +67,8 @@ class Summary:
     """Wall time of this attempt."""
     sample: str | None = None
     """A prompt and what the model makes of it."""
+    hears: bool = False
+    """True of a model that writes what it hears, and goes on from no text."""
 
     def lines(self) -> list[str]:
         """The end of the terminal's output: what came out, and where everything is."""
@@ -88,10 +90,14 @@ class Summary:
         ]
 
     def _next_commands(self) -> Iterator[str]:
-        """Commands to go on with, which work as they are written."""
+        """Commands to go on with, which work as they are written, but for the file of a recording."""
         run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
-        begun = next((line.strip() for line in (self.sample or "").partition("⟫")[0].splitlines() if line.strip()), "")
-        yield f"lmt generate {run} --prompt {shlex.quote(begun[:_PROMPT_CHARS].rpartition(' ')[0] or begun or 'The')}"
+        text = (self.sample or "").partition("⟫")[0]
+        begun = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]
+        if self.hears:
+            yield f"lmt transcribe {run} FILE"
+        else:
+            yield f"lmt generate {run} --prompt {shlex.quote(begun.rpartition(' ')[0] or begun)}"
         yield f"lmt report {run}"
         yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}"
 
@@ -159,6 +165,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             loop.metrics.eval_losses,
             time.monotonic() - started,
             sample,
+            hears=config.model.features_shape is not None,
         )
 
 

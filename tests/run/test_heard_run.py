@@ -18,7 +18,7 @@ from lm_trainer.export.huggingface import ExportOptions, write_hf
 from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.open_model import open_model
-from lm_trainer.run.train import train
+from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
 
 CONFIG = Path(__file__).parents[2] / "configs" / "whisper_nano.yaml"
@@ -112,3 +112,16 @@ def test_text_alone_is_refused_before_anything_is_made(in_tmp_path: Path) -> Non
     with pytest.raises(UserError, match="the model hears audio, but the data are text alone"):
         train(config, name="run", progress=Progress(3))
     assert not list(in_tmp_path.iterdir())
+
+
+def test_the_next_commands_suit_the_model() -> None:
+    def next_of(sample: str, hears: bool) -> str:
+        lines = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample=sample, hears=hears).lines()
+        return lines[lines.index("next:") + 1]
+
+    assert next_of("hello⟫hullo", hears=True) == "  lmt transcribe m FILE"
+    assert (
+        next_of("\nAn apple fell from a tall tree⟫ and", hears=False)
+        == "  lmt generate m --prompt 'An apple fell from a'"
+    )
+    assert next_of(f"{'字' * 90}⟫", hears=False) == f"  lmt generate m --prompt {'字' * 24!r}"
