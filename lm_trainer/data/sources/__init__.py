@@ -28,6 +28,7 @@ from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.prebuilt import PrebuiltCache
 from lm_trainer.data.sources.text import TextFiles
 from lm_trainer.data.sources.token_files import TokenFiles
+from lm_trainer.data.sources.tokens import TokenFileSource
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.data.sources.web_dataset import WebDataset
 
@@ -61,14 +62,21 @@ def shards_of_urls(split: Split, urls: Sequence[str], text_key: str, fields: tup
     """Lists the shards of files, each read by the source whose suffixes it has; the order is that of the list.
 
     Raises:
-        UserError: if files are missing, for a suffix that no source reads, naming those that exist, and for a glob
-            whose files are not all read by one source.
+        UserError: if files are missing, for a suffix that no source reads, naming those that exist, for a glob whose
+            files are not all read by one source, and for tokens beside text.
     """
     found = [
         (_source_of(name, files, split), file)
         for name, files in match_files(urls, f"data.{split}_urls")
         for file in files
     ]
+    # Of a cache, all tokens are in it, or all stay where they are.
+    tokens = [file.name for source, file in found if issubclass(source, TokenFileSource)]
+    if 0 < len(tokens) < len(found):
+        raise UserError(
+            f"data.{split}_urls: {tokens[0]} is a file of tokens, which does not go into one set with files of text; "
+            "make a set of each, below data.configs"
+        )
     shards: list[Shard] = []
     # Runs of neighbours, not all files of one kind: grouping must not change the order of documents.
     for source, run in groupby(found, lambda pair: pair[0]):
