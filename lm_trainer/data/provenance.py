@@ -13,6 +13,7 @@ from lm_trainer.data.cache.documents import begin_of, need_record, read_lengths,
 from lm_trainer.data.cache.format import damaged, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
+from lm_trainer.data.cache.token_place import TokenPlace
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.rows.order import RowOrigin
 from lm_trainer.data.sources import Shard
@@ -100,7 +101,11 @@ def passages_of_whole(cache: OpenCache, tokenizer: Tokenizer, start: int, count:
 
 def source_of(store: KvStore, ledger: Ledger, shards: Sequence[Shard], part: int, index: int) -> str:
     """Returns the file and the line or row of a document, or a piece of one, in a part."""
-    row, number = int(read_rows(store, ledger, part)[index]), need_record(store, ledger, part)["shard"]
+    record = need_record(store, ledger, part)
+    row, number = int(read_rows(store, ledger, part)[index]), record["shard"]
+    if ledger.places:
+        place = TokenPlace(*ledger.places[part])
+        return f"{place.path}:token {place.first + row - record['rows'][0]}"
     # A cache that was built elsewhere is one shard, which stands for all those that it was built from.
     whole = len(shards) == 1 and number > 0
     found = next(iter(shards[0 if whole else number].rows(row)), None)

@@ -21,7 +21,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.inspect import inspect, status, verify
-from lm_trainer.data.provenance import documents_of_step
+from lm_trainer.data.provenance import documents_of_step, source_of
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 
 RNG = np.random.default_rng(0)
@@ -177,6 +177,45 @@ def test_documents_without_an_end_token_end_where_the_index_says(tmp_path: Path,
     same = segments[1:] == segments[:-1]
     np.testing.assert_array_equal(found.weights.reshape(-1), same)
     np.testing.assert_array_equal(np.diff(found.segments)[0] == 0, same[: SEQ - 1])
+
+
+def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> None:
+    section = nanogpt(tmp_path, BODIES)
+    with pytest.raises(UserError, match=r"no end-of-document token .*\{type: tokens, document_ends: file\}"):
+        opened(tmp_path, section)
+    more = {"source": {"type": "tokens", "document_ends": "file"}, "cache_dir": str(tmp_path / "other")}
+    data = opened(tmp_path, {**section, **more}, shuffle=False)
+    first = sum(map(len, BODIES[: len(BODIES) // 2]))
+    found = batches(data, -(-first // (4 * SEQ)))
+    tokens = np.concatenate([batch.tokens.reshape(-1) for batch in found])
+    np.testing.assert_array_equal(tokens, flat(BODIES, np.int32)[: len(tokens)])
+    # One target is left out: the first token of the second file.
+    weights = np.concatenate([batch.weights.reshape(-1) for batch in found])
+    assert np.flatnonzero(weights == 0).tolist() == [first - 1]
+    assert status(data.config)[0].ledger.num_documents == 2
+
+
+def test_tokens_and_text_do_not_go_into_one_set(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    nanogpt(tmp_path, DOCUMENTS)
+    for urls in (["a.txt", "train_0.bin"], ["train_0.bin", "a.txt"]):
+        with pytest.raises(UserError, match=r"train_0\.bin is a file of tokens, .* make a set of each"):
+            opened(tmp_path, {"train_urls": [str(tmp_path / url) for url in urls]})
+
+
+def test_a_token_of_32_bits_is_found_in_its_file(tmp_path: Path) -> None:
+    for number in range(2):
+        flat(DOCUMENTS, np.uint32).tofile(tmp_path / f"{number}.npy")
+    section = {"train_urls": [str(tmp_path / "{0,1}.npy")], "source": {"type": "tokens", "dtype": "uint32"}}
+    data = opened(tmp_path, section)
+    ledger = status(data.config)[0].ledger
+    # Of this vocabulary, files without a header would be read as 16 bits where nothing says otherwise.
+    (shard,) = DataConfig.model_validate({**section, "source": {"type": "tokens"}, "tokenizer": "bytes"}).shards(
+        "train"
+    )
+    (found,) = inspect(data.config, "train", len(DOCUMENTS) + 3, 1)
+    assert found.where == f"{tmp_path}/1.npy:token {sum(map(len, DOCUMENTS[:3]))}"
+    assert source_of(KvStore(status(data.config)[0].url), ledger, [shard], 1, 3) == found.where
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

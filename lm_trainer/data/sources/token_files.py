@@ -28,17 +28,20 @@ _LLMC_HEADER = 1024
 class TokenFiles(TokenFileSource):
     """Files of token ids of `data.tokenizer`, one after another: raw, or behind a header of NumPy or llm.c.
 
-    They are memory-mapped and trained on as they are. The end-of-document token ends documents.
+    They are memory-mapped and trained on as they are.
     """
 
     type: Literal["tokens"] = "tokens"
     dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
     """The type of the ids in files without a header; if absent, uint16 where the vocabulary fits, else uint32."""
+    document_ends: Literal["eos", "file"] = "eos"
+    """`eos`: the end-of-document token ends documents. `file`: every file is one document, whatever tokens are in it,
+    for data that were written without such a token."""
 
     suffixes: ClassVar[tuple[str, ...]] = (".bin", ".npy")
 
     def token_shard(self, files: tuple[File, ...]) -> TokenShard:
-        return TokenFileShard(files, self.dtype)
+        return TokenFileShard(files, self.dtype, self.document_ends)
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,19 @@ class TokenFileShard(TokenShard):
 
     files: tuple[File, ...]
     dtype: str | None
+    document_ends: Literal["eos", "file"] = "eos"
+
+    @property
+    def by_index(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.document_ends == "file"
 
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
 
     def identity(self) -> dict[str, Any]:
-        return {"type": "tokens", "dtype": self.dtype, "files": [file.identity() for file in self.files]}
+        ends = {"document_ends": self.document_ends} if self.by_index else {}
+        return {"type": "tokens", "dtype": self.dtype, **ends, "files": [file.identity() for file in self.files]}
 
     def check_unchanged(self) -> None:
         check_files(self.files)
@@ -61,6 +70,10 @@ class TokenFileShard(TokenShard):
     def arrays(self, dtype: np.dtype) -> list[TokenArray]:
         raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
         return [_array(file, raw) for file in self.files]
+
+    def ends(self, number: int, array: TokenArray) -> np.ndarray | None:
+        del number
+        return np.array([array.count], np.int64) if self.by_index else None
 
 
 def _array(file: File, raw: np.dtype) -> TokenArray:

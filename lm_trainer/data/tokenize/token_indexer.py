@@ -62,7 +62,8 @@ def index_tokens(
     if begin.row and not documents:
         raise UserError(
             f"{arrays[0].name}: its {begin.row} tokens hold no end-of-document token (id {job.tokenizer.eos_id}) of "
-            "data.tokenizer; is it the tokenizer that they were made with?"
+            "data.tokenizer; is it the tokenizer that they were made with? If they were written without such a token, "
+            "data.source: {type: tokens, document_ends: file} makes a document of each file"
         )
     job.store.write_json(shard_key(job.index), {"parts": begin.part})
 
