@@ -17,7 +17,7 @@ from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.loss_mask import DOCUMENT_END, IN_LOSS, pack_loss_mask, unpack_loss_mask
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.formats import EncodedDocument, IdsFormat, SupervisedFormat
+from lm_trainer.data.formats import ChatFormat, EncodedDocument, IdsFormat, SupervisedFormat
 from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import BuildOptions
@@ -207,3 +207,12 @@ def test_plain_text_under_a_key_of_the_format(tmp_path: Path) -> None:
     (row,) = config.shards("train")[0].rows()
     assert isinstance(row, Row)
     assert row.text == "words of a text"
+
+
+def test_keys_that_came_later_leave_the_default_cache_where_it_was() -> None:
+    chat = {"chat_template": None, "mask_user_turns": True, "messages_field": "messages", "tools_field": None}
+    assert ChatFormat().cached_settings() == {"type": "chat", **chat}
+    pair = {"input_field": "prompt", "output_field": "response", "separate_with": "", "mask_inputs": True}
+    assert SupervisedFormat().cached_settings() == {"type": "supervised", **pair}
+    assert ChatFormat(role_field="from").cached_settings()["role_field"] == "from"
+    assert SupervisedFormat(context_field="input").cached_settings()["context_field"] == "input"

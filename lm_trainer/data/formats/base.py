@@ -49,6 +49,8 @@ class FormatConfig(Config):
     """True if documents have a loss mask; they may then hold the end-of-document token inside."""
     adds_bos: ClassVar[bool] = True
     """True if a start-of-document token is put in front where the tokenizer has one."""
+    later: ClassVar[frozenset[str]] = frozenset()
+    """Keys that came later: a cache that was built before them is still found where they change nothing."""
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
@@ -62,7 +64,7 @@ class FormatConfig(Config):
 
     def cached_settings(self) -> dict[str, Any]:
         """The settings that decide the bytes of a cache."""
-        return self.model_dump()
+        return self.model_dump(exclude=set(self.later - self.changed_fields))
 
     @abstractmethod
     def fields(self) -> tuple[str, ...]:

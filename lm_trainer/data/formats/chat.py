@@ -58,6 +58,7 @@ class ChatFormat(FormatConfig):
     has_loss_mask: ClassVar[bool] = True
     # A template that wants a start-of-document token writes it itself.
     adds_bos: ClassVar[bool] = False
+    later: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})
 
     @model_validator(mode="after")
     def _two_fields(self) -> Self:
@@ -69,9 +70,7 @@ class ChatFormat(FormatConfig):
         return (self.messages_field,) if self.tools_field is None else (self.messages_field, self.tools_field)
 
     def identity(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        # Keys that came later are left out where they change nothing: a cache that was built before still fits.
-        later = {"tools_field", "role_field", "content_field", "roles"}
-        unused = later - self.changed_fields
+        unused = {"tools_field", *self.later} - self.changed_fields
         return {**self.model_dump(exclude=unused), "chat_template": self._template(tokenizer).source}
 
     def prepare(self, row: Row) -> PreparedRow:
