@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from lm_trainer.config.imports.translate import translate
 from lm_trainer.config.loader import load
 from lm_trainer.config.place import Place, all_keys
 from lm_trainer.core.errors import UserError
+from lm_trainer.data import DataConfig
+from lm_trainer.data.sources import Row
 from lm_trainer.run.config import RunConfig
 
 EXAMPLES = Path(__file__).parent / "foreign"
@@ -84,6 +87,55 @@ def test_a_foreign_configuration_becomes_one_of_ours(name: str, tmp_path: Path) 
     for key in flat(read_foreign(file)[0]) if dialect != "Levanter" else ():
         known = [key.rsplit(".", cut)[0] for cut in range(key.count(".") + 1)]
         assert any(each in rules for each in known) or key in {each for each, _ in found.lost}, key
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lost"),
+    [
+        (
+            "train.py",
+            "learning_rate = 0\nbatch_size = 'x'\ngradient_accumulation_steps = 0.5\n",
+            ["min_lr", "batch_size"],
+        ),
+        ("a.yaml", "base_model: a/b\nmicro_batch_size: {}\ndatasets: [org/chats]\n", ["micro_batch_size", "datasets"]),
+        ("b.yaml", "lora_r: 4\noptimizer: {init_args: {betas: 0.9}}\n", ["optimizer.init_args.betas"]),
+    ],
+)
+def test_values_of_no_known_kind_are_named(name: str, text: str, lost: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    reasons = dict(translate(tmp_path / name, RunConfig).lost)
+    assert all("none of the values" in reasons[key] for key in lost)
+
+
+def test_numbers_with_a_power_of_ten_are_numbers(tmp_path: Path) -> None:
+    text = "train: {global_batch_size: 4, max_seq_length: 100, max_tokens: 3e9, learning_rate: 2e-5}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    ours = flat(translate(tmp_path / "a.yaml", RunConfig).data)
+    assert (ours["trainer.num_train_steps"], ours["optimizer.learning_rate"]) == (7_500_000, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "record"),
+    [
+        ("{type: alpaca}", {"instruction": "a", "input": "b", "output": "c"}),
+        ("{type: sharegpt}", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}),
+        (
+            "{type: chat_template, field_messages: turns, message_property_mappings: {role: who, content: what},"
+            " roles: {user: [person], assistant: [bot]}}",
+            {"turns": [{"who": "person", "what": "a"}, {"who": "bot", "what": "b"}]},
+        ),
+    ],
+)
+def test_formats_of_axolotl_read_what_is_in_its_records(kind: str, record: dict[str, Any], tmp_path: Path) -> None:
+    block = kind.replace("{", "{path: org/rows, ", 1)
+    (tmp_path / "a.yaml").write_text(f"base_model: a/b\ndatasets: [{block}]\n")
+    data = translate(tmp_path / "a.yaml", RunConfig).data["data"]
+    format = DataConfig.model_validate({"source": {"type": "embedded"}, "format": data["format"]}).format
+    value = format.prepare(Row(0, "here", "", record={name: record[name] for name in format.fields()})).value
+    if "instruction" in record:
+        assert value == ("a\n\nb\n\n", "c")
+    else:
+        assert value[0] == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lm_trainer.config.imports.base import (
+    ALPACA,
     AUTOMATIC,
     COMPILED,
     DEVICES,
@@ -37,13 +38,30 @@ def _datasets(value: Any, values: Values) -> dict[str, Any]:
         found |= {"data.id": one["path"], "data.splits": [one.get("split", "train")]}
     if kind == "completion":
         found["data.text_key"] = one.get("field", "text")
-    elif kind == "chat_template" or kind.startswith("sharegpt"):
-        found["data.format"] = {"type": "chat", "messages_field": one.get("field_messages", "messages")}
+    elif kind == "chat_template":
+        found["data.format"] = _chat(one)
+    elif kind.startswith("sharegpt"):
+        found["data.format"] = _chat(
+            {"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value", **one}
+        )
     elif kind == "alpaca":
-        found["data.format"] = {"type": "supervised", "input_field": "instruction", "output_field": "output"}
+        found["data.format"] = ALPACA
     else:
         raise NoEqualError(f"rows of type {kind!r}; data.format is text, chat, supervised or ids")
     return found
+
+
+def _chat(data_set: dict[str, Any]) -> dict[str, Any]:
+    """Our format for the conversations of a data set."""
+    mapped = data_set.get("message_property_mappings") or {}
+    names = {key: mapped.get(key) or data_set.get(f"message_field_{key}") or key for key in ("role", "content")}
+    roles = {str(other): role for role, others in (data_set.get("roles") or {}).items() for other in others}
+    return {
+        "type": "chat",
+        "messages_field": data_set.get("field_messages", "messages"),
+        **{f"{key}_field": name for key, name in names.items() if name != key},
+        **({"roles": roles} if roles else {}),
+    }
 
 
 def _adapter(value: Any, values: Values) -> dict[str, Any]:

@@ -49,6 +49,14 @@ class Dialect:
 
 
 USED = Used()
+ALPACA = {
+    "type": "supervised",
+    "input_field": "instruction",
+    "context_field": "input",
+    "output_field": "output",
+    "separate_with": "\n\n",
+}
+"""Our format for records of Alpaca's layout."""
 PLACE = Lost(
     "where files go is said by trainer.log_dir and trainer.checkpointer.base_path; set them if the defaults do not suit"
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lm_trainer.config.imports.base import (
+    ALPACA,
     AUTOMATIC,
     DEVICES,
     PLACE,
@@ -85,7 +86,7 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
         )
     found: dict[str, Any] = {"data.train_urls": [str(path)]}
     if kind == "JSON":
-        found["data.format"] = {"type": "supervised", "input_field": "instruction", "output_field": "output"}
+        found["data.format"] = ALPACA
     return found
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lm_trainer.core.errors import UserError
 
@@ -18,6 +21,13 @@ _OPERATORS = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, to which `2e-5` is a number as well, as it is to the frameworks in the end."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
@@ -48,10 +58,12 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def _yaml(text: str) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(text)
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
 

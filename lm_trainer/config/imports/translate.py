@@ -62,6 +62,8 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
             settings |= _settings(rule, values if rule_key == "" else values[key], values)
         except NoEqualError as error:
             lost.append((key, str(error)))
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            lost.append((key, f"{values[key]!r} is none of the values that are known for it"))
     ours, refused = _accepted(_nested(settings), root)
     return Translation(dialect.name, ours, tuple(dict.fromkeys([*lost, *refused])))
 
