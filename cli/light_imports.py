@@ -65,6 +65,24 @@ class _StandIn:
     def __or__(self, other: Any) -> Any:
         return _use(f"{self.__name__}|")
 
+    # Else Python would take items by number until one is missing, and none ever is.
+    __iter__ = None
+    __contains__ = None
+
+    def __bool__(self) -> bool:
+        # A class is true; of anything else the answer might be wrong, and nobody would notice.
+        last = self.__name__.rpartition(".")[2]
+        if last.isidentifier() and last[0].isupper() and not last.isupper():
+            return True
+        raise NeededError(f"bool {self.__name__}")
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or _is_import():
+            return self is other
+        raise NeededError(f"{self.__name__} ==")
+
+    __hash__ = object.__hash__
+
     def __neg__(self) -> Any:
         return _use(f"-{self.__name__}")
 
@@ -75,7 +93,7 @@ class _StandIn:
         return (_Derived,)
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return bool(_use(f"isinstance {self.__name__}"))
+        raise NeededError(f"isinstance {self.__name__}")
 
 
 class _Derived:
@@ -131,21 +149,61 @@ def _is_import() -> bool:
     return False
 
 
+class _Held:
+    """A stream whose text waits until no second attempt can write it again."""
+
+    def __init__(self, stream: Any, texts: list[tuple[Any, str]]):
+        self._stream, self._texts = stream, texts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        # As any stream of text does: that is how typer tells it from one of bytes.
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, got {type(text).__name__}")
+        self._texts.append((self._stream, text))
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def _write(texts: list[tuple[Any, str]]) -> None:
+    try:
+        for stream, text in texts:
+            stream.write(text)
+            stream.flush()
+    except BrokenPipeError:  # whoever read has gone
+        os._exit(1)
+
+
+def _is_kept(path: str) -> bool:
+    return os.path.isfile(path) or os.path.isdir(path)
+
+
 @contextmanager
 def light_imports(arguments: Sequence[str]) -> Iterator[None]:
     """Installs the stand-ins around a command that may do without the packages; starts it anew where it needs them."""
     # Help is drawn by rich.
     able = arguments[1:2] == ["config"] and len(arguments) > 2 and "--help" not in arguments
+    # What can be read only once, such as /dev/stdin, would be empty for a second attempt.
+    able = able and not any(os.path.exists(each) and not _is_kept(each) for each in arguments[2:])
     if not able or _FULL in os.environ or {*PACKAGES} & sys.modules.keys():
         yield
         return
     sys.meta_path.insert(0, _Finder())
     # Making classes leaves little garbage, and looking for it takes a fifth of the time.
     gc.disable()
+    streams, texts = (sys.stdout, sys.stderr), list[tuple[Any, str]]()
+    sys.stdout, sys.stderr = (_Held(stream, texts) for stream in streams)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     # Also for what fails in another way on a stand-in.
     except (NeededError, Exception):
-        sys.stdout.flush()
+        texts.clear()
         os.environ[_FULL] = "1"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    finally:
+        sys.stdout, sys.stderr = streams
+        _write(texts)

@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from cli import light_imports
 from cli.main import app
 from lm_trainer.config.loader import load
 from lm_trainer.run.config import RunConfig
@@ -112,6 +114,32 @@ finally:
     assert done.stderr.splitlines() == [needed]
     here = lmt("config", command[0], config, *command[1:])
     assert done.stdout == here.stdout
+
+
+@pytest.mark.parametrize("file", ["run.yaml", pytest.param("/dev/stdin", marks=pytest.mark.slow)])
+def test_a_second_attempt_reads_and_writes_nothing_twice(in_tmp_path: Path, file: str) -> None:
+    text = "optimizer: {weight_decay_modules: [embeddings]}\ntrainer: {tracker: {type: tensorboard, logdir: x}}\n"
+    Path("run.yaml").write_text(text)
+    program = [sys.executable, "-c", "from cli.main import main; main()", "config", "check", "--no-files", file]
+    done = subprocess.run(
+        [*program, "trainer.tracker.type=wandb"],
+        input=text,
+        env=lmt_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{file}: ok\n")
+    assert done.stderr.count("note:") == 1
+
+
+def test_stand_ins_answer_nothing_that_they_cannot_know() -> None:
+    made: Any = light_imports._StandIn("jax.numpy.pi")
+    for asked in (bool, tuple, lambda each: 1 in each, lambda each: each == 1, lambda each: isinstance(1, each)):
+        with pytest.raises((light_imports.NeededError, TypeError)):
+            asked(made)
+    assert light_imports._StandIn("flax.nnx.Module")
+    assert made in {made: 1}
 
 
 def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
