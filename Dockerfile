@@ -12,13 +12,13 @@ COPY lm_trainer lm_trainer
 COPY cli cli
 COPY configs configs
 ARG EXTRAS=
-RUN python -m venv /opt/lmt \
-    && /opt/lmt/bin/pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
+RUN python -m venv /app \
+    && /app/bin/pip install --no-cache-dir -c constraints.txt ".${EXTRAS:+[$EXTRAS]}"
 
 FROM python:${PYTHON}-slim
 
-COPY --from=build /opt/lmt /opt/lmt
-ENV PATH=/opt/lmt/bin:$PATH
+COPY --from=build /app /app
+ENV PATH=/app/bin:$PATH
 # Not root: what a run writes into /runs belongs to this user.
 RUN useradd --create-home --uid 1000 lmt && mkdir /runs && chown lmt /runs
 USER 1000

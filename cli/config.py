@@ -109,7 +109,7 @@ def _check_files(loaded: "Loaded[RunConfig]") -> None:
 def import_config(
     file: Annotated[Path, path_argument(metavar="FILE", help="A YAML, JSON, TOML or Python file.", show_default=False)],
     framework: Annotated[
-        str | None, typer.Option("--from", metavar="NAME", help="Whose it is, where its keys do not tell.")
+        str | None, typer.Option("--from", metavar="NAME", help="The framework it is of, where its keys do not tell.")
     ] = None,
     output: Annotated[
         Path | None, path_option("--output", "-o", metavar="FILE", help="Write it here, not to the terminal.")

@@ -32,7 +32,7 @@ class ErrorRates:
     normalised_words: float | None
     """The word error rate after Whisper's normaliser; None where transformers, which has it, is not installed."""
     examples: list[tuple[str, str]]
-    """What was said and what was written, of the first rows."""
+    """The words said and those written, of the first rows."""
 
 
 def error_rates(model: Any, held_out: HeardSet, generation: dict[str, Any], max_batches: int | None) -> ErrorRates:

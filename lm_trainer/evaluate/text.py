@@ -49,7 +49,7 @@ class TextLosses(NamedTuple):
     groups: list[Group]
     notes: list[str]
     rates: list[ErrorRates]
-    """Of sets that are heard."""
+    """Error rates of sets that are heard."""
 
 
 def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:

@@ -169,7 +169,7 @@ class _Program(NamedTuple):
     greedy: bool
     top_k: int
     nucleus: bool
-    """Whether `top_p` cuts tokens off."""
+    """True if `top_p` cuts tokens off."""
     log_probs: bool
     dtype: np.dtype
 

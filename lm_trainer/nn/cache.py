@@ -35,7 +35,7 @@ class KvCache(NamedTuple):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self.k.dtype
 
     def write(
@@ -77,7 +77,7 @@ class SplitKvCache(NamedTuple):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of keys and values."""
+        """The dtype of keys and values."""
         return self.layers[0][0].dtype
 
     def write(

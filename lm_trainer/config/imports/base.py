@@ -43,7 +43,7 @@ class Dialect:
     keys: Mapping[str, Rule]
     """By dotted key; a rule for a block holds for the whole of it."""
     defaults: Values = field(default_factory=dict)
-    """What the framework assumes where a file says nothing, as far as ours would assume something else."""
+    """Values that the framework assumes where a file says nothing, as far as ours would assume others."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings of ours that are so in every configuration of the framework."""
 
