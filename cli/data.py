@@ -155,7 +155,9 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_of(run.data)
     _refuse_misfits(caches)
     for cache in caches:
-        found = report.stats(KvStore(cache.url), cache.ledger, seq_len, excluded.get(cache.key))
+        # Recordings are rows of their own.
+        packed_into = None if cache.features else seq_len
+        found = report.stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
         typer.echo(f"{cache.name}: {counts}{so_far}, {found.bytes_per_token:.2f} bytes per token")
@@ -163,6 +165,8 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
             typer.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
         typer.echo(f"  tokens per document: {lengths}")
+        if cache.features:
+            typer.echo(f"  {cache.features.of(found.documents)}, each document a row of {seq_len}")
         for name, packed in found.packing.items():
             typer.echo(
                 f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "

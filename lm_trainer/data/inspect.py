@@ -33,6 +33,21 @@ from lm_trainer.data.tokenize.plan import find_misfits, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
+class KeptFeatures(NamedTuple):
+    """What a model hears with each document of a cache."""
+
+    frames: int
+    channels: int
+    kept: bool
+    """False if they are made anew for every batch."""
+
+    def of(self, documents: int) -> str:
+        """Describes those of some documents, such as `features of 3000 x 80 (1.9 MB)`."""
+        # Numbers of four bytes.
+        size = f"{4 * self.frames * self.channels * documents / 1e6:,.1f} MB" if self.kept else "made on the fly"
+        return f"features of {self.frames} x {self.channels} ({size})"
+
+
 @dataclass(frozen=True)
 class CacheStatus:
     """State of one cache."""
@@ -50,6 +65,8 @@ class CacheStatus:
     """The reason for which training would refuse it, if it would."""
     key: str = ""
     """`NAME/train` or `NAME/validation`."""
+    features: KeptFeatures | None = None
+    """None for text alone."""
 
     @property
     def begun(self) -> bool:
@@ -62,10 +79,11 @@ class CacheStatus:
             return f"{self.name}: not begun ({self.url})"
         state = "finished" if ledger.finished else f"{ledger.next[0]} of {self.num_shards} shards done"
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
+        heard = f", {self.features.of(ledger.num_documents)}" if self.features else ""
         by = f", {self.builder} builds it" if self.builder else ""
         return (
             f"{self.name}: {state}; {len(ledger.parts)} parts, {ledger.num_documents:,} documents, "
-            f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{bad}{by} "
+            f"{ledger.num_tokens:,} tokens of {sum(ledger.text_bytes) / 1e6:,.1f} MB{heard}{bad}{by} "
             f"({self.url}, {self.fingerprint or 'no manifest'})"
         )
 
@@ -84,7 +102,10 @@ def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     if builder is not None:
         who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"
     found = None if manifest is None else fingerprint(manifest)
-    return CacheStatus(cache.title, store.url, found, Ledger.read(store), len(cache.shards), who, misfit, name)
+    format = cache.config.format
+    features = None if format.features_shape is None else KeptFeatures(*format.features_shape, format.keeps_features)
+    ledger = Ledger.read(store)
+    return CacheStatus(cache.title, store.url, found, ledger, len(cache.shards), who, misfit, name, features)
 
 
 def verify(store: KvStore, ledger: Ledger) -> list[str]:
@@ -143,8 +164,10 @@ class CacheStats(NamedTuple):
     left_out_tokens: int
 
 
-def stats(store: KvStore, ledger: Ledger, seq_len: int, exclusion: Exclusion | None = None) -> CacheStats:
+def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclusion | None = None) -> CacheStats:
     """Computes the lengths of documents, and how well they fill rows of `seq_len`; without those that are left out.
+
+    Without `seq_len` each is a row by itself, and there is nothing to pack.
 
     Raises:
         UserError: if nothing has been built yet.
@@ -161,7 +184,8 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int, exclusion: Exclusion | N
     quantiles = {name: int(np.percentile(lengths_D, point)) for name, point in points.items()}
     # The loss mask is counted over the whole stream, so not where documents of it are left out.
     masked = ledger.marks and not len(left_out)
-    packing = packing_stats(lengths_D, seq_len, partial(_num_targets, store, ledger, lengths_D) if masked else None)
+    count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
+    packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, count_targets)
     per_token = sum(ledger.text_bytes) / ledger.num_tokens
     return CacheStats(
         len(lengths_D), int(lengths_D.sum()), per_token, quantiles, packing, len(left_out), int(left_out.sum())

@@ -66,7 +66,7 @@ class Summary:
     seconds: float = 0.0
     """Wall time of this attempt."""
     sample: str | None = None
-    """A prompt and what the model makes of it."""
+    """A prompt and what the model makes of it, or what is said in a recording and what the model hears."""
     hears: bool = False
     """True of a model that writes what it hears, and goes on from no text."""
 
@@ -79,7 +79,8 @@ class Summary:
             text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
         if self.sample is not None:
-            origin = "sample (up to ⟫ it is the prompt, from there on the model's):"
+            before = "what is said" if self.hears else "the prompt"
+            origin = f"sample (up to ⟫ it is {before}, from there on the model's):"
             result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
         return [
             *result,

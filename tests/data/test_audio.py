@@ -20,7 +20,7 @@ from lm_trainer.data.audio.mel import LogMel
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.formats import AudioFormat, UnusableRow
-from lm_trainer.data.inspect import verify
+from lm_trainer.data.inspect import stats, status, verify
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.sources import Row
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
@@ -265,6 +265,18 @@ class TestCache:
         (held_out,) = data.validation().values()
         (whole,) = held_out.batches(5, rows=range(5))
         assert (np.asarray(whole.features)[:, 0] != 0).all(), "held-out rows have no masks"
+
+    @pytest.mark.parametrize(("features", "kept"), [("cached", "(0.0 MB)"), ("on_the_fly", "(made on the fly)")])
+    def test_features_are_told_apart_from_text(self, tmp_path: Path, features: str, kept: str) -> None:
+        data = opened(tmp_path, {"features": features}, source=MORSE)
+        train = status(data.config)[0]
+        assert f"12 documents, {train.ledger.num_tokens} tokens of 0.0 MB, features of 100 x {MELS} {kept}" in str(
+            train
+        )
+        found = stats(KvStore(train.url), train.ledger, None)
+        # The start and the end of a text are tokens, too.
+        assert found.bytes_per_token < 1
+        assert not found.packing
 
     def test_widths_of_masks_have_their_limits(self) -> None:
         masks = SpecAugment(time_masks=1, time_width=5, channel_masks=0)

@@ -37,7 +37,9 @@ SMALL = (
 
 def run(*overrides: str) -> dict[str, float]:
     config: Any = load(CONFIG, [*SMALL, *overrides], RunConfig).config
-    return train(config, name="run", progress=Progress(3)).eval_losses
+    done = train(config, name="run", progress=Progress(3))
+    assert f"  lmt transcribe {done.name} FILE" in done.lines()
+    return done.eval_losses
 
 
 @pytest.fixture(scope="module")

@@ -155,10 +155,9 @@ class AudioFormat(FormatConfig):
             raise UnusableRow("the recording is silent from beginning to end, and yet there is a text")
         language = record[self.language_key] if self.language_key else self.language
         size = len(text.encode("utf-8")) + 1
-        if self.keeps_features:
-            size += 4 * math.prod(self.features_shape)
+        beside = 4 * math.prod(self.features_shape) if self.keeps_features else 0
         heard = _Heard(samples_T if self.keeps_features else None, text, language)
-        return PreparedRow(heard, size, text is not record[self.text_key])
+        return PreparedRow(heard, size, text is not record[self.text_key], beside)
 
     def hear(self, row: Row) -> np.ndarray:
         """Computes the features float32 [F, M] of a row that `prepare` accepts.

@@ -25,6 +25,8 @@ class PreparedRow(NamedTuple):
     """UTF-8 bytes of the text; 0 = nothing to encode, the row is empty."""
     replaced: bool = False
     """True if characters that no UTF-8 can hold were replaced."""
+    beside: int = 0
+    """Bytes of what the cache keeps beside its tokens."""
 
 
 class EncodedDocument(NamedTuple):

@@ -59,6 +59,8 @@ class RowBatch:
     values: list[Any] = field(default_factory=list)
     """The input of the format's `encode`, one value for each row."""
     text_bytes: int = 0
+    kept_bytes: int = 0
+    """Those of the text, and of what is kept beside its tokens."""
     empty: int = 0
     replaced: int = 0
     bad: list[str] = field(default_factory=list)
@@ -79,22 +81,22 @@ def read_batches(job: ShardJob, *, part: int, row: int, is_open: bool) -> Genera
     files = _FileCheck(job)
     first, largest = job.part_bytes
     # Parts double in size; the shift is bounded, since it would else make an integer of a bit for each part.
-    limit, text_bytes = min(first << min(part, 40), largest), 0
+    limit, kept_bytes = min(first << min(part, 40), largest), 0
     batch, part_start = RowBatch(row), row
     for found in job.shard.rows(row):
         batch.row_end = found.number + 1
-        before = batch.text_bytes
+        before = batch.kept_bytes
         if _add_row(job, batch, found, is_open):
             is_open = not found.ends_document
-        text_bytes += batch.text_bytes - before
-        # A part ends by the text alone, never by the size of a batch, which another tokenizer backend may change.
-        batch.ends_part = text_bytes >= limit
-        if batch.ends_part or batch.text_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
+        kept_bytes += batch.kept_bytes - before
+        # A part ends by its rows alone, never by the size of a batch, which another tokenizer backend may change.
+        batch.ends_part = kept_bytes >= limit
+        if batch.ends_part or batch.kept_bytes >= job.tokenizer.batch_bytes or len(batch.rows) >= BATCH_ROWS:
             if batch.ends_part:
                 files.check(part, found.where)
             yield batch
             if batch.ends_part:
-                part, text_bytes, part_start = part + 1, 0, batch.row_end
+                part, kept_bytes, part_start = part + 1, 0, batch.row_end
                 limit = min(first << min(part, 40), largest)
             batch = RowBatch(batch.row_end)
     files.check(part, None)
@@ -147,10 +149,10 @@ class _FileCheck:
 
 def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -> bool:
     """Adds a row to the batch; returns False if it holds nothing and ends nothing."""
-    value, size = "", 0
+    value, size, beside = "", 0, 0
     if isinstance(row, Row):
         try:
-            value, size, replaced = job.format.prepare(row)
+            value, size, replaced, beside = job.format.prepare(row)
         except UnusableRow as error:
             row = BadRow(row.number, row.where, str(error), row.ends_document)
         else:
@@ -165,6 +167,7 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
     batch.rows.append(row)
     batch.values.append(value)
     batch.text_bytes += size
+    batch.kept_bytes += size + beside
     return True
 
 
