@@ -14,9 +14,8 @@ import jax
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn import ring_layout
-from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata
-from lm_trainer.nn.cudnn_attention import CUDNN
+from lm_trainer.nn import cudnn_attention, ring_layout
+from lm_trainer.nn.attention_kernel import AttentionInputs, AttentionMetadata, is_differentiated_twice
 from lm_trainer.nn.spec import AttentionSpec, BlockSpec
 from lm_trainer.nn.splash_attention import SPLASH
 from lm_trainer.nn.xla_attention import xla_attention
@@ -25,7 +24,7 @@ from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
 
-_KERNELS = {"cudnn": CUDNN, "splash": SPLASH}
+_KERNELS = {"cudnn": cudnn_attention.CUDNN, "splash": SPLASH}
 _REASONS = {name: kernel.unsupported_reason for name, kernel in _KERNELS.items()} | {
     "ring": ring_layout.unsupported_reason
 }
@@ -99,13 +98,20 @@ def goes_round(blocks: Iterable[BlockSpec], dtype: DTypeLike, queries: int) -> b
     Raises:
         UserError: as `choose_backend`.
     """
-    metadata = AttentionMetadata(target_platform(), dtype, queries, queries * axis_size("context"))
+    metadata = _site(dtype, queries, queries * axis_size("context"))
     choices = {block.attention: choose_backend(block.attention, metadata) for block in blocks}
     rings = [choice for choice in choices.values() if choice.backend == "ring"]
     for choice in rings:
         if choice.reason != "asked for":
             _announce(choice)
     return bool(rings)
+
+
+def _site(dtype: DTypeLike, queries: int, keys: int, *, cached: bool = False) -> AttentionMetadata:
+    """The metadata of attention in the program that is being traced."""
+    return AttentionMetadata(
+        target_platform(), dtype, queries, keys, cached, is_differentiated_twice(), cudnn_attention.device_lacks()
+    )
 
 
 def check_backends(blocks: Iterable[BlockSpec], metadata: AttentionMetadata) -> None:
@@ -154,7 +160,7 @@ def dispatch_attention(  # noqa: PLR0913 - the arguments of attention
     # A query attends to keys of the whole row, so devices that share its positions bring theirs together.
     k_BTKH, v_BTKH = all_gather(k_BTKH, "context", 1), all_gather(v_BTKH, "context", 1)
     inputs = AttentionInputs(q_BSNH, k_BTKH, v_BTKH, bias_BNST, segments_BS)
-    choice = choose_backend(spec, AttentionMetadata.of(inputs, target_platform()))
+    choice = choose_backend(spec, _site(v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], cached=segments_BS is None))
     assert choice.backend != "ring"
     # Where nothing else could be chosen, there is nothing to tell.
     if choice.backend != spec.scores.backend and choice.reason != _NO_KERNEL:

@@ -72,18 +72,13 @@ class AttentionMetadata(NamedTuple):
     """True if the keys are those of a cache."""
     twice: bool = False
     """True if the gradient is differentiated once more."""
+    device_lacks: str | None = None
+    """The reason why the device has no fused kernel, whatever is asked of it; None where it may have one."""
 
     @property
     def devices(self) -> int:
         """Devices that share the positions of a row, where the keys are those of the queries' row."""
         return 1 if self.cached else self.keys // self.queries
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs, platform: str) -> AttentionMetadata:
-        """The metadata of these inputs on `platform`."""
-        q_BSNH, k_BTKH, v_BTKH, _, segments_BS = inputs
-        cached, twice = segments_BS is None, is_differentiated_twice()
-        return cls(platform, v_BTKH.dtype, q_BSNH.shape[1], k_BTKH.shape[1], cached, twice)
 
 
 class AttentionKernel(NamedTuple):

@@ -5,6 +5,8 @@ Shape letters: B rows, S queries, T keys, N heads, H head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +20,8 @@ from lm_trainer.nn.attention_kernel import (
 from lm_trainer.nn.spec import AttentionSpec
 
 _PLATFORMS = ("gpu", "cuda")
+_LEAST_CAPABILITY = (8, 0)
+"""Compute capability of the first GPUs that have the kernels, those of the generation Ampere."""
 _HEAD_DIM = 128
 _MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 """The least bias in each dtype that it computes in. The kernels scale scores by log2(e), and compute differences of
@@ -30,6 +34,7 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
     odd = metadata.queries > 1 and (metadata.queries % 2 or metadata.keys % 2)
     return first_reason((
         (metadata.platform not in _PLATFORMS, f"the platform is {metadata.platform}, not an NVIDIA GPU"),
+        (metadata.device_lacks is not None, str(metadata.device_lacks)),
         (name not in _MASKED, f"it computes in bfloat16 or float16, not {name}"),
         (spec.head_dim % 8 != 0 or spec.head_dim > _HEAD_DIM,
          f"head_dim={spec.head_dim} is not a multiple of 8 up to {_HEAD_DIM}"),
@@ -40,6 +45,18 @@ def unsupported_reason(spec: AttentionSpec, metadata: AttentionMetadata) -> str 
         (scores.upcast, "it cannot compute scores in float32 (upcast_attn)"),
         (scores.block_size is not None, "it has no use for flash_attention_block_size"),
     ))  # fmt: skip
+
+
+def device_lacks() -> str | None:
+    """The reason why the GPU of this process has no such kernel; None where it may have one, or is none."""
+    gpu: Any = next((device for device in jax.local_devices() if device.platform == "gpu"), None)
+    if gpu is None:
+        return None
+    if "cuda" not in gpu.client.platform_version:
+        return f"{gpu.device_kind} is no GPU of NVIDIA"
+    if tuple(map(int, gpu.compute_capability.split("."))) < _LEAST_CAPABILITY:
+        return f"{gpu.device_kind} is of compute capability {gpu.compute_capability}, and it needs 8.0 (Ampere) or more"
+    return None
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,35 @@ def test_xla_decodes_where_another_backend_cannot(backend):
     assert choice.backend == "xla"
     assert "splash cannot be used: it does not decode with a cache" in choice.reason
     assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "reason"),
+    [
+        ("PJRT C API\nrocm 60300", "gfx90a", "Some GPU is no GPU of NVIDIA"),
+        ("PJRT C API\ncuda 12080", "7.5", "Some GPU is of compute capability 7.5, and it needs 8.0 (Ampere) or more"),
+        ("PJRT C API\ncuda 12080", "8.0", None),
+        ("PJRT C API\ncuda 12080", "12.0", None),
+    ],
+)
+def test_a_gpu_without_the_kernels_takes_xla(
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: str, reason: str | None
+):
+    gpu = mock.Mock(platform="gpu", device_kind="Some GPU", compute_capability=capability)
+    gpu.client.platform_version = version
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    asked = mock.Mock(side_effect=lambda q, *_, **__: q)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", asked)
+    spec = dataclasses.replace(SPEC, head_dim=H, window=None)
+    q, k, v = (x[:, :10].astype(jnp.bfloat16) for x in (Q, KEYS, V))
+    bias, segments = causal_bias(SEGMENTS[:, :10]), SEGMENTS[:, :10]
+    dispatch_attention(spec, q, k, v, bias, segments_BS=segments)
+    assert asked.called == (reason is None)
+    forced = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, backend="cudnn"))
+    expected = contextlib.nullcontext() if reason is None else pytest.raises(UserError, match=re.escape(reason))
+    with expected:
+        dispatch_attention(forced, q, k, v, bias, segments_BS=segments)
 
 
 LONG = {"queries": 2**13, "keys": 2**17}
