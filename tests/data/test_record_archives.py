@@ -102,9 +102,12 @@ def test_damaged_archives_and_samples(tmp_path: Path) -> None:
     assert isinstance(bad, BadRow)
     assert bad.reason == "invalid UTF-8 at byte 0 of its .txt"
     assert texts([fine]) == ["fine"]
-    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
-    with pytest.raises(UserError, match=r"a\.tar is damaged"):
-        samples_of(tmp_path / "a.tar", "txt")
+    whole = (tmp_path / "a.tar").read_bytes()
+    # Inside of a file, at its end, and inside of the header of the next one.
+    for size in (700, 1024, 1100):
+        (tmp_path / "a.tar").write_bytes(whole[:size])
+        with pytest.raises(UserError, match=r"a\.tar is damaged"):
+            samples_of(tmp_path / "a.tar", "txt")
 
 
 class TestShareGpt:

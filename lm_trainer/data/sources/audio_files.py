@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -13,7 +12,8 @@ import fsspec
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, damaged, file_at, group, open_binary
+from lm_trainer.data.sources.files import File, file_at, group, open_binary
+from lm_trainer.data.sources.tar import open_tar
 
 RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
 _ARCHIVE = ".tar"
@@ -122,21 +122,18 @@ class ArchiveShard:
     def _samples(self) -> Iterator[tuple[str, bytes | None, bytes | None]]:
         """Yields (name without ending, recording, text) of neighbours that share a name."""
         name, found = None, dict[bool, bytes]()
-        try:
-            with open_binary(self.file) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    stem, ending = os.path.splitext(member.name)
-                    if not member.isfile() or ending.lower() not in (*RECORDINGS, ".txt"):
-                        continue
-                    if name is not None and stem != name:
-                        yield name, found.get(True), found.get(False)
-                        found = {}
-                    name = stem
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    found[ending.lower() != ".txt"] = content.read()
-        except tarfile.TarError as error:
-            raise damaged(self.file, error) from None
+        with open_tar(self.file) as archive:
+            for member in archive:
+                stem, ending = os.path.splitext(member.name)
+                if not member.isfile() or ending.lower() not in (*RECORDINGS, ".txt"):
+                    continue
+                if name is not None and stem != name:
+                    yield name, found.get(True), found.get(False)
+                    found = {}
+                name = stem
+                content = archive.extractfile(member)
+                assert content is not None
+                found[ending.lower() != ".txt"] = content.read()
         if name is not None:
             yield name, found.get(True), found.get(False)
 

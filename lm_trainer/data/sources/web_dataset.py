@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.fields import names_of
-from lm_trainer.data.sources.files import File, damaged, group, numbered, open_binary
+from lm_trainer.data.sources.files import File, group, numbered
+from lm_trainer.data.sources.tar import open_tar
 
 
 class WebDataset(FileSource):
@@ -70,18 +70,15 @@ class WebDatasetShard:
     def _members(self, file: File) -> Iterator[tuple[str, str, bytes | None]]:
         """Yields (key, ending, content) for each file; the content of those that are not asked for is None."""
         wanted = {part for name in self.fields or names_of(self.text_key) for part in (name, name.partition(".")[0])}
-        try:
-            with open_binary(file) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-                for member in archive:
-                    directory, slash, name = member.name.rpartition("/")
-                    stem, dot, ending = name.partition(".")
-                    # As the format has it: what begins so describes the archive.
-                    if not member.isfile() or not dot or not stem or stem.startswith("__"):
-                        continue
-                    opened = archive.extractfile(member) if ending.lower() in wanted else None
-                    yield f"{directory}{slash}{stem}", ending.lower(), opened.read() if opened else None
-        except tarfile.TarError as error:
-            raise damaged(file, error) from None
+        with open_tar(file) as archive:
+            for member in archive:
+                directory, slash, name = member.name.rpartition("/")
+                stem, dot, ending = name.partition(".")
+                # As the format has it: what begins so describes the archive.
+                if not member.isfile() or not dot or not stem or stem.startswith("__"):
+                    continue
+                opened = archive.extractfile(member) if ending.lower() in wanted else None
+                yield f"{directory}{slash}{stem}", ending.lower(), opened.read() if opened else None
 
 
 def _decoded(sample: dict[str, Any]) -> dict[str, Any] | BadRow:
