@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -30,12 +31,12 @@ def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
 
     The matrices of linear maps are copied, in `dtype`. A model that does not lie on one CPU device is returned itself.
     """
-    params = jax.tree.leaves(nnx.state(model, nnx.Param))
-    devices = {device for leaf in params for device in leaf.devices()}
+    graph, state = nnx.split(model)
+    devices = {device for leaf in jax.tree.leaves(state) for device in _devices(leaf)}
     if [device.platform for device in devices] != ["cpu"]:
         return model
     # A new module of the same arrays: the one that is given stays as it is.
-    laid_out = nnx.clone(model, variables=False)
+    laid_out = nnx.merge(graph, jax.tree.map(jnp.asarray, state))
     layers = len(laid_out.spec.blocks)
     period = len(laid_out.blocks)
     rows = [_rows(laid_out.blocks[str(j)], -(-(layers - j) // period)) for j in range(period)]
@@ -48,6 +49,11 @@ def for_decoding(model: Decoder, dtype: DTypeLike = jnp.float32) -> Decoder:
     laid_out.set_cache(SplitKvCache)
     laid_out.set_head_matmul(_head_from_the_left)
     return laid_out
+
+
+def _devices(array: jax.Array | np.ndarray) -> Set[Any]:
+    """The devices that an array lies on, or goes to: those of NumPy's go to JAX's default."""
+    return array.devices() if isinstance(array, jax.Array) else jnp.empty(0).devices()
 
 
 class _TransposedLinear(nnx.Module):

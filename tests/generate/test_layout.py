@@ -42,6 +42,16 @@ def test_a_model_on_several_devices_stays_as_it_is() -> None:
     assert for_decoding(spread) is spread
 
 
+def test_parameters_of_numpy_are_laid_out_as_those_of_jax():
+    model = built("gpt2")
+    graph, state = nnx.split(model)
+    of_numpy = nnx.merge(graph, jax.tree.map(np.asarray, state))
+    found, expected = (jax.tree.leaves(nnx.state(for_decoding(each))) for each in (of_numpy, model))
+    assert all(isinstance(leaf, jax.Array) for leaf in found)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def built(family: str, **changes: object) -> Decoder:
     config = TINY[family].model_copy(update=changes)
     build = lambda: config.build(VOCAB, rngs=nnx.Rngs(0))  # noqa: E731

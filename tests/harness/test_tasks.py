@@ -122,7 +122,7 @@ data: {{tokenizer: bytes, train_urls: [text.txt]}}
 optimizer: {{learning_rate: 1e-2, warmup: 0}}
 trainer: {{id: run, num_train_steps: 4, train_batch_size: 8, sample_tokens: 0, tracker: []}}
 eval_harness:
-  task_spec: [toy_choice, {{task: toy_text, task_alias: prose}}]
+  task_spec: [toy_choice, {{task: toy_text, task_alias: prose}}, toy_written]
   include_path: {tasks}
   max_examples: 5
   log_samples: true
@@ -132,6 +132,7 @@ eval_harness_steps: 2
     lines = [line for line in read_metrics(tmp_path / "logs" / "run") if "lm_eval/toy_choice/acc" in line]
     assert [line["step"] for line in lines] == [2, 4]
     assert lines[0]["lm_eval/prose/bits_per_byte"] > lines[1]["lm_eval/prose/bits_per_byte"] > 0
+    assert 0 <= lines[0]["lm_eval/toy_written/exact_match"] <= 1
     assert (tmp_path / "logs/run/eval-harness/step-4/toy_choice.jsonl").read_text().count("\n") == 5
     options = ("--tasks", "toy_choice,toy_text", "--tasks-dir", tasks, "--limit", "5")
     result = lmt("eval", "run", *options, "--log-samples", "out", "--json")
