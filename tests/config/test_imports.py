@@ -54,7 +54,15 @@ CASES = {
     "axolotl.yaml": (
         "axolotl",
         {"initialize_from_hf": "NousResearch/Llama-3.2-1B", "adapter.rank": 16, "trainer.train_batch_size": 8},
-        {"data.packing": "best_fit", "model.attn_backend": "auto", "trainer.num_train_steps": 500},
+        {
+            "data.packing": "best_fit",
+            "model.attn_backend": "auto",
+            "trainer.num_train_steps": 500,
+            # What the Trainer of transformers assumes.
+            "optimizer.weight_decay": 0.0,
+            "optimizer.beta2": 0.999,
+            "optimizer.min_lr_ratio": 0.0,
+        },
         ["val_set_size", "num_epochs"],
     ),
     "levanter.yaml": (
@@ -105,6 +113,13 @@ def test_values_of_no_known_kind_are_named(name: str, text: str, lost: list[str]
     (tmp_path / name).write_text(text)
     reasons = dict(translate(tmp_path / name, RunConfig).lost)
     assert all("none of the values" in reasons[key] for key in lost)
+
+
+@pytest.mark.parametrize(("text", "is_lost"), [("", True), ("lr_decay_iters = 5", False), ("decay_lr = False", False)])
+def test_a_decay_beyond_the_last_step_is_named(text: str, is_lost: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"max_iters = 5\n{text}\n")
+    lost = dict(translate(tmp_path / "train.py", RunConfig).lost)
+    assert ("lr_decay_iters" in lost) == is_lost
 
 
 def test_numbers_with_a_power_of_ten_are_numbers(tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ def _optimizer(value: Any, values: Values) -> dict[str, Any]:
     raise NoEqualError(f"optimizer {name}; AdamW takes its place")
 
 
+def _beta2(value: Any, values: Values) -> dict[str, Any]:
+    return {"optimizer.beta2": value} if "adamw" in str(values["optimizer"]) else {}
+
+
 def _schedule(value: Any, values: Values) -> dict[str, Any]:
     del values
     if value not in ("cosine", "linear", "constant"):
@@ -149,10 +153,11 @@ AXOLOTL = Dialect(
         "max_steps": "trainer.num_train_steps",
         "optimizer": _optimizer,
         "lr_scheduler": _schedule,
+        "cosine_min_lr_ratio": "optimizer.min_lr_ratio",
         "learning_rate": "optimizer.learning_rate",
         "weight_decay": "optimizer.weight_decay",
         "adam_beta1": "optimizer.beta1",
-        "adam_beta2": "optimizer.beta2",
+        "adam_beta2": _beta2,
         "max_grad_norm": _clip,
         "warmup_steps": "optimizer.warmup",
         "warmup_ratio": "optimizer.warmup",
@@ -186,7 +191,11 @@ AXOLOTL = Dialect(
             "the tokenizer's own are taken; data.tokenizer.eos_token names the one that ends a document"
         ),
     },
-    {"gradient_accumulation_steps": 1},
+    # Those of the Trainer of transformers.
+    {
+        **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
+        **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
+    },
 )
 
 

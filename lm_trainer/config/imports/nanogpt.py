@@ -45,7 +45,7 @@ def _decays(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _decay_steps(value: Any, values: Values) -> dict[str, Any]:
-    if value != values["max_iters"]:
+    if values["decay_lr"] and value != values["max_iters"]:
         raise NoEqualError(f"the learning rate decays to the last step, not to step {value}")
     return {}
 
@@ -111,7 +111,14 @@ NANOGPT = Dialect(
         **{"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "bias": False, "dataset": "openwebtext"},
         **{"batch_size": 12, "gradient_accumulation_steps": 40, "max_iters": 600_000, "dtype": "bfloat16"},
         **{"eval_interval": 2000, "eval_iters": 200, "learning_rate": 6e-4, "min_lr": 6e-5, "warmup_iters": 2000},
-        **{"weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "decay_lr": True},
+        **{
+            "lr_decay_iters": 600_000,
+            "weight_decay": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "grad_clip": 1.0,
+            "decay_lr": True,
+        },
     },
     {"model.type": "gpt2"},
 )
