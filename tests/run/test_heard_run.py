@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.morse import Morse
@@ -20,13 +29,14 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.open_model import open_model
 from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
+from tests.conftest import lmt_environment
 
 CONFIG = Path(__file__).parents[2] / "configs" / "whisper_nano.yaml"
 SMALL = (
     *("data.source.rows=24", "data.source.validation_rows=6", "data.num_workers=0"),
     *(
         "trainer.train_batch_size=8",
-        "trainer.elastic_shards=4",
+        "trainer.elastic_shards=8",
         "trainer.num_train_steps=3",
         "trainer.steps_per_eval=3",
     ),
@@ -35,9 +45,9 @@ SMALL = (
 )
 
 
-def run(*overrides: str) -> dict[str, float]:
+def run(*overrides: str, progress: Progress | None = None) -> dict[str, float]:
     config: Any = load(CONFIG, [*SMALL, *overrides], RunConfig).config
-    done = train(config, name="run", progress=Progress(3))
+    done = train(config, name="run", progress=progress or Progress(3))
     assert f"  lmt transcribe {done.name} FILE" in done.lines()
     return done.eval_losses
 
@@ -105,6 +115,36 @@ def test_the_same_bits_on_four_devices(trained: tuple[Path, dict[str, float]], m
     monkeypatch.chdir(directory)
     assert run("trainer.id=four", "trainer.max_devices=4") == losses
     found = weights("four")
+    for name, x in weights("one").items():
+        np.testing.assert_array_equal(x, found[name], err_msg=name)
+
+
+class Killed(Progress):
+    """Ends its process, as a machine that fails does, as soon as a checkpoint is there to go on from."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step < 2:
+            return
+        deadline = time.monotonic() + 60
+        while not committed_steps(Path("checkpoints/killed")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_the_same_bits_after_a_kill_and_on_other_devices(
+    trained: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, losses = trained
+    monkeypatch.chdir(directory)
+    settings = ("trainer.id=killed", "trainer.checkpointer.keep=[{every: 1}]")
+    program = f"from tests.run.test_heard_run import *; run('trainer.max_devices=2', *{settings}, progress=Killed(3))"
+    killed = subprocess.run([sys.executable, "-c", program], env=lmt_environment(devices=2), timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    shown = io.StringIO()
+    assert run("trainer.max_devices=8", *settings, progress=Progress(3, stream=shown)) == losses
+    assert re.search("resumed at step [12]", shown.getvalue())
+    found = weights("killed")
     for name, x in weights("one").items():
         np.testing.assert_array_equal(x, found[name], err_msg=name)
 
