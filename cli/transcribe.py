@@ -64,6 +64,11 @@ def transcribe(
     names = [file.stem for file in files]
     if out is not None and len(set(names)) < len(names):
         raise UserError("--out: two recordings have one name, and one would be written over the other; rename one")
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {out}: cannot be made ({error.strerror})") from None
     settings = TranscribeSettings(
         language=language,
         task=task,
@@ -84,5 +89,4 @@ def transcribe(
         if out is None:
             typer.echo(text if output == "json" else for_terminal(text), nl=False)
             continue
-        out.mkdir(parents=True, exist_ok=True)
         (out / f"{file.stem}.{'txt' if output == 'text' else output}").write_text(text, encoding="utf-8")
