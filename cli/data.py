@@ -160,7 +160,8 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
         found = report.stats(KvStore(cache.url), cache.ledger, packed_into, excluded.get(cache.key))
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
-        typer.echo(f"{cache.name}: {counts}{so_far}, {found.bytes_per_token:.2f} bytes per token")
+        per_token = "" if found.bytes_per_token is None else f", {found.bytes_per_token:.2f} bytes per token"
+        typer.echo(f"{cache.name}: {counts}{so_far}{per_token}")
         if found.left_out:
             typer.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())

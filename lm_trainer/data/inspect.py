@@ -155,7 +155,8 @@ class CacheStats(NamedTuple):
 
     documents: int
     tokens: int
-    bytes_per_token: float
+    bytes_per_token: float | None
+    """Of the text in UTF-8; None where the tokens were made elsewhere."""
     quantiles: dict[str, int]
     """Tokens of a document, end included: the least, the median, ..."""
     packing: dict[str, PackingStats]
@@ -186,7 +187,7 @@ def stats(store: KvStore, ledger: Ledger, seq_len: int | None, exclusion: Exclus
     masked = ledger.marks and not len(left_out)
     count_targets = partial(_num_targets, store, ledger, lengths_D) if masked else None
     packing = {} if seq_len is None else packing_stats(lengths_D, seq_len, count_targets)
-    per_token = sum(ledger.text_bytes) / ledger.num_tokens
+    per_token = None if ledger.places else sum(ledger.text_bytes) / ledger.num_tokens
     return CacheStats(
         len(lengths_D), int(lengths_D.sum()), per_token, quantiles, packing, len(left_out), int(left_out.sum())
     )

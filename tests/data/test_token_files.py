@@ -20,8 +20,9 @@ from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
-from lm_trainer.data.inspect import inspect, status, verify
+from lm_trainer.data.inspect import inspect, stats, status, verify
 from lm_trainer.data.provenance import documents_of_step, source_of
+from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 
 RNG = np.random.default_rng(0)
@@ -177,6 +178,19 @@ def test_documents_without_an_end_token_end_where_the_index_says(tmp_path: Path,
     same = segments[1:] == segments[:-1]
     np.testing.assert_array_equal(found.weights.reshape(-1), same)
     np.testing.assert_array_equal(np.diff(found.segments)[0] == 0, same[: SEQ - 1])
+
+
+def test_the_bytes_of_ids_are_not_those_of_text(tmp_path: Path) -> None:
+    section = nanogpt(tmp_path, DOCUMENTS)
+    (tmp_path / "train_1.bin").rename(tmp_path / "val.bin")
+    data = opened(tmp_path, section, validation_urls=[str(tmp_path / "val.bin")])
+    (held_out,) = data.validation().values()
+    assert isinstance(held_out, EvalSet)
+    assert held_out.token_bytes is not None
+    # Bits per byte: a token of this vocabulary is a byte of text, and two in its file.
+    assert held_out.token_bytes.tolist() == [1.0] * 256 + [0.0]
+    state = status(data.config)[0]
+    assert stats(KvStore(state.url), state.ledger, SEQ).bytes_per_token is None
 
 
 def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ class RowBuilder:
             tags = tuple(config.tags)
             return HeardSet(title, cache.stream, self.seq_len, self.tokenizer, heard.num_rows, tags=tags, heard=heard)
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
+        # Of tokens that stay where they are, the ledger has the bytes of the ids.
+        plain = plain and not cache.ledger.places
         return EvalSet(
             title,
             cache.stream,
