@@ -34,7 +34,7 @@ from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 
 class KeptFeatures(NamedTuple):
-    """What a model hears with each document of a cache."""
+    """The features that a model hears with each document of a cache."""
 
     frames: int
     channels: int

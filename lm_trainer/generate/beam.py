@@ -140,12 +140,12 @@ def _with_new(
 
 
 def _may_improve(growing_BN: jax.Array, ended: _Ended, length: jax.Array, length_penalty: jax.Array) -> jax.Array:
-    """Whether the best text that grows would be better, if it ended at its length, than the worst that ended."""
+    """Tells whether the best text that grows would be better, if it ended at its length, than the worst that ended."""
     best_B1 = growing_BN[:, :1] / length.astype(jnp.float32) ** length_penalty
     worst_BN = jnp.where(ended.there_BN, ended.scores_BN.min(axis=1, keepdims=True), _NEVER)
     return jnp.any(best_B1 > worst_BN, axis=1)
 
 
 def _taken(x: jax.Array, at_BN: jax.Array) -> jax.Array:
-    """Of each row of `x`, [B, K, ...], the entries at some places."""
+    """The entries of each row of `x`, [B, K, ...], at some places."""
     return jnp.take_along_axis(x, at_BN.reshape(*at_BN.shape, *(1,) * (x.ndim - 2)), axis=1)

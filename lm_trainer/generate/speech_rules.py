@@ -44,7 +44,7 @@ class SpeechRules:
     max_initial_timestamp: int | None = None
     """The latest first timestamp, in steps of 0.02 s."""
     length_penalty: float = 1.0
-    """Of beam search: the power of its length that the sum of a text's log-probabilities is divided by."""
+    """The power of its length that the sum of a text's log-probabilities is divided by in beam search."""
 
     @property
     def has_timestamps(self) -> bool:
