@@ -275,6 +275,7 @@ class TestCache:
         )
         found = stats(KvStore(train.url), train.ledger, None)
         # The start and the end of a text are tokens, too.
+        assert found.bytes_per_token is not None
         assert found.bytes_per_token < 1
         assert not found.packing
 
