@@ -23,6 +23,7 @@ from lm_trainer.data.formats import AudioFormat, UnusableRow
 from lm_trainer.data.inspect import stats, status, verify
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.sources import Row
+from lm_trainer.data.sources.audio_files import AudioFiles
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
 from tests.data.test_formats import encode, with_specials
 
@@ -188,6 +189,15 @@ class TestBadRows:
         data = opened(tmp_path, source=source, on_bad_row="skip", max_bad_rows=0.5)
         assert texts(first(data, 2)) == [b"ab", b"c"]
         assert texts(first(opened(tmp_path, source=source, seq_len=9), 2)) == [b"ab", b"abcdefgh"]
+
+    def test_names_with_signs_of_urls_are_files(self, tmp_path: Path) -> None:
+        (tmp_path / "a::b{1,2}.wav").write_bytes(b"sound")
+        (tmp_path / "a::b{1,2}.txt").write_text("words")
+        fields = ("audio", "text")
+        (shard,) = AudioFiles().shards("train", [str(tmp_path / "a::b{1,2}.wav")], fields=fields)
+        (row,) = shard.rows()
+        assert isinstance(row, Row)
+        assert row.record == {"audio": b"sound", "text": "words"}
 
     def test_text_formats_do_not_take_recordings(self, tmp_path: Path) -> None:
         (tmp_path / "a.wav").write_bytes(recorded(tone()))

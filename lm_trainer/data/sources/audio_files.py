@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
@@ -150,7 +151,8 @@ def _text_of(recording: File) -> File | None:
     """The text file beside a recording; None if there is none."""
     url = f"{os.path.splitext(recording.url)[0]}.txt"
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        here = (LocalFileSystem(), os.path.abspath(url))
+        filesystem, path = here if recording.local else fsspec.core.url_to_fs(url)
         return file_at(filesystem, path, url)
     except OSError:
         return None
