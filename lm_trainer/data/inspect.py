@@ -156,7 +156,7 @@ class CacheStats(NamedTuple):
     documents: int
     tokens: int
     bytes_per_token: float | None
-    """Of the text in UTF-8; None where the tokens were made elsewhere."""
+    """Bytes of the text in UTF-8; None where the tokens were made elsewhere."""
     quantiles: dict[str, int]
     """Tokens of a document, end included: the least, the median, ..."""
     packing: dict[str, PackingStats]
