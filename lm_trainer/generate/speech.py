@@ -54,9 +54,10 @@ def write_heard(  # noqa: PLR0913 - the choices of a transcription
         dtype: of the computation and of the cache.
 
     Raises:
-        UserError: for features of another shape, for what the rules have no token for, and for tokens that the
-            vocabulary lacks.
+        UserError: for features of another shape, for what the rules have no token for, for tokens that the
+            vocabulary lacks, and for rules of beam search that are unknown.
     """
+    rules.check_beams(beams)
     begin = list(prompt) if prompt is not None else rules.prompt(language, task, timestamps=timestamps)
     room = model.spec.num_positions - len(begin)
     room = room if max_new_tokens is None else min(room, max_new_tokens)

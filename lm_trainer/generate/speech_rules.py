@@ -46,6 +46,9 @@ class SpeechRules:
     length_penalty: float = 1.0
     """The power of its length that the sum of a text's log-probabilities is divided by in beam search."""
 
+    early_stopping: bool | str = False
+    """The time at which beam search ends: False, when no text may become better; other rules are refused."""
+
     @property
     def has_timestamps(self) -> bool:
         """True if the model can write timestamps."""
@@ -74,8 +77,6 @@ class SpeechRules:
         for name, value in (("decoder_start_token_id", start), ("eos_token_id", end)):
             if not isinstance(value, int):
                 raise UserError(f"model.generation_config: {name} is {value!r}; write the id of that token")
-        if stopping := raw.get("early_stopping"):
-            raise UserError(f"model.generation_config.early_stopping: {stopping!r} is unknown here; write false")
         penalty = raw.get("length_penalty")
         forced = raw.get("forced_decoder_ids") or []
         if [place for place, _ in forced] != list(range(1, len(forced) + 1)):
@@ -95,7 +96,16 @@ class SpeechRules:
             no_timestamps_id=raw.get("no_timestamps_token_id"),
             max_initial_timestamp=raw.get("max_initial_timestamp_index"),
             length_penalty=1.0 if penalty is None else penalty,
+            early_stopping=raw.get("early_stopping") or False,
         )
+
+    def check_beams(self, beams: int) -> None:
+        """Raises `UserError` where a search of more than one beam would not be that of transformers."""
+        if beams > 1 and self.early_stopping:
+            raise UserError(
+                f"generation_config.early_stopping is {self.early_stopping!r}, by which no beam search ends here; "
+                "write false"
+            )
 
     def language_id(self, language: str) -> int:
         """The token of a language, given as `en` or `<|en|>`.

@@ -86,6 +86,7 @@ class Transcriber:
         )
         # Asked for here for its errors alone, before the weights are placed.
         self._rules.prompt(settings.language, settings.task, timestamps=settings.timestamps)
+        self._rules.check_beams(settings.beams)
         self._model: Any = source.build(devices)
 
     def transcribe(self, path: Path) -> Transcript:

@@ -168,8 +168,9 @@ def test_what_the_model_lacks_is_refused(models: tuple[Any, Any]) -> None:
         SpeechRules(start_id=3, eos_id=2).prompt(None, None, timestamps=True)
     with pytest.raises(UserError, match="decoder_start_token_id is None"):
         SpeechRules.from_config({}, start_id=None, eos_id=2)
-    with pytest.raises(UserError, match="early_stopping: 'never' is unknown here; write false"):
-        SpeechRules.from_config({"early_stopping": "never"}, start_id=3, eos_id=2)
+    never = SpeechRules.from_config({"early_stopping": "never"}, start_id=3, eos_id=2)
+    with pytest.raises(UserError, match="early_stopping is 'never', by which no beam search ends here; write false"):
+        write_heard(models[1], features(1), never, beams=2)
     with pytest.raises(UserError, match="names the token 99, but the model knows 0 to 60"):
         write_heard(models[1], features(1), SpeechRules(start_id=99, eos_id=2))
     assert write_heard(models[1], np.zeros((0, 12, 5), np.float32), rules) == []
