@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from cli.common import CheckpointOption, ModelArgument, path_option
+from cli.common import CheckpointOption, ModelArgument, path_argument, path_option
 from lm_trainer.core.errors import UserError
 
 
 def transcribe(
     model: ModelArgument,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: wav, flac, mp3, ogg.")],
+    files: Annotated[list[Path], path_argument(metavar="FILE...", help="Recordings: wav, flac, mp3, ogg.")],
     language: Annotated[
         str | None, typer.Option(metavar="NAME", help="Language, such as en.", show_default="what is heard")
     ] = None,

@@ -23,7 +23,7 @@ TAKE_BUCKETS = (
     *(f"{command} {URL}" for command in ("verify", "replay", "diff", "diff x", "report", "tokens", "tokens x")),
     f"data find {URL}",
     f"data overlap {URL}",
-    *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x")),
+    *(f"{command} {URL}" for command in ("chat", "eval", "generate", "export-hf", "export-hf x", "transcribe")),
 )
 """Command lines that read or write runs and exports in object storage."""
 NO_PATHS = {"KEY=VALUE", "[TEXT]", "EVAL"}

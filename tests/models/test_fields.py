@@ -34,7 +34,7 @@ OTHER: dict[str, Any] = {
     "head_dim": 20,
     "activation_function": "relu",
     "gradient_checkpointing": "dots",
-    "attn_backend": "auto",
+    "attn_backend": "xla",
     "use_flash_attention": True,
     "flash_attention_block_size": 8,
     "scan_layers": True,

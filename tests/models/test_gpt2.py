@@ -25,7 +25,7 @@ CHANGES: dict[str, Any] = {
     "use_bias": False,
     "gradient_checkpointing": "dots",
     "scan_layers": True,
-    "attn_backend": "auto",
+    "attn_backend": "xla",
     "use_flash_attention": True,
     "flash_attention_block_size": 256,
 }

@@ -43,18 +43,13 @@ def load_local(config: Pretrained) -> HfTokenizer | None:
     """Reads a tokenizer from its path, or from the hub's files that were downloaded before; None if neither is there.
 
     Raises:
-        UserError: if `name` is a path and nothing is there, or the files are of no fast tokenizer.
+        UserError: if `name` is a path and nothing is there, cannot be a name on the hub, or the files are of no fast
+            tokenizer.
     """
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     if _is_path(config.name):
         return load_pretrained(config)
-    try:
-        file = try_to_load_from_cache(config.name, TOKENIZER_FILE, revision=config.revision)
-    except HFValidationError:
-        return load_pretrained(config)
-    return _from_path(Path(file), config.eos_token) if isinstance(file, str) else None
+    file = _cached_file(config)
+    return None if file is None else _from_path(file, config.eos_token)
 
 
 def find_pretrained(config: Pretrained) -> None:
@@ -65,6 +60,20 @@ def find_pretrained(config: Pretrained) -> None:
     """
     if load_local(config) is None:
         _from_hub(config)
+
+
+def _cached_file(config: Pretrained) -> Path | None:
+    """The tokenizer's file in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(config.name, TOKENIZER_FILE, revision=config.revision)
+    except HFValidationError as error:
+        raise UserError(
+            f"data.tokenizer: {config.name!r} is no file or directory here, and no name on the hub: {error}"
+        ) from None
+    return Path(file) if isinstance(file, str) else None
 
 
 def _is_path(name: str) -> bool:
@@ -93,8 +102,7 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
     from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    cached = try_to_load_from_cache(config.name, TOKENIZER_FILE, revision=config.revision)
-    if not isinstance(cached, str) and (reason := why_no_hub()) is not None:
+    if _cached_file(config) is None and (reason := why_no_hub()) is not None:
         raise UserError(
             f"data.tokenizer: {config.name!r} is neither a file or directory here nor in the hub's cache, and "
             f"{reason}. Without network use a local directory or `bytes`"
