@@ -33,6 +33,8 @@ def main(config: Path, out: Path, address: str, count: int, index: int, steps: r
     batches = data.train(schedule, rows=rows, first_step=steps.start, num_steps=len(steps))
     for step, batch in zip(steps, batches, strict=True):
         for name, local in batch._asdict().items():
+            if local is None:
+                continue
             whole = jax.make_array_from_process_local_data(sharding, local, (schedule.at(step), SEQ_LEN))
             for shard in whole.addressable_shards:
                 found[f"{step}/{name}/{shard.index[0].start or 0}"] = np.asarray(shard.data)
