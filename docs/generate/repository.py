@@ -17,6 +17,6 @@ def file_of_repository(name: str) -> str:
 
 
 def output(name: str) -> str:
-    """What a command printed when `docs.generate.pictures` ran it."""
+    """The output of a command, as `docs.generate.pictures` got it when it ran it."""
     text = (ROOT / "docs/pictures" / f"{name}.txt").read_text(encoding="utf-8")
     return f"```text\n{text}```"
