@@ -141,8 +141,6 @@ def _use(name: str) -> Any:
 def _is_import() -> bool:
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__":
-            return True
         if frame.f_code.co_name == "_find_and_load":
             return True
         frame = frame.f_back
