@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.files import File, damaged, group
 
 _BLOCK_RECORDS = 1024
@@ -29,30 +29,17 @@ class ArrayRecordFiles(FileSource):
         for file in files:
             if not file.local or file.compressed:
                 raise UserError(f"{file.name}: ArrayRecord files are read on this machine, and not compressed again")
-        return [ArrayRecordShard(run, self.content, text_key, fields) for run in group(files)]
+        return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group(files)]
 
 
 @dataclass(frozen=True)
-class ArrayRecordShard:
+class ArrayRecordShard(FileShard):
     """Some files, in order; a row is a record."""
 
-    files: tuple[File, ...]
-    content: Literal["json", "text"]
-    text_key: str
-    fields: tuple[str, ...] = ()
+    content: Literal["json", "text"] = field(kw_only=True)
 
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
-    def text_size(self) -> None:
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        files = [file.identity() for file in self.files]
-        return {"type": "array_record", "content": self.content, **what, "files": files}
+    def form(self) -> dict[str, Any]:
+        return {"type": "array_record", "content": self.content}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         before = 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.fields import names_of
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
 _BATCH_ROWS = 1024
@@ -27,32 +25,18 @@ class ArrowFiles(FileSource):
         return [ArrowShard(run, text_key, fields) for run in group(files)]
 
 
-@dataclass(frozen=True)
-class ArrowShard:
+class ArrowShard(FileShard):
     """Some files, in order; a row is a row."""
 
-    files: tuple[File, ...]
-    text_key: str
-    fields: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
-    def text_size(self) -> None:
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {"type": "arrow", **what, "files": [file.identity() for file in self.files]}
+    def form(self) -> dict[str, Any]:
+        return {"type": "arrow"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         number = 0
         for file in self.files:
             first = number
             with open_seekable(file) as stream:
-                for batch in _batches(file, stream, self.fields or names_of(self.text_key)):
+                for batch in _batches(file, stream, self.wanted):
                     if number + batch.num_rows <= start:
                         number += batch.num_rows
                         continue

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from lm_trainer.core.config import Config
@@ -113,6 +114,39 @@ class FileSource(SourceConfig):
     @abstractmethod
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         """Lists the shards of files that exist, in their order; see `shards` for the other arguments."""
+
+
+@dataclass(frozen=True)
+class FileShard(ABC):
+    """Base of shards of records that stand in some files, in order."""
+
+    files: tuple[File, ...]
+    text_key: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The fields of a record that are read."""
+        return self.fields or names_of(self.text_key)
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> int | None:
+        return None
+
+    @abstractmethod
+    def form(self) -> dict[str, Any]:
+        """Returns JSON of all that decides the records, but for the files: at least the `type` of the source."""
+
+    def identity(self) -> dict[str, Any]:
+        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
+        return {**self.form(), **what, "files": [file.identity() for file in self.files]}
+
+    @abstractmethod
+    def rows(self, start: int = 0) -> Iterator[Row | BadRow]: ...
 
 
 def refuse_archive(file: File, split: Split, *, reads_archives: bool) -> None:

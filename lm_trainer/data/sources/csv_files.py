@@ -7,13 +7,13 @@ import io
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.compression import suffix
 from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
 
@@ -44,29 +44,21 @@ class CsvFiles(FileSource):
         return self
 
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
-        return [CsvShard(run, self, text_key, fields) for run in group(files)]
+        return [CsvShard(run, text_key, fields, dialect=self) for run in group(files)]
 
 
 @dataclass(frozen=True)
-class CsvShard:
+class CsvShard(FileShard):
     """Some files, in order; a row is a record."""
 
-    files: tuple[File, ...]
-    dialect: CsvFiles
-    text_key: str
-    fields: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
+    dialect: CsvFiles = field(kw_only=True)
 
     @property
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {**self.dialect.model_dump(), **what, "files": [file.identity() for file in self.files]}
+    def form(self) -> dict[str, Any]:
+        return self.dialect.model_dump()
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         files = (self._records(file) for file in self.files)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.compression import suffix
 from lm_trainer.data.sources.fields import text_of
 from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
@@ -35,25 +34,15 @@ class JsonLines(FileSource):
         return [JsonShard(run, text_key, fields) for run in group(files)]
 
 
-@dataclass(frozen=True)
-class JsonShard:
+class JsonShard(FileShard):
     """Some files, in order; a row is a line, or an item of an array."""
-
-    files: tuple[File, ...]
-    text_key: str
-    fields: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
 
     @property
     def text_size(self) -> int | None:
         return total_text_size(self.files)
 
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {"type": "jsonl", **what, "files": [file.identity() for file in self.files]}
+    def form(self) -> dict[str, Any]:
+        return {"type": "jsonl"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         for number, (where, item) in numbered((_items(file) for file in self.files), start):

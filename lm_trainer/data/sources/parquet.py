@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
-from lm_trainer.data.sources.fields import names_of
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
@@ -26,32 +24,18 @@ class Parquet(FileSource):
         return [ParquetShard(run, text_key, fields) for run in group(files)]
 
 
-@dataclass(frozen=True)
-class ParquetShard:
+class ParquetShard(FileShard):
     """Some files, in order; a row is a row."""
 
-    files: tuple[File, ...]
-    text_key: str
-    fields: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
-    def text_size(self) -> None:
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {"type": "parquet", **what, "files": [file.identity() for file in self.files]}
+    def form(self) -> dict[str, Any]:
+        return {"type": "parquet"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         before = 0
         for file in self.files:
             with open_seekable(file) as stream:
                 # This reads the footer alone, so a file that lies before `start` is counted at little cost.
-                table = _open(file, stream, self.fields or names_of(self.text_key))
+                table = _open(file, stream, self.wanted)
                 count = table.metadata.num_rows
                 if before + count > start:
                     yield from self._rows_of(file, table, before, start)
@@ -66,7 +50,7 @@ class ParquetShard:
                 number += rows
             else:
                 groups.append(index)
-        columns = list(self.fields or names_of(self.text_key))
+        columns = list(self.wanted)
         for batch in _batches(file, table, groups, columns):
             for row in batch_rows(batch, self.text_key, self.fields):
                 if number >= start:

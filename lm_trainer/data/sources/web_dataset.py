@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard, bad, read_record
-from lm_trainer.data.sources.fields import names_of
+from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard, bad, read_record
 from lm_trainer.data.sources.files import File, group, numbered
 from lm_trainer.data.sources.tar import open_tar
 
@@ -29,25 +27,11 @@ class WebDataset(FileSource):
         return [WebDatasetShard(run, text_key, fields) for run in group(files)]
 
 
-@dataclass(frozen=True)
-class WebDatasetShard:
+class WebDatasetShard(FileShard):
     """Some archives, in order; a row is a sample."""
 
-    files: tuple[File, ...]
-    text_key: str
-    fields: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self.files)
-
-    @property
-    def text_size(self) -> None:
-        return None
-
-    def identity(self) -> dict[str, Any]:
-        what = {"fields": list(self.fields)} if self.fields else {"text_key": self.text_key}
-        return {"type": "webdataset", **what, "files": [file.identity() for file in self.files]}
+    def form(self) -> dict[str, Any]:
+        return {"type": "webdataset"}
 
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         files = (self._samples(file) for file in self.files)
@@ -69,7 +53,7 @@ class WebDatasetShard:
 
     def _members(self, file: File) -> Iterator[tuple[str, str, bytes | None]]:
         """Yields (key, ending, content) for each file; the content of those that are not asked for is None."""
-        wanted = {part for name in self.fields or names_of(self.text_key) for part in (name, name.partition(".")[0])}
+        wanted = {part for name in self.wanted for part in (name, name.partition(".")[0])}
         with open_tar(file) as archive:
             for member in archive:
                 directory, slash, name = member.name.rpartition("/")
