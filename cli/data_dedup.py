@@ -15,7 +15,7 @@ from cli.common import (
     load_run_config,
     path_option,
 )
-from cli.data_find import clear_progress, show_progress
+from cli.scan_progress import ScanProgress
 
 if TYPE_CHECKING:
     from lm_trainer.data import Data
@@ -65,10 +65,9 @@ def dedup(
 
     data = open_train_data(run.data)
     texts = [] if exact else token_texts(data.tokenizer)
-    found = find_duplicates(
-        data, threshold=None if exact else threshold, ngram=ngram, texts_V=texts, progress=show_progress
-    )
-    clear_progress()
+    progress = ScanProgress()
+    found = find_duplicates(data, threshold=None if exact else threshold, ngram=ngram, texts_V=texts, progress=progress)
+    progress.clear()
     if output is not None:
         write_list(data, output, [each.entry() for each in found.duplicates])
     groups = _groups(data, found, limit, chars) if report else []

@@ -1,8 +1,6 @@
 """`lmt data find`: where a text stands in the data of a run, and the steps that train on it."""
 
 import json
-import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +9,7 @@ import typer
 from cli.build_progress import build_progress
 from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, place_argument
 from cli.config_file import config_file
+from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,14 +68,15 @@ def find(
     trainer = config.trainer
     tracer = Tracer(data, trainer.batch_schedule, trainer.num_train_steps, texts)
     found: list[Found] = []
-    count = 0
-    for name, match in find_text(data, wanted, texts, partial(show_progress, what="tokens")):
+    count, progress = 0, ScanProgress("tokens")
+    for name, match in find_text(data, wanted, texts, progress):
         count += 1
         if len(found) < limit:
             found.append(tracer.trace(name, match))
             if not as_json:
+                progress.clear()
                 _show(found[-1], last, named=bool(config.data.configs))
-    clear_progress()
+    progress.clear()
     if as_json:
         typer.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
         return
@@ -103,18 +103,6 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
     # Relative paths of the configuration count from where the run was started.
     os.chdir(record.root)
     return record.config(record.last, overrides), record.last
-
-
-def show_progress(name: str, done: int, total: int, what: str = "documents") -> None:
-    """Shows how far a scan is, on a terminal."""
-    if sys.stderr.isatty():
-        typer.echo(f"\r{name}: {done:,} of {total:,} {what}", err=True, nl=False)
-
-
-def clear_progress() -> None:
-    """Removes the line of `show_progress`."""
-    if sys.stderr.isatty():
-        typer.echo("\r\033[K", err=True, nl=False)
 
 
 def _show(found: "Found", last: int | None, *, named: bool) -> None:

@@ -8,7 +8,8 @@ import typer
 
 from cli.common import JsonOption, OverridesArgument, place_argument
 from cli.data_dedup import OutputOption, open_train_data, write_list
-from cli.data_find import clear_progress, find_configuration, show_progress
+from cli.data_find import find_configuration
+from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ def overlap(
 
     documents = list(_documents(evaluation, text_key or ["text"]))
     data = open_train_data(config.data)
-    found = find_overlap(data, documents, ngram=ngram, texts_V=token_texts(data.tokenizer), progress=show_progress)
-    clear_progress()
+    progress = ScanProgress()
+    found = find_overlap(data, documents, ngram=ngram, texts_V=token_texts(data.tokenizer), progress=progress)
+    progress.clear()
     if output is not None:
         lines = [
             {"set": name, "document": number, "why": "overlap"}

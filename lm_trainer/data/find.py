@@ -19,6 +19,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import BatchSchedule
+from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.provenance import passages_of_whole
@@ -28,6 +29,9 @@ from lm_trainer.data.tokenizer import Tokenizer
 
 PIECE = 1 << 20
 """Tokens that are searched at a time."""
+_COMPARED = 24
+"""Anchors up to which comparing all tokens with each of them is faster than looking all tokens up."""
+_NO_BYTE = -1
 _THREADS = 2
 _SAMPLED = 1 << 16
 """Tokens that say how frequent each is."""
@@ -87,19 +91,48 @@ class Needle:
         rarest = min(range(len(covering)), key=lambda at: sum(counts_V[token] for token in covering[at]))
         self.tokens = covering[rarest]
         """Token -> bytes of it before the beginning of the text, negative where it begins inside of it."""
+        self.dtype = token_dtype(len(texts_V))
+        """Of the tokens in which it is looked for: the narrower, the faster."""
         self._mask_V = np.zeros(len(texts_V), bool)
         self._mask_V[list(self.tokens)] = True
+        self._first_V, self._last_V = (
+            np.array([text[end] if text else _NO_BYTE for text in texts_V], np.int16) for end in (0, -1)
+        )
 
     def search(self, tokens_T: np.ndarray, first: int, stop: int) -> list[Match]:
         """The occurrences whose anchor is one of the tokens [first, stop); places count from the first of `tokens_T`.
 
         Args:
-            tokens_T: int32 [T]; as many around those tokens as the text has bytes, as far as there are any.
+            tokens_T: integers [T]; as many around those tokens as the text has bytes, as far as there are any.
             first: of those that are searched.
             stop: the one after.
         """
-        there = np.flatnonzero(self._mask_V.take(tokens_T[first:stop])) + first
-        return [match for at in there.tolist() for match in self._matches(tokens_T, at)]
+        part_T = tokens_T[first:stop]
+        if len(self.tokens) > _COMPARED:
+            is_anchor_T = self._mask_V.take(part_T)
+        else:
+            is_anchor_T = np.zeros(len(part_T), bool)
+            for token in self.tokens:
+                is_anchor_T |= part_T == token
+        there = np.flatnonzero(is_anchor_T) + first
+        return [match for at in self._likely(tokens_T, there).tolist() for match in self._matches(tokens_T, at)]
+
+    def _likely(self, tokens_T: np.ndarray, there: np.ndarray) -> np.ndarray:
+        """Those of some anchors whose neighbours begin and end as the text goes on: few, where the others are many."""
+        anchors = tokens_T[there]
+        after = self._first_V[tokens_T[np.minimum(there + 1, len(tokens_T) - 1)]]
+        before = self._last_V[tokens_T[np.maximum(there - 1, 0)]]
+        likely = np.zeros(len(there), bool)
+        for token, places in self.tokens.items():
+            length = len(self._texts_V[token] or b"")
+            for place in places:
+                fits = anchors == token
+                if length - place < len(self.text):
+                    fits &= after == self.text[length - place]
+                if place < 0:
+                    fits &= before == self.text[-place - 1]
+                likely |= fits
+        return there[likely]
 
     def _matches(self, tokens_T: np.ndarray, at: int) -> Iterator[Match]:
         for before in self.tokens[int(tokens_T[at])]:
@@ -173,7 +206,8 @@ def search_stream(
 
     def piece(start: int) -> list[Match]:
         low, high = max(start - margin, 0), min(start + PIECE + margin, len(stream))
-        tokens_T = stream.read(np.array([low]), high - low)[0]
+        tokens_T = np.empty(high - low, needle.dtype)
+        stream.copy(np.array([low]), np.array([high - low]), tokens_T, np.array([0]))
         matches = needle.search(tokens_T, start - low, min(start + PIECE, len(stream)) - low)
         return [Match(match.first + low, match.skipped, match.stop + low) for match in matches]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.scan_progress import ScanProgress
 from cli.trace import DataTrace
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.data.config import DataConfig
@@ -34,6 +35,10 @@ class Tokens:
 
     def read(self, starts: np.ndarray, length: int) -> np.ndarray:
         return self.tokens[None, int(starts[0]) : int(starts[0]) + length]
+
+    def copy(self, starts: np.ndarray, counts: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
+        assert places.tolist() == [0]
+        out[:] = self.tokens[int(starts[0]) : int(starts[0] + counts[0])]
 
 
 def brute_force(tokens: np.ndarray, texts: list[bytes | None], text: bytes) -> list[Match]:
@@ -133,6 +138,29 @@ def test_a_text_that_is_not_there_and_one_across_documents(corpus: Path) -> None
     assert list(find_text(data, "Papagei", texts)) == []
     assert list(find_text(data, "Nummer 0.Zeile 1", texts)) == []
     assert len(list(find_text(data, "Größe", texts))) == sum(n % 7 + 1 for n in range(120) if n != 90)
+    data.close()
+
+
+def test_a_terminal_shows_how_far_the_search_is(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("cli.scan_progress._SECONDS", 0)
+    monkeypatch.setattr("lm_trainer.data.find.PIECE", 1000)
+    data = opened(corpus)
+    progress = ScanProgress("tokens")
+    for _ in find_text(data, "Der Kanarienvogel singt", token_texts(data.tokenizer), progress):
+        progress.clear()
+    progress.clear()
+    *shown, left = capsys.readouterr().err.split("\r")[1:]
+    assert left == "\033[K"
+    for name, cache in data.caches.items():
+        total = len(cache.whole)
+        seen = [line.partition(": ")[2] for line in shown if line.startswith(f"{name}: ")]
+        done = [min(at + 1000, total) for at in range(0, total, 1000)]
+        assert seen == [f"{at:,} of {total:,} tokens ({at * 100 // total}%)\033[K" for at in done]
+    # Where an occurrence is printed, the line is empty.
+    assert shown.count("\033[K") == 2
     data.close()
 
 
