@@ -34,6 +34,8 @@ PACKAGES = (
 PACKAGES += ("tokenizers",)
 _FULL = "LMT_FULL_IMPORTS"
 """Set in the environment of the second attempt."""
+_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+"""Keeps pydantic from reading the metadata of every installed package in search of plug-ins."""
 
 
 class NeededError(BaseException):
@@ -193,6 +195,8 @@ def light_imports(arguments: Sequence[str]) -> Iterator[None]:
     sys.meta_path.insert(0, _Finder())
     # Making classes leaves little garbage, and looking for it takes a fifth of the time.
     gc.disable()
+    if without_plugins := _PLUGINS not in os.environ:
+        os.environ[_PLUGINS] = "__all__"
     streams, texts = (sys.stdout, sys.stderr), list[tuple[Any, str]]()
     sys.stdout, sys.stderr = (_Held(stream, texts) for stream in streams)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -201,6 +205,8 @@ def light_imports(arguments: Sequence[str]) -> Iterator[None]:
     except (NeededError, Exception):
         texts.clear()
         os.environ[_FULL] = "1"
+        if without_plugins:
+            del os.environ[_PLUGINS]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     finally:
         sys.stdout, sys.stderr = streams

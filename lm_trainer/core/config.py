@@ -1,7 +1,5 @@
 """The base of every configuration model, and the value types that users write in YAML."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -51,6 +49,8 @@ class Config(BaseModel):
         allow_inf_nan=False,
         # pydantic reserves `model_`, with which several keys begin.
         protected_namespaces=(),
+        # Most classes are only ever checked as a part of the whole configuration.
+        defer_build=True,
     )
 
     refused_keys: ClassVar[Mapping[str, str]] = {}

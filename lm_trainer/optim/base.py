@@ -1,7 +1,5 @@
 """Base class of the optimizers' configurations: weight decay, clipping, skipping of bad steps, and the update rule."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from abc import abstractmethod

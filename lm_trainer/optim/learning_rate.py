@@ -1,7 +1,5 @@
 """Keys of an optimizer's configuration that give the learning rate over time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 

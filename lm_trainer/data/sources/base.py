@@ -1,7 +1,5 @@
 """Base of sources: numbered shards of numbered rows, the same on every machine and at every start."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
