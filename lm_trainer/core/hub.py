@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import os
 import socket
+import time
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 _SECONDS = 4.0
+_PAUSE = 30.0
+"""Seconds for which a failure is an answer: several parts of one start ask, a run of days asks again."""
+
+_answers: dict[tuple[str, int], tuple[str | None, float]] = {}
+"""By host and port: why it cannot be reached, and when that was found."""
 
 
-@functools.cache
 def why_no_hub() -> str | None:
     """The reason why the hub cannot be reached from here, in at most 4 seconds; None where it can be, or may be.
 
-    Behind a proxy only the proxy could tell, so nothing is asked.
+    Behind a proxy only the proxy could tell, so nothing is asked. A hub that was reached once is not asked again.
     """
     from huggingface_hub import constants
 
@@ -24,8 +29,17 @@ def why_no_hub() -> str | None:
     address = urlsplit(constants.ENDPOINT)
     if getproxies() or os.environ.get("ALL_PROXY") or not address.hostname:
         return None
+    server = (address.hostname, address.port or 443)
+    reason, found = _answers.get(server, ("not asked yet", -math.inf))
+    if reason is not None and time.monotonic() - found >= _PAUSE:
+        reason = _why_not(server)
+        _answers[server] = (reason, time.monotonic())
+    return reason
+
+
+def _why_not(server: tuple[str, int]) -> str | None:
     try:
-        with socket.create_connection((address.hostname, address.port or 443), timeout=_SECONDS):
+        with socket.create_connection(server, timeout=_SECONDS):
             return None
     except OSError as error:
-        return f"{address.hostname} cannot be reached ({error.strerror or error})"
+        return f"{server[0]} cannot be reached ({error.strerror or error})"

@@ -166,7 +166,7 @@ class _Lines:
         if due:
             self._step_shown = now
             done = f"step {step}/{self._total} ({100 * step / self._total:.1f}%)"
-            self.note(" | ".join([done, *describe(metrics), f"eta {duration(seconds_left)}"]))
+            self.note(" | ".join([done, *describe(metrics, first=step <= 1), f"eta {duration(seconds_left)}"]))
 
     def close(self) -> None:
         pass
@@ -222,8 +222,7 @@ class _Bar:
 
 _FORMATS: Mapping[str, Callable[[float], str]] = {
     "train/loss": "loss {:.4f}".format,
-    # A warm-up begins with a step that changes nothing.
-    "optim/learning_rate": lambda rate: f"lr {rate:.3g}" if rate else "lr 0 (warm-up)",
+    "optim/learning_rate": "lr {:.3g}".format,
     "optim/grad_norm": "grad_norm {:.3g}".format,
     "throughput/step_time": lambda seconds: f"{seconds * 1000:.0f} ms/step",
     "throughput/tokens_per_second": "{:,.0f} tok/s".format,
@@ -231,9 +230,15 @@ _FORMATS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def describe(metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS)) -> list[str]:
-    """Formats the metrics that have a short form, in the order of `names`."""
-    return [_FORMATS[name](metrics[name]) for name in names if name in metrics]
+def describe(
+    metrics: Mapping[str, float], names: tuple[str, ...] = tuple(_FORMATS), *, first: bool = False
+) -> list[str]:
+    """Formats the metrics that have a short form, in the order of `names`; `first`: of the first step of a run."""
+    shown = {name: _FORMATS[name](metrics[name]) for name in names if name in metrics}
+    # A warm-up begins with a step that changes nothing.
+    if first and metrics.get("optim/learning_rate") == 0 and "optim/learning_rate" in shown:
+        shown["optim/learning_rate"] += " (warm-up)"
+    return [*shown.values()]
 
 
 def duration(seconds: float | None) -> str:

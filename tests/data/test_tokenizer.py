@@ -7,6 +7,7 @@ import json
 import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 
+from lm_trainer.core import hub
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.hub import why_no_hub
 from lm_trainer.data import load_tokenizer
@@ -244,14 +246,29 @@ class TestPretrained:
         monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
         for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
             monkeypatch.delenv(name, raising=False)
-        why_no_hub.cache_clear()
         started = time.monotonic()
         with pytest.raises(UserError, match=r"hub\.invalid cannot be reached") as refused:
             load_pretrained(Pretrained(name="org/name"))
-        why_no_hub.cache_clear()
         # The client itself tries for half a minute.
         assert time.monotonic() - started < 10
         assert "\n" not in str(refused.value)
+
+    def test_only_a_hub_that_was_reached_is_not_asked_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from huggingface_hub import constants
+
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+            assert "cannot be reached" in str(why_no_hub())
+            server.listen()
+            # Several parts of one start get one answer.
+            assert why_no_hub() is not None
+            monkeypatch.setattr(hub.time, "monotonic", lambda now=time.monotonic: now() + 60)
+            assert why_no_hub() is None
+        assert why_no_hub() is None
 
     def test_a_hub_name(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import huggingface_hub

@@ -74,7 +74,9 @@ def test_a_warning_of_the_library_is_a_line_of_the_console_and_is_marked_for_oth
 
 
 def test_a_learning_rate_of_zero_is_explained():
-    assert describe({"optim/learning_rate": 0.0}) == ["lr 0 (warm-up)"]
+    assert describe({"optim/learning_rate": 0.0}, first=True) == ["lr 0 (warm-up)"]
+    # As it is at the end of a decay to nothing.
+    assert describe({"optim/learning_rate": 0.0}) == ["lr 0"]
 
 
 @pytest.mark.parametrize(("total", "every"), [(10, 1), (100, 2), (1000, 20), (400_000, 1000)])
