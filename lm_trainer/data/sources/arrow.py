@@ -34,16 +34,14 @@ class ArrowShard(FileShard):
     def rows(self, start: int = 0) -> Iterator[Row | BadRow]:
         number = 0
         for file in self.files:
-            first = number
+            before = number
             with open_seekable(file) as stream:
                 for batch in _batches(file, stream, self.wanted):
-                    if number + batch.num_rows <= start:
-                        number += batch.num_rows
-                        continue
-                    for row in batch_rows(batch, self.text_key, self.fields):
-                        if number >= start:
-                            yield row._replace(number=number, where=f"{file.name}:{number - first + 1}")
-                        number += 1
+                    # Rows before the first that is wanted are not decoded.
+                    if skipped := min(max(start - number, 0), batch.num_rows):
+                        batch, number = batch.slice(skipped), number + skipped
+                    yield from batch_rows(self, file, batch, number, before)
+                    number += batch.num_rows
 
 
 def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[Any]:

@@ -6,17 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.base import BadRow, Row, bad, read_record
+from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad, read_record
 from lm_trainer.data.sources.files import File
 
 
-def batch_rows(batch: Any, text_key: str, fields: tuple[str, ...]) -> Iterator[Row | BadRow]:
-    """Yields the rows of a record batch, still without number and place."""
-    for record in _records(batch) if fields else _texts(batch):
+def batch_rows(shard: FileShard, file: File, batch: Any, number: int, before: int) -> Iterator[Row | BadRow]:
+    """Yields the rows of a record batch.
+
+    Args:
+        shard: whose rows they are.
+        file: of the shard.
+        batch: of the file.
+        number: of the first of its rows in the shard.
+        before: rows of the shard before those of the file.
+    """
+    name = file.name
+    for at, record in enumerate(_records(batch) if shard.fields else _texts(batch), number):
+        where = f"{name}:{at - before + 1}"
         if isinstance(record, str):
-            yield Row(0, "", record)
+            yield Row(at, where, record)
         else:
-            yield record if isinstance(record, BadRow) else read_record(record, text_key, fields)
+            row = record if isinstance(record, BadRow) else read_record(record, shard.text_key, shard.fields)
+            yield row._replace(number=at, where=where)
 
 
 def check_columns(file: File, schema: Any, columns: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import itertools
 import lzma
@@ -60,7 +61,7 @@ class File(NamedTuple):
     @property
     def name(self) -> str:
         """The URL without credentials, as it may be shown and written down."""
-        return without_credentials(self.url)
+        return _shown(self.url)
 
     def identity(self) -> dict[str, Any]:
         return {"url": self.name, "size": self.size, "version": self.version}
@@ -84,6 +85,12 @@ class File(NamedTuple):
                 f"cannot find {self.url} any more: {error.__cause__ or error}. Start again: what was read from other "
                 "files is kept"
             ) from None
+
+
+@functools.lru_cache(maxsize=256)
+def _shown(url: str) -> str:
+    # Asked for with every row, of which a file has millions.
+    return without_credentials(url)
 
 
 def file_at(filesystem: Any, path: str, url: str) -> File:

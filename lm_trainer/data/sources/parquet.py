@@ -50,12 +50,11 @@ class ParquetShard(FileShard):
                 number += rows
             else:
                 groups.append(index)
-        columns = list(self.wanted)
-        for batch in _batches(file, table, groups, columns):
-            for row in batch_rows(batch, self.text_key, self.fields):
-                if number >= start:
-                    yield row._replace(number=number, where=f"{file.name}:{number - before + 1}")
-                number += 1
+        for batch in _batches(file, table, groups, list(self.wanted)):
+            if skipped := min(max(start - number, 0), batch.num_rows):
+                batch, number = batch.slice(skipped), number + skipped
+            yield from batch_rows(self, file, batch, number, before)
+            number += batch.num_rows
 
 
 def _open(file: File, stream: Any, columns: tuple[str, ...]) -> Any:
