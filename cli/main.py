@@ -82,7 +82,7 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError, ValueError) as error:
             if told := out_of_memory(error):
                 raise typer.Exit(report_error(told)) from None
             raise

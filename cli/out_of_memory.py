@@ -33,7 +33,7 @@ def explained_out_of_memory(run: "RunConfig", config: Path, overrides: list[str]
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ValueError) as error:
         told = out_of_memory(error)
         if told is None:
             raise

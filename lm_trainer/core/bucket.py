@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import configparser
-import contextlib
 import functools
 import json
 import os
 import re
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -24,14 +19,11 @@ MISSING = b"\x02"
 """The generation of an object that does not exist."""
 
 _PROBE_SECONDS = 10.0
-_OPERATION_SECONDS = 120.0
+OPERATION_SECONDS = 120.0
+"""Until the deadline of a request for which none is named."""
 # Of TensorStore, for each request, below the deadline of the whole operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
-_SLOWEST = 2**20
-"""Bytes per second of a connection that is waited for."""
-_AT_ONCE = {"s3": 5 * 2**30}
-"""Bytes of the largest object that the protocol takes in one request."""
 _LONGEST = 300
 """Characters of an error that a message quotes."""
 
@@ -106,11 +98,11 @@ class Bucket:
         bucket, _, path = rest.partition("/")
         if scheme not in SCHEMES or not bucket:
             raise UserError(f"{url}: expected {' or '.join(f'{each}://BUCKET/DIRECTORY' for each in SCHEMES)}")
-        self._scheme, self.bucket = scheme, bucket
+        self.scheme, self.bucket = scheme, bucket
         self.path = "/".join(part for part in path.split("/") if part)
 
     def __str__(self) -> str:
-        return f"{self._scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
 
     def __repr__(self) -> str:
         return f"Bucket({str(self)!r})"
@@ -134,11 +126,11 @@ class Bucket:
         """The directory above; the bucket itself has none."""
         if not self.path:
             raise ValueError(f"{self} has no parent")
-        return Bucket(f"{self._scheme}://{self.bucket}/{'/'.join(self.path.split('/')[:-1])}")
+        return Bucket(f"{self.scheme}://{self.bucket}/{'/'.join(self.path.split('/')[:-1])}")
 
     def spec(self, key: str = "") -> dict[str, Any]:
         """TensorStore's specification of the keys below `key`."""
-        return SCHEMES[self._scheme](self.bucket, "".join(f"{part}/" for part in (self.path, key) if part))
+        return SCHEMES[self.scheme](self.bucket, "".join(f"{part}/" for part in (self.path, key) if part))
 
     @functools.cached_property
     def _kv(self) -> Any:
@@ -149,8 +141,8 @@ class Bucket:
 
         try:
             # The bucket as a whole: some servers list more than they were asked for, which whole names tell.
-            whole = SCHEMES[self._scheme](self.bucket, "")
-            return ts.KvStore.open(whole, context=opened_in).result(_OPERATION_SECONDS)
+            whole = SCHEMES[self.scheme](self.bucket, "")
+            return ts.KvStore.open(whole, context=opened_in).result(OPERATION_SECONDS)
         except UserError:
             raise
         except Exception as error:
@@ -159,19 +151,21 @@ class Bucket:
     def _name(self, key: str) -> str:
         return f"{self.path}/{key}" if self.path else key
 
-    def read(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> bytes | None:
-        """Returns an object, or None if there is none."""
-        return self.read_versioned(key, seconds=seconds)[0]
+    def read(self, key: str, *, within: slice = slice(None), seconds: float = OPERATION_SECONDS) -> bytes | None:
+        """Returns an object, or the bytes of it `within` bounds, or None if there is none."""
+        return self.read_versioned(key, within=within, seconds=seconds)[0]
 
-    def read_versioned(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> tuple[bytes | None, bytes]:
-        """Returns an object, or None, and the generation that a conditional write may name."""
-        result = self._result("read", key, self._kv.read(self._name(key)), seconds)
+    def read_versioned(
+        self, key: str, *, within: slice = slice(None), seconds: float = OPERATION_SECONDS
+    ) -> tuple[bytes | None, bytes]:
+        """Returns what `read` does, and the generation that a conditional write may name."""
+        result = self._result("read", key, self._kv.read(self._name(key), byte_range=within), seconds)
         generation = bytes(result.stamp.generation)
         # A server that names no generation gives zero, which is none: a write that names it is unconditional.
         return (result.value if result.state == "value" else None), generation if any(generation) else b""
 
     def write(
-        self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float = _OPERATION_SECONDS
+        self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float = OPERATION_SECONDS
     ) -> bytes:
         """Writes an object and returns its generation; empty if it no longer had the generation that was named.
 
@@ -184,16 +178,16 @@ class Bucket:
         future = self._kv.write(self._name(key), value, if_equal=if_generation)
         return bytes(self._result("write", key, future, seconds).generation)
 
-    def delete(self, *keys: str, seconds: float = _OPERATION_SECONDS) -> None:
+    def delete(self, *keys: str, seconds: float = OPERATION_SECONDS) -> None:
         """Deletes objects, those of them that exist."""
         for key, future in [(key, self._kv.write(self._name(key), None)) for key in keys]:
             self._result("delete", key, future, seconds)
 
-    def delete_below(self, key: str, *, seconds: float = _OPERATION_SECONDS) -> None:
+    def delete_below(self, key: str, *, seconds: float = OPERATION_SECONDS) -> None:
         """Deletes every object below a key; the deadline is that of each request."""
         self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
 
-    def list(self, key: str = "", *, seconds: float = _OPERATION_SECONDS) -> list[str]:
+    def list(self, key: str = "", *, seconds: float = OPERATION_SECONDS) -> list[str]:
         """Returns the names of all objects below `key`, relative to it, sorted."""
         import tensorstore as ts
 
@@ -229,7 +223,7 @@ class Bucket:
             raise MachineError(f"{self}: what was written does not appear in the list of objects")
         tried.delete(key, seconds=_PROBE_SECONDS)
 
-    def _result(self, verb: str, key: str, future: Any, seconds: float = _OPERATION_SECONDS) -> Any:
+    def _result(self, verb: str, key: str, future: Any, seconds: float = OPERATION_SECONDS) -> Any:
         try:
             return future.result(timeout=seconds)
         except UserError:
@@ -240,35 +234,8 @@ class Bucket:
             future.cancel()
             self._fail(verb, key, error, seconds)
 
-    def _fail(self, verb: str, key: str, error: BaseException, seconds: float = _OPERATION_SECONDS) -> NoReturn:
+    def _fail(self, verb: str, key: str, error: BaseException, seconds: float = OPERATION_SECONDS) -> NoReturn:
         raise MachineError(f"{self}: cannot {verb} {key or 'objects'}: {explain(error, self, seconds)}") from None
-
-    def fetch(self, keys: Iterable[str], to: Path) -> None:
-        """Copies objects into a local directory, each under its key."""
-        for key in keys:
-            content = self.read(key)
-            if content is not None:
-                file = to / key
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content)
-
-    def put(self, source: Path) -> None:
-        """Copies every file below a local directory, under its path there.
-
-        Raises:
-            UserError: for a file that is larger than the server takes, before any is copied.
-        """
-        files = {file.relative_to(source).as_posix(): file for file in sorted(source.rglob("*")) if file.is_file()}
-        most = _AT_ONCE.get(str(self).partition("://")[0], sys.maxsize)
-        for key, file in files.items():
-            if (size := file.stat().st_size) > most:
-                raise UserError(
-                    f"{self}: {key} has {size:,} bytes, and S3 takes {most:,} in one request; write a dtype of 16 bits "
-                    f"(--dtype bf16) or smaller shards (--max-shard-size), or export to a local directory and copy it"
-                )
-        for key, file in files.items():
-            content = file.read_bytes()
-            self.write(key, content, seconds=_OPERATION_SECONDS + len(content) / _SLOWEST)
 
 
 Place = Path | Bucket
@@ -286,35 +253,9 @@ def open_place(path: str | os.PathLike[str]) -> Place:
     return Bucket(text)
 
 
-@contextlib.contextmanager
-def written_to(directory: Place) -> Iterator[Path]:
-    """Hands out a local directory to write files into, which come to `directory`: that itself, where it is local."""
-    if isinstance(directory, Path):
-        yield directory
-        return
-    with tempfile.TemporaryDirectory(prefix="lmt-") as draft:
-        yield Path(draft)
-        directory.put(Path(draft))
-
-
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Returns True if a path is a URL of object storage."""
     return isinstance(path, str) and path.partition("://")[0] in SCHEMES and "://" in path
-
-
-def local_copy(directory: Place, *keys: str) -> Path:
-    """Returns a local directory with these files of `directory`, and all below them; that itself where it is local.
-
-    The copy is removed when the process ends.
-    """
-    if isinstance(directory, Path):
-        return directory
-    to = Path(tempfile.mkdtemp(prefix="lmt-")) / directory.name
-    atexit.register(shutil.rmtree, to.parent, ignore_errors=True)
-    to.mkdir()
-    for key in keys:
-        directory.fetch([key, *(f"{key}/{name}" for name in directory.list(key))], to)
-    return to
 
 
 @functools.cache

@@ -11,7 +11,13 @@ from lm_trainer.core.credentials import without_credentials
 # Full, over quota, too large, read-only, broken, or a mount that went away.
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
 
-_OUT_OF_MEMORY = re.compile(r"(RESOURCE_EXHAUSTED(?!.*out of memory))|(ran )?out[ _]of[ _]memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED(?!.*out of memory)|(ran )?out[ _]of[ _]memory|CU\w+_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+# The small memories of a chip, which a kernel's tiles fill whatever the size of the run, and gRPC's messages.
+_OTHER_RESOURCE = re.compile(
+    r"memory space (?!hbm)\w+|space=[sv]mem|shared memory size|message larger than max", re.IGNORECASE
+)
 
 EXIT_CRASH = 1
 EXIT_CONFIG = 2
@@ -84,10 +90,12 @@ def out_of_memory(error: BaseException) -> OutOfMemoryError | None:
         return error
     if isinstance(error, MemoryError):
         return OutOfMemoryError(f"the memory of this machine is too small: {error or 'an allocation failed'}")
-    # By its name: JAX is not imported for an error that something else has raised.
-    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
-        return None
+    said = str(error)
+    # By its name: JAX is not imported for an error that something else has raised. Arrays that do not fit are a
+    # ValueError of the same words.
+    known = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") or said.startswith("RESOURCE_EXHAUSTED: ")
     # Each backend says it in other words, and behind others: a step that failed fails what waits for it.
-    if (found := _OUT_OF_MEMORY.search(str(error))) is None:
+    if not known or (found := _OUT_OF_MEMORY.search(said)) is None:
         return None
-    return OutOfMemoryError(f"the memory of a device is too small: {str(error)[found.start() :].splitlines()[0]}")
+    line = said[found.start() :].splitlines()[0]
+    return None if _OTHER_RESOURCE.search(line) else OutOfMemoryError(f"the memory of a device is too small: {line}")

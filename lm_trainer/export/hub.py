@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.hub import why_no_hub
+from lm_trainer.export.output import exported_copy
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -75,26 +77,26 @@ def prepare_push(name: str) -> str:
 
 
 def push(
-    directory: Path, name: str, *, public: bool, patterns: Sequence[str], message: str = "Upload the model"
+    directory: Place, name: str, *, public: bool, patterns: Sequence[str], message: str = "Upload the model"
 ) -> Pushed:
-    """Uploads the files of `directory` that match `patterns` to the model repository `name` (`ORG/NAME`).
+    """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
     Creates the repository if need be, private unless `public`. Weights of an earlier push that are not part of this
     one are deleted, so that no stale shard stays behind.
 
     Raises:
         UserError: when the hub refuses, or when the repository exists and is public without `public` being said.
-        MachineError: when the hub cannot be reached.
+        MachineError: when the hub, or the bucket that the export lies in, cannot be reached.
     """
     from huggingface_hub import HfApi
 
     check_push(name)
     api = HfApi(token=_token())
-    with _explained(name):
+    with exported_copy(directory) as copy, _explained(name):
         private = _open_repository(api, name, public=public)
         api.upload_folder(
             repo_id=name,
-            folder_path=directory,
+            folder_path=copy,
             allow_patterns=list(patterns),
             delete_patterns=_STALE,
             commit_message=message,

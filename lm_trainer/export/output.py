@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lm_trainer.core.bucket import Bucket, Place, read_json
+from lm_trainer.core.bucket_files import fetch, put
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
 
@@ -101,7 +102,7 @@ def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Sequence[str]) -> It
         out.delete(COMPLETE)
         sizes = {str(path.relative_to(draft)): path.stat().st_size for path in draft.rglob("*") if path.is_file()}
         out.delete(*(name for name in out.list() if name not in sizes))
-        out.put(draft)
+        put(draft, out)
         out.write(COMPLETE, json.dumps({"files": sizes}, indent=1).encode())
 
 
@@ -110,8 +111,8 @@ def is_export(bucket: Bucket) -> bool:
     return bucket.read(COMPLETE) is not None
 
 
-def exported_files(bucket: Bucket) -> list[str]:
-    """The files of such a directory.
+def exported_files(bucket: Bucket) -> dict[str, int]:
+    """The files of such a directory, and the bytes of each.
 
     Raises:
         UserError: when one of them is gone.
@@ -119,7 +120,20 @@ def exported_files(bucket: Bucket) -> list[str]:
     files, there = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
     if gone := sorted(set(files) - there):
         raise UserError(f"{bucket}: {gone[0]} is gone; export the model again")
-    return sorted(files)
+    return files
+
+
+@contextlib.contextmanager
+def exported_copy(out: Place) -> Iterator[Path]:
+    """Hands out a local directory with the files of an export, for a while: `out` itself, where it is local."""
+    if isinstance(out, Path):
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="lmt-") as copy:
+        files = exported_files(out)
+        with _machine_errors(Path(copy)):
+            fetch(out, files, Path(copy), files)
+        yield Path(copy)
 
 
 def _place(draft: Path, out: Path) -> None:

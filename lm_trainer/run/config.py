@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from lm_trainer.core.bucket import is_bucket
 from lm_trainer.core.config import Config, LocalPathOrHubName, PlacePath
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
@@ -91,8 +90,6 @@ class RunConfig(Config):
             raise ValueError("use_hf_model_config has no effect without initialize_from_hf; set it as well")
         if self.hf_upload and self.hf_save_path is None:
             raise ValueError("hf_upload uploads what is exported to hf_save_path; set it as well")
-        if self.hf_upload and is_bucket(self.hf_save_path or ""):
-            raise ValueError("hf_upload uploads from a directory of this machine; write one as hf_save_path")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from lm_trainer.core.bucket import Bucket, read_json
+from lm_trainer.core.bucket_files import fetch
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 
@@ -65,7 +66,7 @@ class RunCopy:
         """Replaces the files of the run directory by those of the copy, if that is newer; returns whether it was."""
         if not self.is_newer():
             return False
-        self._to.fetch([name for name in self._to.list() if name != _ORIGIN], self._path)
+        fetch(self._to, [name for name in self._to.list() if name != _ORIGIN], self._path)
         return True
 
     def __enter__(self) -> Self:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from lm_trainer.config.render import to_yaml
-from lm_trainer.core.bucket import Bucket, Place, open_place, read_json, written_to
+from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
+from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from lm_trainer.core.bucket import Bucket, Place, is_bucket, local_copy, open_place
+from lm_trainer.core.bucket import Bucket, Place, is_bucket, open_place
+from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.run.copy import COPY

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -68,7 +67,7 @@ class HfExports:
     hub_name: str | None = None
     """The repository to upload to, from `check_exports`."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
-    _uploading: tuple[Path, Future[Pushed]] | None = None
+    _uploading: tuple[Place, Future[Pushed]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +123,7 @@ class HfExports:
             tuned = AdapterModel(model, vocab_size, adapter, small, base, self.tokenizer, self.run_id, facts)
             write_adapter(out, tuned, options)
         self.progress.note(f"step {info.step}: exported to {out}")
-        if self.hub_name and isinstance(out, Path):
+        if self.hub_name:
             # One upload at a time: commits come in the order of the steps.
             self._report_upload()
             job = self._uploads.submit(

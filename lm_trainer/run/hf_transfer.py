@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lm_trainer.core.bucket import Bucket, Place
+from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, local_path, url_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
@@ -25,8 +25,6 @@ def check_export(out: Place, options: ExportOptions) -> None:
     """
     check_output(out, overwrite=options.overwrite, replaceable=FILES)
     if options.hub_name:
-        if isinstance(out, Bucket):
-            raise UserError(f"{out}: files are pushed from a directory of this machine; write one, or do not push")
         check_push(options.hub_name)
 
 
@@ -43,7 +41,7 @@ def export_model(
         write_adapter(out, model, options)
     else:
         write_hf(out, model, options)
-    if not options.hub_name or isinstance(out, Bucket):
+    if not options.hub_name:
         return None
     try:
         return push(out, options.hub_name, public=public, patterns=FILES)

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from lm_trainer.core.bucket import Bucket, is_bucket, local_copy
+from lm_trainer.core.bucket import Bucket, is_bucket
+from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.core.tree import named_leaves
@@ -47,7 +48,7 @@ def local_model(source: str) -> Path | None:
         path = local_path(source)
         return path if is_hf_directory(path) else None
     bucket = Bucket(source)
-    return local_copy(bucket, *exported_files(bucket)) if is_export(bucket) else None
+    return local_copy(bucket, sizes=exported_files(bucket)) if is_export(bucket) else None
 
 
 def local_devices(count: int) -> Sequence[Any]:

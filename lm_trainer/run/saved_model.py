@@ -17,7 +17,8 @@ from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, committed_steps, read_record, read_step
-from lm_trainer.core.bucket import Place, local_copy
+from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.bucket import Place, written_to
+from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data

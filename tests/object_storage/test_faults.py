@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,12 +150,3 @@ def test_a_stop_signal_while_a_server_is_waited_for_keeps_its_exit_code(behind: 
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with StopRequest(), pytest.raises(Preempted, match="stopped by SIGTERM before the first step"):
         behind.read("x")
-
-
-def test_a_file_that_s3_does_not_take_is_named_before_anything_is_copied(behind: Bucket, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with (tmp_path / "model.safetensors").open("wb") as file:
-        file.truncate(5 * 2**30 + 1)  # takes no room on the disk
-    with pytest.raises(UserError, match=r"model\.safetensors has 5,368,709,121 bytes.*--max-shard-size"):
-        behind.put(tmp_path)
-    assert behind.list() == []

@@ -29,24 +29,56 @@ class JaxRuntimeError(RuntimeError):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        # A GPU's allocator, in a step.
-        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nBufferAssignment: ...",
-         "Out of memory while trying to allocate 17179869184 bytes."),
-        # The compiler for TPUs.
-        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 20G of 15G",
-         "Ran out of memory in memory space hbm. Used 20G of 15G"),
+        # GPU: the allocator, in a step and at the start; libraries; communicators.
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4770354232 bytes.\nBufferAssignment stats:",
+         "Out of memory while trying to allocate 4770354232 bytes."),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 18.18GiB on device ordinal 0",
+         "RESOURCE_EXHAUSTED: Failed to allocate request for 18.18GiB on device ordinal 0"),
+        ("INTERNAL: Failed to load in-memory CUBIN: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+         "OUT_OF_MEMORY: out of memory"),
+        ("INTERNAL: the library was not initialized: CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED"),
+        # TPU: the compiler, in two versions; the loading of a program; an array.
+        ("RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 21.95G of "
+         "15.48G hbm.\n Exceeded hbm capacity by 6.47G.\n\nTotal hbm usage >= 22.47G:",
+         "Ran out of memory in memory space hbm. Used 21.95G of 15.48G hbm."),
+        ("RESOURCE_EXHAUSTED: TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, exceeding available "
+         "bytes: 95.74G",
+         "RESOURCE_EXHAUSTED: TPU TensorCore Hbm usage: 34.82G, SparseCore Hbm usage 174.10G, exceeding available "
+         "bytes: 95.74G"),
+        ("RESOURCE_EXHAUSTED: Error loading program 'jit_step': Attempting to reserve 29.49G at the bottom of memory. "
+         "That was not possible. There are 147.64M free, 0B reserved, and 147.64M reservable.",
+         "RESOURCE_EXHAUSTED: Error loading program 'jit_step': Attempting to reserve 29.49G at the bottom of memory. "
+         "That was not possible. There are 147.64M free, 0B reserved, and 147.64M reservable."),
         # A CPU, at what waits for the step.
         ("INTERNAL: Error dispatching computation: Out of memory allocating 314524041216 bytes.",
          "Out of memory allocating 314524041216 bytes."),
-        ("RESOURCE_EXHAUSTED: no more of it", "RESOURCE_EXHAUSTED: no more of it"),
     ],
 )  # fmt: skip
 def test_each_backend_is_understood(said: str, told: str) -> None:
     assert str(out_of_memory(JaxRuntimeError(said))) == f"the memory of a device is too small: {told}"
 
 
+def test_an_array_that_no_device_holds_is_understood_as_well() -> None:
+    said = "Error allocating device buffer: Attempting to allocate 8.00M. That was not possible. There are 6.43M free."
+    assert "Attempting to allocate 8.00M" in str(out_of_memory(ValueError(f"RESOURCE_EXHAUSTED: {said}")))
+    assert out_of_memory(ValueError(said)) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "INTERNAL: a kernel failed",
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space vmem. Used 17M of 16M",
+        "RESOURCE_EXHAUSTED: Allocation (size=134217728) would exceed memory (size=67108864) :: [space=vmem]",
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 73728, available: 65536",
+        "RESOURCE_EXHAUSTED: SERVER: Received message larger than max (8388639 vs. 4194304)",
+    ],
+)
+def test_what_no_smaller_run_would_mend_is_none_of_memory(said: str) -> None:
+    assert out_of_memory(JaxRuntimeError(said)) is None
+
+
 def test_other_errors_are_none_of_memory() -> None:
-    assert out_of_memory(JaxRuntimeError("INTERNAL: a kernel failed")) is None
     assert out_of_memory(RuntimeError("out of memory of what happened")) is None
     assert "Unable to allocate 2 TiB" in str(out_of_memory(MemoryError("Unable to allocate 2 TiB")))
 

@@ -1,0 +1,116 @@
+"""Files in a bucket that are larger than one request takes, and what is done with an export there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lm_trainer.core import bucket_files
+from lm_trainer.core.bucket import Bucket
+from lm_trainer.core.bucket_files import fetch, put
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data.sources.urls import match_files
+from lm_trainer.export import hub
+from lm_trainer.export.huggingface import FILES
+from lm_trainer.export.output import complete_directory
+from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
+
+SMALLEST_PART = 5 << 20
+"""Bytes, of S3."""
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a file that one request does not take, and which is read in pieces."""
+    monkeypatch.setattr(bucket_files, "_AT_ONCE", {"s3": 2 * SMALLEST_PART})
+    monkeypatch.setattr(bucket_files, "_PIECE_BYTES", SMALLEST_PART)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "large").write_bytes(os.urandom(2 * SMALLEST_PART + 7))
+    (tmp_path / "files" / "empty").touch()
+    (tmp_path / "files" / "small").write_text("small")
+    return tmp_path / "files"
+
+
+def test_a_large_file_is_written_in_parts_and_read_in_pieces(behind: Bucket, proxy: Proxy, files: Path) -> None:
+    pytest.importorskip("s3fs")
+    put(files, behind)
+    assert sum(method == "PUT" and "partNumber=" in path for method, path in proxy.requests) == 3
+    read, sizes = files.parent / "read", {file.name: file.stat().st_size for file in files.iterdir()}
+    proxy.requests.clear()
+    fetch(behind, sizes, read, sizes)
+    assert sum(method == "GET" and path.endswith("/large") for method, path in proxy.requests) == 3
+    assert {file.name: file.read_bytes() for file in read.iterdir()} == {
+        file.name: file.read_bytes() for file in files.iterdir()
+    }
+
+
+def test_a_server_that_refuses_a_part_is_told_in_one_line(behind: Bucket, proxy: Proxy, files: Path) -> None:
+    pytest.importorskip("s3fs")
+    proxy.fault = only(refuse(403), "PUT", path="partNumber=")
+    with pytest.raises(MachineError, match=r"cannot write large: .*permit \(write, list") as raised:
+        put(files, behind)
+    assert len(str(raised.value).splitlines()) == 1
+    proxy.fault = None
+    assert "large" not in behind.list()
+
+
+def test_without_the_extra_a_large_file_is_named_before_anything_is_copied(
+    behind: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(5 * 2**30 + 1)  # takes no room on the disk
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(UserError, match=r"model\.safetensors has 5,368,709,121 bytes.*lm_trainer\[s3\]"):
+        put(tmp_path, behind)
+    assert behind.list() == []
+
+
+def test_text_at_urls_of_a_bucket_is_listed_and_read(behind: Bucket, proxy: Proxy) -> None:
+    pytest.importorskip("s3fs")
+    for name in ("b.txt", "a.txt"):
+        behind.write(name, b"text of " + name.encode())
+    proxy.fault = sometimes(PASSING, share=0.1, seed=1)
+    ((_, found),) = match_files([f"{behind}/*.txt"], "data.train_urls")
+    assert [file.name for file in found] == [f"{behind}/a.txt", f"{behind}/b.txt"]
+    assert [file.size for file in found] == [13, 13]
+
+
+def test_an_export_in_a_bucket_is_uploaded_to_the_hub(behind: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded = dict[str, bytes]()
+
+    class Hub:
+        endpoint = "https://hub"
+
+        def __init__(self, token: str):
+            del token
+
+        def create_repo(self, name: str, **_: Any) -> None:
+            assert name == "me/run"
+
+        def repo_info(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(private=name == "me/run")
+
+        def upload_folder(self, folder_path: Path, allow_patterns: list[str], **_: Any) -> None:
+            for file in folder_path.iterdir():
+                if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                    uploaded[file.name] = file.read_bytes()
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(hub, "check_push", lambda _: None)
+    with complete_directory(behind, overwrite=False, replaceable=FILES) as draft:
+        (draft / "config.json").write_text("{}")
+        (draft / "model.safetensors").write_bytes(b"weights")
+    pushed = hub.push(behind, "me/run", public=False, patterns=FILES)
+    assert pushed.url == "https://hub/me/run"
+    # The object that makes the export complete in the bucket stays there.
+    assert uploaded == {"config.json": b"{}", "model.safetensors": b"weights"}
+    behind.delete("config.json")
+    with pytest.raises(UserError, match=r"config\.json is gone; export the model again"):
+        hub.push(behind, "me/run", public=False, patterns=FILES)
