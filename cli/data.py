@@ -152,6 +152,7 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
     from lm_trainer.data.cache.kvstore import KvStore
     from lm_trainer.data.tokenize.open_cache import excluded_of
 
+    run.data.need_documents()
     seq_len, caches, excluded = run.model.seq_len, report.status(run.data), excluded_of(run.data)
     _refuse_misfits(caches)
     for cache in caches:

@@ -83,6 +83,7 @@ def open_train_data(config: Any) -> "Data":
     """Opens the data of a configuration, for commands to which rows do not matter."""
     from lm_trainer.data import open_data
 
+    config.need_documents()
     with build_progress() as show:
         # Rows of one token: data that make no longer one can be compared too.
         return open_data(config.model_copy(update={"packing": "concat"}), seq_len=1, seed=0, on_progress=show)

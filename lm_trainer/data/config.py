@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from lm_trainer.core.config import Config, Ignored, LocalPath, LocalPathOrHubName
+from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
@@ -324,6 +325,8 @@ class DataConfig(SetConfig):
             raise ValueError(f"configs: all sets of a mixture need features of one shape, but they have {described}")
         if self.features_shape is not None and self.exclude:
             raise ValueError("exclude leaves out documents of text; of recordings, leave them out of data.train_urls")
+        if self.exclude and all(found.gives_rows for found in self.sets.values()):
+            raise ValueError("exclude leaves out documents, but a pipeline of Grain makes rows; leave them out there")
         if self.features_shape is not None and self.packing != "concat":
             raise ValueError("packing has no effect beside format: {type: audio}, of which every row is a document")
         return self
@@ -332,6 +335,20 @@ class DataConfig(SetConfig):
     def features_shape(self) -> tuple[int, int] | None:
         """Frames and channels of what a model hears in each row; None: rows are text alone."""
         return next(iter(self.sets.values())).format.features_shape
+
+    def need_documents(self) -> None:
+        """Makes sure that every set is documents.
+
+        Raises:
+            UserError: naming one that is rows.
+        """
+        for name, found in self.sets.items():
+            if found.gives_rows:
+                which = f"the set {name} is" if self.configs else "the data are"
+                raise UserError(
+                    f"{which} rows that a pipeline of Grain makes (data.source.elements: rows): there are no documents "
+                    "in them, and no text. Leave them out of data.configs, or let the pipeline give records"
+                )
 
     @property
     def tokenizer_config(self) -> TokenizerConfig:

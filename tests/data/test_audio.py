@@ -104,6 +104,20 @@ class TestRecordings:
                 archive.addfile(info, io.BytesIO(content))
         assert texts(first(opened(tmp_path, train_urls=[str(tmp_path / name)]), 2)) == [b"one", b"two"]
 
+    def test_two_recordings_of_one_name_are_told_apart_by_nobody(self, tmp_path: Path) -> None:
+        contents = {"a.mp3": b"", "a.txt": b"x", "a.wav": b"", "b.wav": recorded(tone()), "b.txt": b"b"}
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=r"a\.mp3 and .*a\.wav have one name, so one text, .*a\.txt"):
+            opened(tmp_path, train_urls=[str(tmp_path / "*.mp3"), str(tmp_path / "*.wav")])
+        with tarfile.open(tmp_path / "clips.tar", "w") as archive:
+            for name in contents:
+                archive.add(tmp_path / name, name)
+        with pytest.raises(UserError, match=r"clips\.tar:a: there are several recordings of this name, \.mp3, \.wav"):
+            opened(tmp_path, train_urls=[str(tmp_path / "clips.tar")])
+        skipping = opened(tmp_path, train_urls=[str(tmp_path / "clips.tar")], on_bad_row="skip", max_bad_rows=0.5)
+        assert texts(first(skipping)) == [b"b"]
+
     def test_lists_name_recordings_beside_them(self, tmp_path: Path) -> None:
         (tmp_path / "clips").mkdir()
         (tmp_path / "clips" / "a.wav").write_bytes(recorded(tone()))

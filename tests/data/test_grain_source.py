@@ -159,6 +159,17 @@ def test_rows_are_trained_on_in_their_order(tmp_path: Path, module: str, kind: s
     assert data.fingerprint() != opened(tmp_path, f"{module}:rows", source=other).fingerprint()
 
 
+def test_rows_have_no_documents(tmp_path: Path, module: str) -> None:
+    grain = {"source": {"type": "grain", "factory": f"{module}:rows", "elements": "rows"}}
+    with pytest.raises(UserError, match=r"the data are rows that a pipeline of Grain makes .* no documents"):
+        DataConfig.model_validate(grain).need_documents()
+    mixture = {"configs": {"text": {"train_urls": ["a.jsonl"]}, "made": grain}, "train_weights": {"text": 1, "made": 1}}
+    with pytest.raises(UserError, match=r"the set made is rows"):
+        DataConfig.model_validate(mixture).need_documents()
+    with pytest.raises(ValueError, match="exclude leaves out documents, but a pipeline of Grain makes rows"):
+        DataConfig.model_validate({**grain, "exclude": "list.jsonl"})
+
+
 def test_rows_in_sequence_go_on_from_a_state(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"args": {"kind": "iter", "repeat": True}, "elements": "rows"}
     whole = batches(opened(tmp_path, f"{module}:rows", source=source), 30)

@@ -41,6 +41,8 @@ def test_array_records_from_any_row_on(tmp_path: Path) -> None:
     assert rows[1032].where == f"{tmp_path}/b.array_record:3"
     for start in (0, 1, 1024, 1030, 1032, 1033):
         assert rows_of(tmp_path / "*.array_record", start=start) == rows[start:]
+    by_url = rows_of(f"file://{tmp_path}/a.array_record")
+    assert [row._replace(where=row.where.removeprefix("file://")) for row in by_url] == rows[: len(by_url)]
 
 
 def test_array_records_of_text_and_broken_ones(tmp_path: Path) -> None:

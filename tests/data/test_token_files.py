@@ -17,6 +17,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.piecewise import BatchSchedule
 from lm_trainer.data import DataConfig, open_data
+from lm_trainer.data.cache.exclusion import write_exclusions
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.dataset import Data
@@ -207,6 +208,49 @@ def test_tokens_without_any_end_are_documents_by_their_files(tmp_path: Path) -> 
     weights = np.concatenate([batch.weights.reshape(-1) for batch in found])
     assert np.flatnonzero(weights == 0).tolist() == [first - 1]
     assert status(data.config)[0].ledger.num_documents == 2
+
+
+@pytest.mark.parametrize("ends", ["eos", "file"])
+def test_documents_of_token_files_are_left_out(tmp_path: Path, ends: str) -> None:
+    if ends == "eos":
+        # The last document has no end: its file was cut short.
+        documents = [*DOCUMENTS[:-1], BODIES[-1]]
+        section = {**nanogpt(tmp_path, documents), "source": {"type": "tokens"}}
+    else:
+        documents = BODIES[:6]
+        for number, body in enumerate(documents):
+            flat([body], np.uint16).tofile(tmp_path / f"{number}.bin")
+        section = {
+            "train_urls": [str(tmp_path / "[0-9].bin")],
+            "source": {"type": "tokens", "document_ends": "file"},
+        }
+    # As with all documents, the same from URLs.
+    section["train_urls"] = [f"file://{url}" for url in section["train_urls"]]
+    data = opened(tmp_path, section, shuffle=False)
+    left_out = [0, len(documents) - 2, len(documents) - 1]
+    write_exclusions(
+        tmp_path / "list.jsonl",
+        {"train": data.caches["train/train"].ledger},
+        [{"set": "train", "document": number} for number in left_out],
+    )
+    kept = flat([each for number, each in enumerate(documents) if number not in left_out], np.int32)
+    found = batches(opened(tmp_path, section, shuffle=False, exclude=str(tmp_path / "list.jsonl")), 1)
+    np.testing.assert_array_equal(np.concatenate([each.tokens.reshape(-1) for each in found]), kept[: 4 * SEQ])
+    whole = flat(documents, np.int32)
+    assert data.num_train_tokens == len(whole)
+
+
+def test_held_out_documents_are_counted_as_the_files_end_them(tmp_path: Path) -> None:
+    # The token that ends text stands inside of every file, twice.
+    sizes = [30, 40, 26, 33, 20]
+    for number, size in enumerate(sizes):
+        flat([[*range(2, size), EOS_ID, EOS_ID, number]], np.uint16).tofile(tmp_path / f"{number}.bin")
+    source = {"type": "tokens", "document_ends": "file"}
+    section = {"train_urls": [str(tmp_path / "[0-9].bin")], "source": source, "num_validation_sequences": 4}
+    (held_out,) = opened(tmp_path, section).validation().values()
+    assert isinstance(held_out, EvalSet)
+    first = (sum(sizes) + len(sizes) - 1) // SEQ * SEQ - 4 * SEQ
+    assert held_out.num_documents == sum(end > first for end in np.cumsum(sizes) + np.arange(1, 6))
 
 
 def test_tokens_and_text_do_not_go_into_one_set(tmp_path: Path) -> None:

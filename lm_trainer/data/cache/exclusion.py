@@ -39,23 +39,28 @@ class Exclusion:
         """A hash of the numbers, whatever files they came from."""
         return hashlib.sha256(self.documents_N.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def check(self, name: str, ledger: Ledger) -> None:
+    def check(self, name: str, ledger: Ledger, documents: int) -> None:
         """Makes sure that the lists are of this cache.
+
+        Args:
+            name: of the set, for messages.
+            ledger: of the cache.
+            documents: in the cache, one that no token ends included.
 
         Raises:
             UserError: where one was made for other tokens, or names a document that is not there.
         """
-        for file, (documents, tokens) in self.made_for.items():
+        for file, (others, tokens) in self.made_for.items():
             if tokens != tokens_hash(ledger):
                 raise UserError(
-                    f"data.exclude: {file} was made for other data than {name}: for {documents:,} documents of the "
-                    f"tokens {tokens}, and these are {ledger.num_documents:,} of {tokens_hash(ledger)}; make it again "
+                    f"data.exclude: {file} was made for other data than {name}: for {others:,} documents of the "
+                    f"tokens {tokens}, and these are {documents:,} of {tokens_hash(ledger)}; make it again "
                     "with: lmt data dedup"
                 )
-        if len(self.documents_N) and self.documents_N[-1] >= ledger.num_documents:
+        if len(self.documents_N) and self.documents_N[-1] >= documents:
             raise UserError(
                 f"data.exclude: there is no document {self.documents_N[-1]} in {name}, which has "
-                f"{ledger.num_documents:,}, counted from 0"
+                f"{documents:,}, counted from 0"
             )
 
 

@@ -41,8 +41,8 @@ class KeptStream(TokenStream):
         self.whole.extend(ledger)
         if not ledger.finished:
             return
-        self._exclusion.check(self._name, ledger)
         lengths_D = document_lengths(self._store, ledger)
+        self._exclusion.check(self._name, ledger, len(lengths_D))
         kept_D = np.ones(len(lengths_D), bool)
         kept_D[self._exclusion.documents_N] = False
         starts_D = np.cumsum(lengths_D) - lengths_D

@@ -11,6 +11,7 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.loss_mask import DOCUMENT_END
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.config import SINGLE_SET, DataConfig
 from lm_trainer.data.formats import AudioFormat, TextFormat
@@ -151,7 +152,9 @@ class RowBuilder:
             return self._eval_set(name, title, train, held_out, 0, last_rows=held_out)
         first = _first_held_out_chunk(train.stream, self.seq_len, held_out) * self.seq_len
         # The ledger counts whole parts alone, so the documents of these rows are counted from their tokens.
-        documents = int((train.stream.tail(first) == self.tokenizer.eos_id).sum())
+        mask = train.stream.loss_mask
+        ends_T = train.stream.tail(first) == self.tokenizer.eos_id if mask is None else mask.tail(first) & DOCUMENT_END
+        documents = int(np.count_nonzero(ends_T))
         return self._eval_set(name, title, train, documents, first)
 
     def _eval_set(

@@ -27,7 +27,7 @@ class ArrayRecordFiles(FileSource):
         if fields and self.content == "text":
             raise UserError("data.source.content: text has no fields, which data.format reads; set content: json")
         for file in files:
-            if not file.local or file.compressed:
+            if file.path is None or file.compressed:
                 raise UserError(f"{file.name}: ArrayRecord files are read on this machine, and not compressed again")
         return [ArrayRecordShard(run, text_key, fields, content=self.content) for run in group(files)]
 
@@ -71,7 +71,7 @@ def _open(file: File) -> tuple[Any, int]:
     except ImportError:
         raise UserError(f"cannot read {file.url}: it needs a package; run: pip install array_record") from None
     try:
-        reader = ArrayRecordReader(file.url)
+        reader = ArrayRecordReader(file.path)
         count = reader.num_records()
         if not reader.ok():
             # Of a file that it cannot read it says so only now.

@@ -40,6 +40,7 @@ class AudioFiles(FileSource):
                 f"data.format {found}; write format: {{type: audio}}, or list the recordings in a .jsonl file"
             )
         loose = [file for file in files if suffix(file.url) != _ARCHIVE]
+        _refuse_pairs(loose)
         archives = [file for file in files if suffix(file.url) == _ARCHIVE]
         shards: list[Shard] = [ArchiveShard(file, fields) for file in archives]
         pairs = [tuple(_Pair(file, _text_of(file)) for file in run) for run in group(loose)]
@@ -114,29 +115,52 @@ class ArchiveShard:
             where = f"{self.file.name}:{name}"
             if number < start:
                 continue
-            if recording is None or text is None:
+            if isinstance(recording, str):
+                yield BadRow(number, where, recording)
+            elif recording is None or text is None:
                 lacks = "recording" if recording is None else "text"
                 yield BadRow(number, where, f"there is no {lacks} of this name beside it in the archive")
             else:
                 yield _row(number, where, recording, text, self.fields)
 
-    def _samples(self) -> Iterator[tuple[str, bytes | None, bytes | None]]:
-        """Yields (name without ending, recording, text) of neighbours that share a name."""
-        name, found = None, dict[bool, bytes]()
+    def _samples(self) -> Iterator[tuple[str, bytes | str | None, bytes | None]]:
+        """Yields (name without ending, recording, text) of neighbours that share a name.
+
+        In the place of recordings of which there are several, it says so.
+        """
+        name, found, endings = None, dict[bool, bytes](), list[str]()
+
+        def sample() -> tuple[bytes | str | None, bytes | None]:
+            several = f"there are several recordings of this name, {', '.join(endings)}; which has the text?"
+            return (several if len(endings) > 1 else found.get(True)), found.get(False)
+
         with open_tar(self.file) as archive:
             for member in archive:
                 stem, ending = os.path.splitext(member.name)
                 if not member.isfile() or ending.lower() not in (*RECORDINGS, ".txt"):
                     continue
                 if name is not None and stem != name:
-                    yield name, found.get(True), found.get(False)
-                    found = {}
+                    yield name, *sample()
+                    found, endings = {}, []
                 name = stem
                 content = archive.extractfile(member)
                 assert content is not None
                 found[ending.lower() != ".txt"] = content.read()
+                endings += [ending] if ending.lower() != ".txt" else []
         if name is not None:
-            yield name, found.get(True), found.get(False)
+            yield name, *sample()
+
+
+def _refuse_pairs(recordings: Sequence[File]) -> None:
+    """Raises `UserError` for two recordings that would have one text."""
+    seen: dict[str, File] = {}
+    for recording in recordings:
+        stem = os.path.splitext(recording.name)[0]
+        if (other := seen.setdefault(stem, recording)) is not recording:
+            raise UserError(
+                f"{other.name} and {recording.name} have one name, so one text, {stem}.txt; list one of them alone, or "
+                "rename one and give it a text of its own"
+            )
 
 
 def _row(number: int, where: str, recording: bytes, text: bytes, fields: tuple[str, ...]) -> Row | BadRow:

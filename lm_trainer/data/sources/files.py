@@ -63,6 +63,13 @@ class File(NamedTuple):
         """The URL without credentials, as it may be shown and written down."""
         return _shown(self.url)
 
+    @property
+    def path(self) -> str | None:
+        """The absolute path on this machine, of a `file://` URL too; None where the file lies elsewhere."""
+        if self.local:
+            return os.path.abspath(os.path.expanduser(self.url))
+        return os.path.abspath(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
+
     def identity(self) -> dict[str, Any]:
         return {"url": self.name, "size": self.size, "version": self.version}
 

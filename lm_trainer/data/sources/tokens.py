@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -94,7 +93,7 @@ class TokenFileSource(FileSource):
     def shards_of_files(self, files: Sequence[File], text_key: str, fields: tuple[str, ...]) -> list[Shard]:
         del text_key, fields
         for file in files:
-            if not file.local:
+            if file.path is None:
                 raise UserError(f"{file.name} is not on this machine; tokens are memory-mapped, so copy it here")
             if file.compressed:
                 raise UserError(f"{file.name} is compressed; tokens are memory-mapped, so unpack it")
@@ -121,7 +120,8 @@ def check_files(files: Sequence[File]) -> None:
 
 def local_path(file: File) -> str:
     """Returns the absolute path of a file of this machine."""
-    return os.path.abspath(os.path.expanduser(file.url))
+    assert file.path is not None
+    return file.path
 
 
 def count_tokens(file: File, header: int, dtype: np.dtype) -> int:
