@@ -80,6 +80,7 @@ class RunDirectory:
         self._locks = contextlib.ExitStack()
         self._copy = RunCopy(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
+        self._probed = False
         self._waiting = waiting
 
     def __enter__(self) -> Self:
@@ -113,7 +114,7 @@ class RunDirectory:
 
     def _hold_bucket(self, copy: RunCopy) -> None:
         assert isinstance(self.checkpoints, Bucket)
-        self.checkpoints.probe("trainer.checkpointer.base_path")
+        self._probe()
         self._lease = self._locks.enter_context(Lease(self.checkpoints, self._waiting))
         there = read_json(self.checkpoints, f"{COPY}/run.json").get("id", self.name)
         if there != self.name:
@@ -122,6 +123,12 @@ class RunDirectory:
                 f"trainer.checkpointer.base_path, or let append_run_id_to_base_path give each run one of its own"
             )
         copy.fetch()
+
+    def _probe(self) -> None:
+        """Finds soon, and once, whether the bucket can be used: other requests are repeated for minutes."""
+        if isinstance(self.checkpoints, Bucket) and not self._probed:
+            self.checkpoints.probe("trainer.checkpointer.base_path")
+            self._probed = True
 
     def before_commit(self, seconds: float) -> None:
         """Makes sure that the checkpoint that is about to appear in a bucket belongs there, beside what led to it.
@@ -193,6 +200,7 @@ class RunDirectory:
     def _attempts(self) -> list[dict[str, Any]]:
         # Asked before the directory is held, and so before a newer copy has replaced it.
         if self._copy is not None:
+            self._probe()
             return json.loads(self._copy.read("env.json") or b"[]")
         file = self.path / "env.json"
         return json.loads(file.read_text()) if file.exists() else []

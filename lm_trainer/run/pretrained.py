@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint.store import committed_steps
-from lm_trainer.core.bucket import Place
+from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference
@@ -124,7 +124,11 @@ def _section(
 
 def _resumed(config: RunConfig, own: Place) -> HfStart | None:
     """The start of a run that has a checkpoint: with the model that it was begun with."""
-    if config.trainer.load_checkpoint is False or not committed_steps(own):
+    if config.trainer.load_checkpoint is False:
+        return None
+    if isinstance(own, Bucket):
+        own.probe("trainer.checkpointer.base_path")
+    if not committed_steps(own):
         return None
     if config.use_hf_model_config:
         config = _with_model(config, read_config(own).model)

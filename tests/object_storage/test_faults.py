@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ import pytest
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.errors import MachineError, Preempted, UserError
+from lm_trainer.core.errors import EXIT_CONFIG, MachineError, Preempted, UserError
 from lm_trainer.health.signals import StopRequest
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.directory import RunDirectory
+from lm_trainer.run.trainer_config import TrainerConfig
 from tests.checkpoint.steps import NEVER, arrays, like, sharded
 from tests.object_storage.proxy import PASSING, Fault, Proxy, cut, delay, drop, lose_answer, only, refuse, sometimes
 from tests.object_storage.servers import using
@@ -150,3 +154,15 @@ def test_a_stop_signal_while_a_server_is_waited_for_keeps_its_exit_code(behind: 
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with StopRequest(), pytest.raises(Preempted, match="stopped by SIGTERM before the first step"):
         behind.read("x")
+
+
+def test_a_run_asks_first_whether_its_bucket_can_be_used(proxy: Proxy, tmp_path: Path) -> None:
+    proxy.fault = refuse(403, "RequestTimeTooSkewed")
+    checkpointer = CheckpointerConfig(base_path="s3://a-bucket/runs")
+    trainer = TrainerConfig(log_dir=str(tmp_path), checkpointer=checkpointer)
+    directory, started = RunDirectory(trainer, RunConfig(trainer=trainer), "run"), time.monotonic()
+    # The threads of the attempt before are the first that is read, and reading is repeated for minutes.
+    with pytest.raises(UserError, match=r"the clock of this machine is wrong; set it.*base_path") as raised:
+        directory.cpu_threads(trainer)
+    assert raised.value.exit_code == EXIT_CONFIG
+    assert time.monotonic() - started < 60
