@@ -138,9 +138,20 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
         )
 
     from lm_trainer.config.loader import load
+    from lm_trainer.core.errors import ConfigError
 
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
-    loaded = load(config, overrides or [], root, options=[*options, "--help"])
+    try:
+        loaded = load(config, overrides or [], root, options=[*options, "--help"])
+    except ConfigError as error:
+        from lm_trainer.config.imports.translate import foreign_dialect
+
+        if config.is_file() and (framework := foreign_dialect(config)) is not None:
+            raise UserError(
+                f"{config}: a configuration of {framework}; `lmt config import {config} -o my.yaml` turns it into one "
+                "of ours"
+            ) from error
+        raise
     for note in loaded.notes:
         typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     return loaded

@@ -129,8 +129,8 @@ def import_config(
     from lm_trainer.run.config import RunConfig
 
     found = translate(file, RunConfig, framework)
-    for key, reason in found.lost:
-        typer.secho(f"note: {key}: {reason}", err=True, fg=typer.colors.YELLOW)
+    for note in found.notes:
+        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     text = found.to_yaml(file.name)
     if output is None:
         typer.echo(text, nl=False)

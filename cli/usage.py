@@ -66,6 +66,10 @@ def describe(error: Any) -> str:
     if type(error).__name__ == "NoArgsIsHelpError":
         return ""
     message = error.format_message().strip().rstrip(".").replace(". Did you mean", "; did you mean")
+    if (option := getattr(error, "option_name", None)) and (near := getattr(error, "possibilities", None)):
+        from lm_trainer.config.document import suggest
+
+        return f"{option}: no such option{suggest(list(near))}"
     context = getattr(error, "ctx", None)
     more = "" if context is None or message.endswith("?") else f"; `{context.command_path} --help` tells more"
     return f"{message[:1].lower()}{message[1:]}{more}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted
+from lm_trainer.config.document import Document, KeyPath, Origin, Problem, did_you_mean, display, dotted, suggest
 from lm_trainer.config.explain import SECRET_REFUSED, Explainer
 from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
 from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
@@ -113,8 +113,12 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> 
 
 
 def _no_such_option(word: str, root: type[BaseModel], options: Sequence[str]) -> str:
+    # Those of other frameworks are imported only for the message.
+    from lm_trainer.config.imports.translate import foreign_settings
+
     keys = [f"--{key}" for key in all_keys(Place.root(root))]
-    return f"no such option{did_you_mean(word, options) or did_you_mean(word, keys)}"
+    theirs = [f"--{key}" for key in foreign_settings(word.lstrip("-")) if f"--{key}" in keys]
+    return f"no such option{suggest(theirs) or did_you_mean(word, options) or did_you_mean(word, keys)}"
 
 
 def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:

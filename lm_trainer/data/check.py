@@ -27,6 +27,7 @@ def missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, st
             yield "tokenizer", str(error).removeprefix("data.tokenizer: ")
     for name, one in config.sets.items():
         prefix = f"configs.{name}." if config.configs else ""
+        told = ""
         for split, key in _SPLITS:
             if network or _is_local(one, split):
                 try:
@@ -35,7 +36,10 @@ def missing_data(config: DataConfig, *, network: bool) -> Iterator[tuple[str, st
                     reason = str(error)
                     for known in ("data.train_urls: ", "data.validation_urls: ", "data.id: "):
                         reason = reason.removeprefix(known)
-                    yield f"{prefix}{'id' if one.id else key}", reason
+                    # Both splits of a data set of the hub miss the same.
+                    if not one.id or reason != told:
+                        yield f"{prefix}{'id' if one.id else key}", reason
+                    told = reason
 
 
 _SPLITS: tuple[tuple[Split, str], ...] = (("train", "train_urls"), ("validation", "validation_urls"))

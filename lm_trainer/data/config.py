@@ -163,6 +163,11 @@ class SetConfig(Config):
         return self.source or (None if self.train_urls or self.validation_urls else Embedded())
 
     @property
+    def names_text(self) -> bool:
+        """False if nothing says where the text comes from, so that it is the embedded one."""
+        return self.source is not None or not isinstance(self.source_config, Embedded)
+
+    @property
     def gives_rows(self) -> bool:
         """True if the source gives rows to train on, and no text."""
         return isinstance(self.source, GrainPipeline) and self.source.elements == "rows"

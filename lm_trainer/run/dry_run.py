@@ -16,6 +16,8 @@ from lm_trainer.run.pretrained import find_start
 from lm_trainer.run.program import Program, build_program, check_devices
 from lm_trainer.run.vocabulary import find_vocabulary
 
+_EMBEDDED = "note: data names no text (train_urls, id or source), so the sources of Python's library are the text"
+
 
 def dry_run(config: RunConfig, *, name: str) -> list[str]:
     """Describes the run that `train` would start, in lines of text.
@@ -43,6 +45,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(() if start is None else start.notes),
         *(() if note is None else (f"note: {note}",)),
         *(f"note: {each}" for each in configuration_warnings(trainer, program.sharding.mesh)),
+        *(() if all(one.names_text for one in config.data.sets.values()) else (_EMBEDDED,)),
         f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "
         f"microbatches, {schedule.rows_before(trainer.num_train_steps) * seq_len:,} tokens in all",

@@ -25,6 +25,8 @@ from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
+from lm_trainer.models import DecoderConfig
+from lm_trainer.models.hf import config_to_hf
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
@@ -70,6 +72,8 @@ class Summary:
     """A prompt and what the model makes of it, or what is said in a recording and what the model hears."""
     hears: bool = False
     """True of a model that writes what it hears, and goes on from no text."""
+    exports: bool = True
+    """True of a model for which transformers' format has a place."""
 
     def lines(self) -> list[str]:
         """The end of the terminal's output: what came out, and where everything is."""
@@ -101,7 +105,7 @@ class Summary:
         else:
             yield f"lmt generate {run} --prompt {shlex.quote(begun.rpartition(' ')[0] or begun)}"
         yield f"lmt report {run}"
-        yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}"
+        yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}" if self.exports else "lmt runs"
 
 
 def _shortest(path: Place) -> Place:
@@ -168,7 +172,16 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             time.monotonic() - started,
             sample,
             hears=config.model.features_shape is not None,
+            exports=_exports(config.model),
         )
+
+
+def _exports(model: DecoderConfig) -> bool:
+    try:
+        config_to_hf(model, vocab_size=1, eos_id=None, bos_id=None)
+    except UserError:
+        return False
+    return True
 
 
 def run_facts(run: PreparedRun, flops_per_token: float) -> dict[str, Any]:

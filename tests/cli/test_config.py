@@ -155,6 +155,15 @@ def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
     ]
 
 
+def test_a_configuration_of_another_framework_is_told_by_its_keys(in_tmp_path: Path) -> None:
+    Path("a.yaml").write_text("train: {global_batch_size: 4, lr_warmup_steps: 2}\n", encoding="utf-8")
+    done = lmt("config", "check", "a.yaml")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "error: a.yaml: a configuration of litgpt; `lmt config import a.yaml -o my.yaml` turns it into one of ours\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "stderr"),
     [

@@ -85,7 +85,7 @@ def test_a_misspelt_command_is_answered_with_the_near_one() -> None:
         (["generate"], "missing argument 'MODEL'; `lmt generate --help` tells more"),
         (["plan", str(ROOT / "configs/gpt2_nano.yaml")], "missing option '--devices'; `lmt plan --help` tells more"),
         (["config", "chek"], "no such command 'chek'; did you mean 'check'"),
-        (["runs", "--jsno"], "no such option: --jsno"),
+        (["runs", "--jsno"], "--jsno: no such option; did you mean '--json'?"),
         (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
     ],
 )

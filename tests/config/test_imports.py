@@ -49,7 +49,7 @@ CASES = {
         "litgpt",
         {"trainer.num_train_steps": 6103, "model.num_kv_heads": 2, "trainer.train_batch_size": 64},
         {"optimizer.min_lr_ratio": 0.1, "optimizer.beta2": 0.95, "data.tokenizer": "bytes"},
-        ["model_config.rotary_percentage", "resume", "devices"],
+        ["model_config.parallel_residual", "resume", "devices"],
     ),
     "axolotl.yaml": (
         "axolotl",
@@ -122,6 +122,67 @@ def test_a_decay_beyond_the_last_step_is_named(text: str, is_lost: bool, tmp_pat
     assert ("lr_decay_iters" in lost) == is_lost
 
 
+def _ours(name: str, text: str, tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / name).write_text(text)
+    return flat(translate(tmp_path / name, RunConfig).data)
+
+
+def test_what_litgpt_assumes_is_written_out(tmp_path: Path) -> None:
+    # Its `pretrain` with nothing but a name: Pythia's architecture, torch's AdamW.
+    ours = _ours(
+        "a.yaml", "model_name: EleutherAI/pythia-14m\ntrain: {micro_batch_size: 4}\neval: {max_iters: 5}\n", tmp_path
+    )
+    expected = {
+        **{"model.type": "gpt_neox", "model.hidden_dim": 128, "model.intermediate_dim": 512, "model.rotary_pct": 0.25},
+        **{"trainer.train_batch_size": 512, "trainer.seed": 42, "trainer.steps_per_eval": 1000},
+        **{"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.01, "optimizer.beta2": 0.999},
+        **{"optimizer.warmup": 2000, "optimizer.min_lr_ratio": 0.04, "optimizer.max_grad_norm": 1.0},
+        # 3 trillion tokens in steps of 512 rows of 512.
+        **{"trainer.num_train_steps": 3 * 10**12 // 512**2, "trainer.max_eval_batches": 5},
+    }
+    assert {key: ours[key] for key in expected} == expected
+    # Its fine-tuning clips nothing, and decays to nothing.
+    ours = _ours(
+        "b.yaml", "checkpoint_dir: checkpoints/a/b\nlora_r: 8\ntrain: {max_steps: 50, min_lr: 6e-5}\n", tmp_path
+    )
+    expected = {
+        **{"trainer.train_batch_size": 16, "optimizer.max_grad_norm": None, "optimizer.min_lr_ratio": 0.0},
+        **{"optimizer.warmup": 100, "trainer.num_train_steps": 50, "trainer.seed": 1337},
+    }
+    assert {key: ours[key] for key in expected} == expected
+
+
+def test_axolotl_warms_up_unless_told_otherwise(tmp_path: Path) -> None:
+    head = "base_model: a/b\nmicro_batch_size: 1\n"
+    for text, warmup in [("", 0.03), ("max_steps: 1000", 30), ("max_steps: 9000", 100), ("warmup_ratio: 0.1", 0.1)]:
+        assert _ours("a.yaml", head + text, tmp_path)["optimizer.warmup"] == warmup
+    (tmp_path / "a.yaml").write_text(head)
+    assert any("at most 100" in note for note in translate(tmp_path / "a.yaml", RunConfig).notes)
+
+
+def test_characters_of_nanogpt_are_read_as_text(tmp_path: Path) -> None:
+    ours = _ours("train.py", "dataset = 'shakespeare_char'\nblock_size = 250\n", tmp_path)
+    assert ours["data.train_urls"] == ["data/shakespeare_char/input.txt"]
+    assert (ours["data.tokenizer"], ours["data.num_validation_sequences"]) == ("bytes", 400)
+    assert "data.source.type" not in ours
+    assert "meta.pkl" in dict(translate(tmp_path / "train.py", RunConfig).lost)["dataset"]
+
+
+def test_the_test_data_and_the_rows_of_torchtitan(tmp_path: Path) -> None:
+    ours = _ours("a.toml", "[training]\nlocal_batch_size = 8\ndataset = 'c4_test'\n", tmp_path)
+    assert ours["data.train_urls"] == ["tests/assets/c4_test/*"]
+    assert ours["trainer.train_batch_size"] == 8
+    found = translate(tmp_path / "a.toml", RunConfig)
+    assert "one device" in dict(found.lost)["training.local_batch_size"]
+
+
+def test_notes_of_one_reason_are_one_line_and_missing_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[training]\nsteps = 5\n[float8]\na = 1\nb = 2\n[job]\ndump_folder = 'x'\n")
+    notes = translate(tmp_path / "a.toml", RunConfig).notes
+    assert "float8.a, float8.b: int8 and fp8 products are trainer.quantization" in notes
+    assert any(note.startswith("training data: none") for note in notes)
+
+
 def test_numbers_with_a_power_of_ten_are_numbers(tmp_path: Path) -> None:
     text = "train: {global_batch_size: 4, max_seq_length: 100, max_tokens: 3e9, learning_rate: 2e-5}\n"
     (tmp_path / "a.yaml").write_text(text)
@@ -169,6 +230,7 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
         ("a.toml", "x = ", "cannot be read"),
         ("a.json", "[1]", "expected a block of keys, found list"),
         ("a.py", "def (", "cannot be read"),
+        ("a.py", "def llama3_debugmodel(): ...", "is not run"),
         ("a.yaml", "colour: red", "no key tells whose configuration it is"),
     ],
 )

@@ -144,6 +144,8 @@ class TestTypes:
         (["--dry-rnu"], "--dry-rnu: no such option; did you mean '--dry-run'?"),
         (["--dry_run"], "--dry_run: no such option; did you mean '--dry-run'?"),
         (["--seed", "3"], "--seed: no such option; did you mean '--trainer.seed'?"),
+        # As nanoGPT spells it.
+        (["--max_iters=3"], "override `--max_iters=3`: no such option; did you mean '--trainer.num_train_steps'?"),
         (["--verbose"], "--verbose: no such option"),
         (["--trainer.seed"], "--trainer.seed: a value is missing"),
         (["--trainer.seed", "--model.num_layers=3"], "--trainer.seed: a value is missing"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,4 +167,7 @@ def test_the_next_commands_suit_the_model() -> None:
         next_of("\nAn apple fell from a tall tree⟫ and", hears=False)
         == "  lmt generate m --prompt 'An apple fell from a'"
     )
+    made = Summary("m", Path("logs/m"), Path("checkpoints/m"), 3, 1.0, sample="a⟫b")
+    assert made.lines()[-1] == "  lmt export-hf m exports/m"
+    assert replace(made, exports=False).lines()[-1] == "  lmt runs"
     assert next_of(f"{'字' * 90}⟫", hears=False) == f"  lmt generate m --prompt {'字' * 24!r}"

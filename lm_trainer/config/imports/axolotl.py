@@ -125,6 +125,29 @@ def _tracker(value: Any, values: Values) -> dict[str, Any]:
     return {"trainer.tracker": {"type": "wandb", "project": value, **{k: v for k, v in known.items() if v}}}
 
 
+def _assumed(values: Values) -> dict[str, Any]:
+    """What axolotl and the Trainer of transformers below it assume for the keys that a file does not give."""
+    found = {
+        **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
+        **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
+    }
+    if not {"warmup_steps", "warmup_ratio"} & values.keys():
+        known = isinstance(values.get("max_steps"), int)
+        found |= {"warmup_steps": min(3 * values["max_steps"] // 100, 100)} if known else {_WARMUP: 0.03}
+    return found
+
+
+_WARMUP = "the warm-up that no key gives"
+
+
+def _usual_warmup(value: Any, values: Values) -> dict[str, Any]:
+    del values
+    raise NoEqualError(
+        f"{value:.0%} of the steps, but at most 100; optimizer.warmup is {value} here, as no key gives the steps",
+        {"optimizer.warmup": value},
+    )
+
+
 AXOLOTL = Dialect(
     "axolotl",
     frozenset({"base_model", "sequence_len", "micro_batch_size", "datasets", "sample_packing", "lora_target_linear"}),
@@ -161,6 +184,7 @@ AXOLOTL = Dialect(
         "max_grad_norm": _clip,
         "warmup_steps": "optimizer.warmup",
         "warmup_ratio": "optimizer.warmup",
+        _WARMUP: _usual_warmup,
         "eval_steps": "trainer.steps_per_eval",
         "evals_per_epoch": Lost("evaluations are every trainer.steps_per_eval steps"),
         "saves_per_epoch": Lost(
@@ -191,11 +215,7 @@ AXOLOTL = Dialect(
             "the tokenizer's own are taken; data.tokenizer.eos_token names the one that ends a document"
         ),
     },
-    # Those of the Trainer of transformers.
-    {
-        **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
-        **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},
-    },
+    _assumed,
 )
 
 

@@ -11,7 +11,11 @@ Values = Mapping[str, Any]
 
 
 class NoEqualError(Exception):
-    """A value has no equal here; the message is the reason."""
+    """A value has no equal here; the message is the reason, `settings` what takes its place."""
+
+    def __init__(self, reason: str, settings: Mapping[str, Any] | None = None):
+        super().__init__(reason)
+        self.settings = settings or {}
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,9 @@ class Dialect:
     """Dotted keys that these have and those of other frameworks have not."""
     keys: Mapping[str, Rule]
     """By dotted key; a rule for a block holds for the whole of it."""
-    defaults: Values = field(default_factory=dict)
-    """Values that the framework assumes where a file says nothing, as far as ours would assume others."""
+    defaults: Values | Callable[[Values], Values] = field(default_factory=dict)
+    """Values that the framework assumes where a file says nothing, as far as ours would assume others; or a function of
+    what the file says."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings of ours that are so in every configuration of the framework."""
 

@@ -17,15 +17,131 @@ from lm_trainer.config.imports.base import (
     precision,
 )
 
+_VOCABULARY = Lost("the tokenizer tells the vocabulary")
 _SIZES = {
     "block_size": "model.seq_len",
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
     "n_head": "model.num_heads",
-    "n_query_groups": "model.num_kv_heads",
+    "n_query_groups": lambda value, all: _llamas("num_kv_heads", value, all, plain=_known(all, "n_head")),
     "intermediate_size": "model.intermediate_dim",
-    "head_size": "model.head_dim",
+    "head_size": lambda value, all: _llamas("head_dim", value, all, plain=_head_size(all)),
     "norm_eps": "model.layer_norm_epsilon",
+    "bias": "model.use_bias",
+    "mlp_class_name": lambda value, _: _family(value),
+    "norm_class_name": lambda value, all: _fixed(value, {"llama": "RMSNorm", "gpt_neox": "LayerNorm"}, all),
+    "rotary_percentage": lambda value, all: _neox("rotary_pct", value, all, plain=1.0),
+    "parallel_residual": lambda value, all: _neox("use_parallel_residual", value, all, plain=False),
+    "rope_base": lambda value, _: {"model.rope": {"type": "default", "theta": float(value)}},
+    "scale_embeddings": lambda value, all: _fixed(value, {"llama": False, "gpt_neox": False}, all),
+    **dict.fromkeys(("name", "hf_config"), USED),
+    **dict.fromkeys(
+        ("vocab_size", "padded_vocab_size", "padding_multiple"), Lost("the tokenizer tells the vocabulary")
+    ),
+}
+_FAMILIES = {"LLaMAMLP": "llama", "GptNeoxMLP": "gpt_neox"}
+_ASSUMED_SIZES = {
+    **{"block_size": 4096, "n_layer": 16, "n_embd": 4096, "n_head": 32, "norm_eps": 1e-5, "rope_base": 10_000},
+    **{"mlp_class_name": "GptNeoxMLP", "norm_class_name": "LayerNorm", "rotary_percentage": 0.25},
+    **{"parallel_residual": True, "bias": True},
+}
+_LLAMA = {
+    **{"mlp_class_name": "LLaMAMLP", "norm_class_name": "RMSNorm", "rotary_percentage": 1.0},
+    **{"parallel_residual": False, "bias": False},
+}
+_NAMED = {
+    "pythia-14m": {"block_size": 512, "n_layer": 6, "n_embd": 128, "n_head": 4},
+    "pythia-31m": {"block_size": 1024, "n_layer": 6, "n_embd": 256, "n_head": 8},
+    "pythia-70m": {"block_size": 2048, "n_layer": 6, "n_embd": 512, "n_head": 8},
+    "pythia-160m": {"block_size": 2048, "n_layer": 12, "n_embd": 768, "n_head": 12},
+    "pythia-410m": {"block_size": 2048, "n_layer": 24, "n_embd": 1024, "n_head": 16},
+    "tiny-llama-1.1b": {
+        **{"block_size": 2048, "n_layer": 22, "n_embd": 2048, "n_head": 32, "n_query_groups": 4},
+        **{"intermediate_size": 5632, **_LLAMA},
+    },
+}
+"""Models that litgpt knows by name, as far as its own examples name them."""
+
+
+def _block(values: Values) -> str:
+    return "model" if any(key.startswith("model.") for key in values) else "model_config"
+
+
+def _known(values: Values, key: str) -> Any:
+    return values.get(f"{_block(values)}.{key}")
+
+
+def _head_size(values: Values) -> int:
+    return int(_known(values, "n_embd")) // int(_known(values, "n_head"))
+
+
+def _type(values: Values) -> str | None:
+    return _FAMILIES.get(str(_known(values, "mlp_class_name")))
+
+
+def _family(value: Any) -> dict[str, Any]:
+    if value not in _FAMILIES:
+        raise NoEqualError(f"{value}; the families are told apart by {', '.join(_FAMILIES)}: see model.type")
+    return {"model.type": _FAMILIES[value]}
+
+
+def _llamas(key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
+    """A key that our Llama has, and of which GPT-NeoX knows one value only."""
+    if _type(values) == "llama":
+        return {f"model.{key}": value}
+    return _plain(value, plain, "gpt_neox")
+
+
+def _neox(key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
+    """A key that our GPT-NeoX has, and of which Llama knows one value only."""
+    if _type(values) == "gpt_neox":
+        return {f"model.{key}": value}
+    return _plain(value, plain, "llama")
+
+
+def _fixed(value: Any, by_type: dict[str, Any], values: Values) -> dict[str, Any]:
+    kind = _type(values) or "llama"
+    return _plain(value, by_type[kind], kind)
+
+
+def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
+    if value != plain:
+        raise NoEqualError(f"{value}: a model of type {kind} has {plain}; another family may have it, see model.type")
+    return {}
+
+
+def _assumed(values: Values) -> dict[str, Any]:
+    """What litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
+    tunes = "checkpoint_dir" in values or "lora_r" in values
+    found: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
+    if "train.max_steps" in values or "train.epochs" in values:
+        found.pop("train.max_tokens", None)
+    if "train.learning_rate" not in values:
+        # Torch's own, which litgpt takes where a file names the optimizer alone.
+        found |= {f"optimizer.init_args.{key}": value for key, value in _ADAMW.items()}
+    block = _block(values)
+    named = _NAMED.get(str(values.get("model_name")).rpartition("/")[2])
+    if any(key.startswith(f"{block}.") for key in values):
+        sizes = _ASSUMED_SIZES
+    elif named is not None and not tunes:
+        sizes = {**_ASSUMED_SIZES, **named}
+    else:
+        return found
+    found |= {f"{block}.{key}": value for key, value in sizes.items()}
+    all_sizes = {**found, **values}
+    if f"{block}.intermediate_size" not in all_sizes and _type(all_sizes) == "gpt_neox":
+        found[f"{block}.intermediate_size"] = 4 * int(all_sizes[f"{block}.n_embd"])
+    return found
+
+
+_ADAMW = {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+_PRETRAINING = {
+    **{"train.global_batch_size": 512, "train.lr_warmup_steps": 2000, "train.max_norm": 1.0, "train.min_lr": 4e-5},
+    **{"train.max_tokens": 3_000_000_000_000, "eval.interval": 1000, "eval.max_iters": 100},
+}
+_TUNING = {
+    **{"train.global_batch_size": 16, "train.lr_warmup_steps": 100, "train.max_norm": 0, "train.min_lr": 0.0},
+    **{"eval.interval": 100, "eval.max_iters": 100},
 }
 
 
@@ -35,7 +151,7 @@ def _weights(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _name(value: Any, values: Values) -> dict[str, Any]:
-    if any(key.startswith("model_config.") for key in values) or values.get("checkpoint_dir"):
+    if any(key.startswith(f"{_block(values)}.") for key in values) or values.get("checkpoint_dir"):
         return {}
     raise NoEqualError(f"the sizes of {value} are not known here; write a model section, or use_hf_model_config")
 
@@ -72,6 +188,9 @@ def _epochs(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _min_lr(value: Any, values: Values) -> dict[str, Any]:
+    if "checkpoint_dir" in values or "lora_r" in values:
+        # Fine-tuning there decays to nothing, whatever this key says.
+        return {"optimizer.min_lr_ratio": 0.0}
     if not (rate := values.get("optimizer.init_args.lr") or values.get("train.learning_rate")):
         raise NoEqualError("a part of the learning rate, which the file does not give")
     return {"optimizer.min_lr_ratio": float(value) / float(rate)}
@@ -90,7 +209,7 @@ def _data(value: Any, values: Values) -> dict[str, Any]:
     return found
 
 
-_ARCHITECTURE = Lost("model is that of Llama; what else its family may be is its type")
+_ARCHITECTURE = Lost("no key of ours is known for it; what else a family may be is its type")
 
 LITGPT = Dialect(
     "litgpt",
@@ -117,7 +236,7 @@ LITGPT = Dialect(
         "train.max_seq_length": "model.seq_len",
         "train.lr_warmup_steps": "optimizer.warmup",
         "train.lr_warmup_fraction": "optimizer.warmup",
-        "train.max_norm": "optimizer.max_grad_norm",
+        "train.max_norm": lambda value, _: {"optimizer.max_grad_norm": value or None},
         "train.min_lr": _min_lr,
         "train.tie_embeddings": "model.tie_word_embeddings",
         "train.log_interval": "trainer.steps_per_log",
@@ -148,5 +267,6 @@ LITGPT = Dialect(
         "num_nodes": DEVICES,
         "logger_name": Lost("TensorBoard is the default; others are trainer.tracker"),
     },
-    always={"model.type": "llama"},
+    _assumed,
+    {"optimizer.type": "adam"},
 )

@@ -26,7 +26,17 @@ def _start(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _data(value: Any, values: Values) -> dict[str, Any]:
-    del values
+    if str(value).endswith("_char"):
+        raise NoEqualError(
+            "what the numbers in its train.bin mean only its meta.pkl knows, which is not read; input.txt beside them "
+            "takes their place, its bytes are the tokens, and data.num_validation_sequences of it are held out",
+            {
+                "data.train_urls": [f"data/{value}/input.txt"],
+                "data.tokenizer": "bytes",
+                # About what its prepare.py holds out: a tenth of a million characters.
+                "data.num_validation_sequences": max(1, 100_000 // int(values["block_size"])),
+            },
+        )
     return {
         "data.train_urls": [f"data/{value}/train.bin"],
         "data.validation_urls": [f"data/{value}/val.bin"],

@@ -54,17 +54,20 @@ def _rows(value: Any, values: Values) -> dict[str, Any]:
     if values.get("training.global_batch_size", -1) > 0:
         return {"trainer.per_device_parallelism": value}
     raise NoEqualError(
-        "rows of each device; the batch of all of them is trainer.train_batch_size, which no file here tells"
+        "rows of each device, whose number the file does not tell; trainer.train_batch_size is of all of them, and "
+        "is that of one device here",
+        {"trainer.train_batch_size": value},
     )
 
 
 def _data(value: Any, values: Values) -> dict[str, Any]:
     if path := values.get("training.dataset_path"):
         return {"data.train_urls": [f"{path}/*"]}
-    known = {"c4": ("allenai/c4", "en"), "c4_test": ("allenai/c4", "en")}.get(str(value))
-    if known is None:
+    if value == "c4_test":
+        return {"data.train_urls": ["tests/assets/c4_test/*"]}
+    if value != "c4":
         raise NoEqualError(f"the data set {value} of its registry; name files as data.train_urls")
-    return {"data.id": known[0], "data.name": known[1]}
+    return {"data.id": "allenai/c4", "data.name": "en"}
 
 
 def _batch(value: Any, values: Values) -> dict[str, Any]:
@@ -91,7 +94,8 @@ TORCHTITAN = Dialect(
     "torchtitan",
     frozenset({"model.flavor", "training.local_batch_size", "lr_scheduler.warmup_steps", "job.dump_folder"}),
     {
-        "job": PLACE,
+        "job.dump_folder": PLACE,
+        "job": Lost("nothing here needs it"),
         "profiling": Lost("trainer.profiler records a trace of some steps"),
         "metrics.log_freq": "trainer.steps_per_log",
         "metrics": Lost("metrics go to metrics.jsonl and TensorBoard; other trackers are trainer.tracker"),

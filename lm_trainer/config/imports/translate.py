@@ -29,10 +29,18 @@ class Translation:
     lost: tuple[tuple[str, str], ...]
     """(foreign key, reason)."""
 
+    @property
+    def notes(self) -> list[str]:
+        """What is not in it, a line for each reason."""
+        keys: dict[str, list[str]] = {}
+        for key, reason in self.lost:
+            keys.setdefault(reason, []).append(key)
+        return [f"{', '.join(those)}: {reason}" for reason, those in keys.items()]
+
     def to_yaml(self, source: str) -> str:
         """The configuration as a file, which lists at its top what has no equal."""
         lines = [f"# From {source}, a configuration of {self.dialect}."]
-        lines += ["# Not taken over:", *(f"#   {key}: {reason}" for key, reason in self.lost)] if self.lost else []
+        lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 
 
@@ -53,7 +61,9 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
     # What is unset there says nothing.
-    values = {**dialect.defaults, **{key: value for key, value in found.items() if value is not None}}
+    given = {key: value for key, value in found.items() if value is not None}
+    assumed = dialect.defaults(given) if callable(dialect.defaults) else dialect.defaults
+    values = {**assumed, **given}
     for key in values:
         rule_key, rule = _rule(dialect, key)
         if isinstance(rule, Used):
@@ -62,10 +72,32 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
             settings |= _settings(rule, values if rule_key == "" else values[key], values)
         except NoEqualError as error:
             lost.append((key, str(error)))
+            settings |= error.settings
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             lost.append((key, f"{values[key]!r} is none of the values that are known for it"))
     ours, refused = _accepted(_nested(settings), root)
+    if not _SOURCES & ours.get("data", {}).keys():
+        lost.append(("training data", "none is known here; without data.train_urls a run reads Python's own sources"))
     return Translation(dialect.name, ours, tuple(dict.fromkeys([*lost, *refused])))
+
+
+_SOURCES = {"train_urls", "id", "source", "configs"}
+"""Keys of `data` that say what is trained on."""
+
+
+def foreign_settings(key: str) -> list[str]:
+    """Keys of ours for a key that other frameworks name so, in the order of the dialects; most keys have none."""
+    rules = [dialect.keys.get(key) for dialect in DIALECTS]
+    return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
+
+
+def foreign_dialect(file: Path) -> str | None:
+    """The framework of a file, by its keys; None for none, and for Levanter, whose keys are read as they are."""
+    try:
+        keys = set(flat(read_foreign(file)[0]))
+    except UserError:
+        return None
+    return next((each.name for each in DIALECTS if each.name != "Levanter" and len(each.marks & keys) > 1), None)
 
 
 def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +125,11 @@ def _dialect(file: Path, keys: set[str], name: str | None) -> Dialect:
             raise UserError(f"--from {name}: unknown; there are {names}")
         return chosen
     if file.suffix == ".py":
+        if not DIALECTS[0].marks & keys:
+            raise UserError(
+                f"{file}: no assignment at its top level is one of nanoGPT's. Python that builds a configuration, as "
+                "torchtitan's registries do, is not run; write its settings as TOML, YAML or JSON"
+            )
         return DIALECTS[0]
     most = max(DIALECTS, key=lambda each: len(each.marks & keys))
     if not most.marks & keys:
