@@ -126,7 +126,7 @@ def _tracker(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _assumed(values: Values) -> dict[str, Any]:
-    """What axolotl and the Trainer of transformers below it assume for the keys that a file does not give."""
+    """Values that axolotl and the Trainer of transformers below it assume for the keys that a file does not give."""
     found = {
         **{"gradient_accumulation_steps": 1, "optimizer": "adamw_torch", "adam_beta2": 0.999, "weight_decay": 0.0},
         **{"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.0},

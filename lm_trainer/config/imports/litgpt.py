@@ -111,7 +111,7 @@ def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
 
 
 def _assumed(values: Values) -> dict[str, Any]:
-    """What litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
+    """Values that litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
     tunes = "checkpoint_dir" in values or "lora_r" in values
     found: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:

@@ -31,7 +31,7 @@ class Translation:
 
     @property
     def notes(self) -> list[str]:
-        """What is not in it, a line for each reason."""
+        """Keys that are not in it, a line for each reason."""
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
             keys.setdefault(reason, []).append(key)
