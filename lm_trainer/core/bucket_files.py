@@ -17,7 +17,7 @@ from lm_trainer.core.errors import MachineError, UserError
 _AT_ONCE = {"s3": 5 * 2**30}
 """Bytes of the largest object that the protocol takes in one request."""
 _PIECE_BYTES = 64 << 20
-"""Of a part of a large file. S3 takes 10,000 of them, which are 625 GiB."""
+"""Bytes of a part of a large file. S3 takes 10,000 of them, which are 625 GiB."""
 _SLOWEST = 2**20
 """Bytes per second of a connection that is waited for."""
 
