@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -27,13 +28,16 @@ def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {each["name"]: each for each in found["sets"]}
 
 
+@functools.cache
+def torch_model(directory: Path) -> Any:
+    return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(directory)
+
+
 def torch_nats(directory: Path, ids: list[int]) -> float:
     """Nats of all ids but the first, by transformers."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        logits = torch_model(directory)(torch.tensor([ids])).logits[0, :-1].double()
     return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
 
 
@@ -84,10 +88,10 @@ def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
 
 def test_devices_change_no_bit_and_axes_of_the_mesh_no_figure(lmt: Lmt, trained: Path) -> None:
     run = trained / "logs" / "run"
-    one = evaluated(lmt, run, "trainer.max_devices=1")
+    one = evaluated(lmt, run)
     assert evaluated(lmt, run, "trainer.max_devices=4") == one == evaluated(lmt, run, "trainer.max_devices=8")
     for others in (("trainer.determinism=layerwise",), ("trainer.context_axis_size=2",)):
-        found = evaluated(lmt, run, *others)
+        found = evaluated(lmt, run, *others, "trainer.max_devices=4")
         assert evaluated(lmt, run, *others, "trainer.max_devices=2")["sets"] == found["sets"]
         for a, b in zip(found["sets"], one["sets"], strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)

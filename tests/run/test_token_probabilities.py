@@ -23,16 +23,27 @@ CONFIG = """
 model: {type: llama, hidden_dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_dim: 64, seq_len: 32}
 data: {tokenizer: bytes, train_urls: [train.txt], validation_urls: [held.jsonl]}
 optimizer: {learning_rate: 3e-3, warmup: 0}
-trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, sample_tokens: 0, tracker: []}
+trainer: {num_train_steps: 4, steps_per_eval: 2, train_batch_size: 8, sample_tokens: 0, tracker: [], max_devices: 1}
 """
 TEXTS = ["short", "a document with </script><b>markup</b> in it", "another document, longer than a row of the model is"]
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory of all tests here, with the run `a` on one device, which no test changes."""
+    root = tmp_path_factory.mktemp("tokens")
+    (root / "run.yaml").write_text(CONFIG)
+    (root / "train.txt").write_text("some text to train on, and some more of it.\n" * 30)
+    (root / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        trained(run_here, "a")
+    return root
+
+
 @pytest.fixture
-def lmt(in_tmp_path: Path) -> Lmt:
-    (in_tmp_path / "run.yaml").write_text(CONFIG)
-    (in_tmp_path / "train.txt").write_text("some text to train on, and some more of it.\n" * 30)
-    (in_tmp_path / "held.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+def lmt(root: Path, monkeypatch: pytest.MonkeyPatch) -> Lmt:
+    monkeypatch.chdir(root)
     return run_here
 
 
@@ -65,7 +76,7 @@ def page_data(page: str) -> dict[str, Any]:
 
 
 def test_probabilities_are_those_of_the_model(lmt: Lmt) -> None:
-    history = trained(lmt, "a")
+    history = TokenHistory.read(Path("logs/a"))
     # Of documents that are long enough, as many tokens as the model reads at once, and one.
     assert history.documents == [[*TEXTS[1].encode()][:33], [*TEXTS[2].encode()][:33]]
     assert sorted(history.steps) == [2, 4]
@@ -91,14 +102,16 @@ def test_probabilities_are_those_of_the_model(lmt: Lmt) -> None:
     ids=str,
 )
 def test_devices_change_nothing(lmt: Lmt, setting: tuple[str, ...]) -> None:
-    few = trained(lmt, "few", "trainer.max_devices=2", *setting)
-    many = trained(lmt, "many", "trainer.max_devices=8", *setting)
-    assert few == many
-    assert (Path("logs/few") / FILE).read_bytes() == (Path("logs/many") / FILE).read_bytes()
+    few, many = "a", "many"
+    if setting:
+        few, many = (f"{name}-{setting[0].partition('=')[2]}" for name in ("few", "many"))
+        trained(lmt, few, "trainer.max_devices=2", *setting)
+    assert trained(lmt, many, "trainer.max_devices=4", *setting) == TokenHistory.read(Path("logs") / few)
+    assert (Path("logs") / few / FILE).read_bytes() == (Path("logs") / many / FILE).read_bytes()
 
 
-def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt) -> None:
-    whole = trained(lmt, "a")
+def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, tmp_path: Path) -> None:
+    whole = TokenHistory.read(Path("logs/a"))
     trained(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
     page = (Path("logs/a") / PAGE).read_text()
     data = page_data(page)
@@ -111,14 +124,14 @@ def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt) -
     assert [run["name"] for run in both["runs"]] == ["a", "b"]
     assert len(both["runs"][1]["steps"]) == 1
     # What a killed attempt left at the end is read as far as it is whole, and done again.
-    path = Path("logs/a") / FILE
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines) + lines[-1][:100])
-    assert TokenHistory.read(Path("logs/a")) == whole
+    lines = (Path("logs/a") / FILE).read_text().splitlines(keepends=True)
+    (tmp_path / FILE).write_text("".join(lines) + lines[-1][:100])
+    assert TokenHistory.read(tmp_path) == whole
 
 
 def test_no_documents_no_file(lmt: Lmt) -> None:
-    assert lmt("train", "run.yaml", "trainer.id=none", "trainer.token_probabilities=0").returncode == 0
+    short = ("trainer.num_train_steps=2", "trainer.token_probabilities=0")
+    assert lmt("train", "run.yaml", "trainer.id=none", *short).returncode == 0
     assert not (Path("logs/none") / FILE).exists()
     refused(lmt("tokens", "none"), "trainer.token_probabilities")
 
