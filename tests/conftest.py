@@ -15,14 +15,23 @@ from typing import Any
 
 import pytest
 
+from tests.compiling import compile_quickly, flags_of_processes
+
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
+COMPILING = {
+    *("evaluate", "generate", "harness", "ladder", "models"),
+    *("nn", "optim", "plan", "report", "reproduce", "run", "step"),
+}
+"""Rooms where most of the time is compiling, so that it is done without XLA's optimisations."""
+OPTIMISED = ("optimised", "slow", "exhaustive", "gpu", "tpu", "aot")
+"""Markers of tests in them whose programs are compiled as those of a run."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
-def _xla_flags(devices: int) -> str:
+def _xla_flags(devices: int, *more: str) -> str:
     kept = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
-    return " ".join([*kept, f"{_DEVICE_FLAG}={devices}"])
+    return " ".join([*kept, f"{_DEVICE_FLAG}={devices}", *more])
 
 
 # Programs that the command line runs again and again (resume, kill) compile once in a session: the workers of
@@ -38,7 +47,7 @@ os.environ.update(
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": _xla_flags(DEVICES),
         "JAX_COMPILATION_CACHE_DIR": f"{_SHARED}/compiled",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         # Arrays of different ranks in one operation are mostly a forgotten axis, which broadcasting would hide.
         "JAX_NUMPY_RANK_PROMOTION": "raise",
         "HF_HUB_OFFLINE": "1",
@@ -53,6 +62,13 @@ os.environ.update(
 )
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_secret, None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets XLA optimise what slow tests and those marked `optimised` compile, and saves the time in all others."""
+    optimised = any(item.get_closest_marker(name) for name in OPTIMISED)
+    compile_quickly(item.path.parent.name in COMPILING and not optimised)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -89,8 +105,9 @@ def lmt_command(*args: str | Path) -> list[str]:
 def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment with `devices` emulated devices, the checkout on the path and `env` on top."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    flags = _xla_flags(devices, *flags_of_processes())
     inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}  # a run in this process sets it
-    return {**inherited, "XLA_FLAGS": _xla_flags(devices), "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
+    return {**inherited, "XLA_FLAGS": flags, "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
 
 
 def users_environment() -> dict[str, str]:

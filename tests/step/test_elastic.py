@@ -18,6 +18,8 @@ from lm_trainer.run.program import build_program
 from lm_trainer.step.state import to_host
 from tests.run.conftest import MakeConfig, Plain
 
+pytestmark = pytest.mark.optimised
+
 STEPS = 50
 
 

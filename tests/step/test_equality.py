@@ -6,6 +6,8 @@ import pytest
 
 from tests.step.random_runs import RandomRun, difference, draw_family, draw_shapes, draw_uneven, outcome, uneven
 
+pytestmark = pytest.mark.optimised
+
 QUICK, SHAPES, FAMILIES = (0,), range(12), (2, 11, 13)
 """Numbers of runs. What is quick: a few parameters, on two devices. The families: a window, replicas, experts."""
 

@@ -99,6 +99,7 @@ def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) 
     assert_close(gradient(config_of(model)), gradient(config_of(model, determinism="elastic")))
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 8, 11, 12)]
 )

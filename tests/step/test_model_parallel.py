@@ -24,6 +24,8 @@ from lm_trainer.run.program import Program, build_program, plan_program
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.state import to_host
 
+pytestmark = pytest.mark.optimised
+
 VOCAB, ROWS, SEQ = 61, 4, 32
 SIZES = {"seq_len": SEQ, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "scan_layers": True}
 GPT2 = {"type": "gpt2", **SIZES, "resid_pdrop": 0.0, "embed_pdrop": 0.0, "gradient_checkpointing": False}

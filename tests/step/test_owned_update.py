@@ -19,6 +19,8 @@ from lm_trainer.step.state_sharding import plan_state_sharding
 from lm_trainer.step.update import ReplicatedUpdate, make_update
 from tests.step.random_runs import MEMBERS, WHOLE
 
+pytestmark = pytest.mark.optimised
+
 PARAMS = {
     name: Param(name, shape, axes)
     for name, shape, axes in (

@@ -25,6 +25,8 @@ from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.step.state_sharding import plan_state_sharding
 from lm_trainer.step.update import compile_update
 
+pytestmark = pytest.mark.optimised
+
 Shapes = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 SHAPES: Shapes = {
