@@ -18,8 +18,8 @@ from lm_trainer.run.config import RunConfig
 from tests.conftest import RunLmt
 from tests.run.conftest import write_config
 
-ROWS = 1 << 21
-"""Rows of a microbatch whose activations no machine holds."""
+ROWS = 1 << 19
+"""Rows of a microbatch whose activations (514 GB at once) no machine holds."""
 
 
 class JaxRuntimeError(RuntimeError):
@@ -105,15 +105,24 @@ def test_the_state_of_the_run_is_freed_before_its_plan_is_made(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_run_that_is_too_large_says_what_fits(run_lmt: RunLmt, tmp_path: Path, text_files: tuple[Path, Path]) -> None:
-    trainer = {"num_train_steps": 2, "train_batch_size": ROWS, "per_device_parallelism": ROWS}
-    write_config(tmp_path / "run.yaml", text_files, {"trainer": trainer, "model": {"seq_len": 64}})
-    done = run_lmt("train", "run.yaml")
+def test_a_run_that_grows_too_large_says_what_fits_and_goes_on_from_its_checkpoint(
+    run_lmt: RunLmt, tmp_path: Path, text_files: tuple[Path, Path]
+) -> None:
+    write_config(tmp_path / "run.yaml", text_files, {"trainer": {"num_train_steps": 2}, "model": {"seq_len": 64}})
+    begun = run_lmt("train", "run.yaml")
+    assert begun.returncode == 0, begun.stderr
+    larger = (f"trainer.train_batch_size={ROWS}", f"trainer.per_device_parallelism={ROWS}")
+    done = run_lmt("train", "run.yaml", *larger, "trainer.num_train_steps=4", "--allow-config-change")
     assert done.returncode == EXIT_OUT_OF_MEMORY, done.stderr
+    assert "resumed at step 2" in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert re.search(r"error: the memory of a device is too small: .* \d+ bytes", done.stderr), done.stderr
     assert "DOES NOT FIT" in done.stdout
     advised = re.search(r"trainer\.per_device_parallelism=(\d+)", done.stdout.partition("largest microbatch")[2])
     assert advised is not None, done.stdout
     assert 0 < int(advised[1]) < ROWS
-    assert "lmt plan run.yaml --devices 1xcpu --memory" in done.stdout
+    assert "lmt plan run.yaml" in done.stdout
+    assert "--devices 1xcpu --memory" in done.stdout
+    again = run_lmt("train", "run.yaml", "trainer.num_train_steps=4", "--allow-config-change")
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 2" in again.stdout + again.stderr
