@@ -20,7 +20,7 @@ MISSING = b"\x02"
 
 _PROBE_SECONDS = 10.0
 OPERATION_SECONDS = 120.0
-"""Until the deadline of a request for which none is named."""
+"""Seconds until the deadline of a request for which none is named."""
 # Of TensorStore, for each request, below the deadline of the whole operation.
 _RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
