@@ -130,17 +130,18 @@ class Moe(nnx.Module):
 
 @functools.cache
 def _announce(platform: str) -> None:
-    logger.info("every expert is computed for every token: on %s that takes fewer operations than groups", platform)
+    logger.info("every expert is computed for every token: a %s takes fewer operations for that than for groups", platform)
 
 
 def _dense(spec: MoeSpec) -> bool:
     """`spec.dense` with its default resolved.
 
-    For CPUs XLA has no product of groups but one that computes every expert for every assignment, which is `top_k`
-    times as much.
+    Only for TPUs has XLA a product of groups. Elsewhere its product computes every expert for every assignment, which
+    is `top_k` times as much.
     """
-    if spec.dense is None and target_platform() == "cpu":
-        _announce("cpu")
+    platform = target_platform()
+    if spec.dense is None and platform != "tpu":
+        _announce(platform)
         return True
     return bool(spec.dense)
 
