@@ -3,8 +3,9 @@
     python -m benchmarks.compiled tpu --out benchmarks/results/compiled/tpu.md
     python -m benchmarks.compiled gpu --out benchmarks/results/compiled/gpu.md
 
-Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in, and no such device. Results
-are kept as they come, and a second start goes on after them. Half an hour of processor time for TPUs, minutes for GPUs.
+Each row is one `lmt plan --compile`, which needs the package libtpu or JAX's CUDA plug-in, and no such device, and one
+`lmt plan` without it. Results are kept as they come, and a second start goes on after them. Half an hour of processor
+time for TPUs, minutes for GPUs.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}
 """Kind of devices -> what is compiled for them, and the package of their compiler."""
 
 
+def planned_by(*options: str) -> dict[str, Any]:
+    """The output of `lmt plan` with these options.
+
+    Raises:
+        RuntimeError: with the reason why there is none.
+    """
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-m", "cli", "plan", *options, "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "rror" in line or "memory" in line]
+        raise RuntimeError((errors or done.stderr.splitlines() or ["no output"])[-1][:300])
+    return json.loads(done.stdout)
+
+
 def compiled(case: Case) -> dict[str, Any]:
     """The plan of a case, or the reason why there is none."""
     chips = parse_devices(case.devices).count
@@ -110,21 +126,23 @@ def compiled(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "case.yaml"
         path.write_text(json.dumps(config))
-        options = ["--devices", case.devices, "--vocab-size", str(VOCAB[case.model]), "--compile", "--json"]
-        command = [sys.executable, "-m", "cli", "plan", str(path), *options]
-        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "rror" in line or "memory" in line]
-        return {"case": str(case), "failed": (errors or done.stderr.splitlines() or ["no output"])[-1][:300]}
-    plan = json.loads(done.stdout)
+        options = [str(path), "--devices", case.devices, "--vocab-size", str(VOCAB[case.model])]
+        try:
+            plan, planned = planned_by(*options, "--compile"), planned_by(*options)
+        except RuntimeError as e:
+            return {"case": str(case), "failed": str(e)}
+    temporary = [
+        {phase["name"]: phase["parts"]["temporary"] for phase in each["memory"]["phases"]} for each in (plan, planned)
+    ]
     programs = plan["compiled"]["programs"]
     sums = {key: sum(program["runs"] * program[key] for program in programs) for key in ("flops", "bytes_moved")}
     sent = sum(program["runs"] * sum(program["bytes_sent"].values()) for program in programs)
     return {
         "case": str(case),
         "peak": plan["memory"]["peak_bytes"],
+        "planned": planned["memory"]["peak_bytes"],
         "phase": max(plan["memory"]["phases"], key=lambda phase: phase["bytes"])["name"],
+        "temporary": {phase: [figures.get(phase) for figures in temporary] for phase in temporary[0]},
         **sums,
         "bytes_sent": sent,
         "seconds": plan["compiled"]["step_seconds"],
@@ -140,20 +158,21 @@ def report(kind: str, found: list[dict[str, Any]]) -> Iterator[str]:
     versions = f"{package} {version(package)}, jax {version('jax')}"
     yield f"{versions}; regenerate: `python -m benchmarks.compiled {kind} --out FILE`."
     yield ""
-    yield "All figures are of one device and one step: GB at the peak and the phase it is in, TFLOP of products (those"
-    yield "of attention kernels are not counted), GB read and written, GB sent. The MFU lies between these bounds if"
-    yield "products, memory and links reach the figures of their datasheet: the lower one if nothing overlaps, the"
-    yield "higher one if all does."
+    yield "All figures are of one device and one step: GB at the peak and the phase it is in; the same peak as `lmt"
+    yield "plan` has it without this compiler; TFLOP of products (those of attention kernels are not counted), GB read"
+    yield "and written, GB sent. The MFU lies between these bounds if products, memory and links reach the figures of"
+    yield "their datasheet: the lower one if nothing overlaps, the higher one if all does."
     yield ""
-    yield "| step | peak GB | in | TFLOP | GB moved | GB sent | s | MFU | bound by |"
-    yield "|---|---:|---|---:|---:|---:|---:|---:|---|"
+    yield "| step | peak GB | planned GB | in | TFLOP | GB moved | GB sent | s | MFU | bound by |"
+    yield "|---|---:|---:|---|---:|---:|---:|---:|---:|---|"
     for row in found:
         if "failed" in row:
-            yield f"| {row['case']} | | does not compile: {row['failed']} | | | | | | |"
+            yield f"| {row['case']} | | | does not compile: {row['failed']} | | | | | | |"
             continue
         seconds, mfu = row["seconds"], row["mfu"]
         yield (
-            f"| {row['case']} | {row['peak'] / 1e9:.2f} | {row['phase']} | {row['flops'] / 1e12:.1f} | "
+            f"| {row['case']} | {row['peak'] / 1e9:.2f} | {row['planned'] / 1e9:.2f} "
+            f"({row['planned'] / row['peak'] - 1:+.0%}) | {row['phase']} | {row['flops'] / 1e12:.1f} | "
             f"{row['bytes_moved'] / 1e9:.0f} | {row['bytes_sent'] / 1e9:.1f} | {seconds['least']:.2f} to "
             f"{seconds['most']:.2f} | {mfu['least']:.0%} to {mfu['most']:.0%} | {row['bound_by']} |"
         )

@@ -20,6 +20,7 @@ from lm_trainer.nn.linear import ACTIVATIONS
 from lm_trainer.nn.read import read
 from lm_trainer.nn.spec import MoeSpec
 from lm_trainer.parallel.collectives import all_gather, axis_index, axis_size, group_sum, reduce_scatter
+from lm_trainer.parallel.own_rows import from_own_rows
 from lm_trainer.parallel.target_platform import target_platform
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class Moe(nnx.Module):
         # In float32: rounding would change which experts are chosen (Fedus et al. 2021, section 2.4).
         logits_ME = x_MD.astype(jnp.float32) @ router_DE.astype(jnp.float32)
         probs_ME = jax.nn.softmax(logits_ME, axis=-1)
-        weights_MK, experts_MK = jax.lax.top_k(probs_ME, spec.top_k)
+        # XLA would choose among the rows of all devices, on each of them.
+        weights_MK, experts_MK = from_own_rows(lambda probs_ME: jax.lax.top_k(probs_ME, spec.top_k), (probs_ME,), ())
         if spec.renormalize:
             weights_MK = weights_MK * (1.0 / jnp.sum(weights_MK, axis=-1, keepdims=True))
         y_MD = self._mixed(x_MD, experts_MK, weights_MK)
@@ -81,7 +83,9 @@ class Moe(nnx.Module):
         x_MD, experts_MK, weights_MK = (all_gather(x, "expert", 0) for x in (x_MD, experts_MK, weights_MK))
         if _dense(self.spec):
             return reduce_scatter(self._by_all(x_MD, experts_MK, weights_MK), "expert", 0)
-        y_MKD = self._compute(x_MD, experts_MK)
+        # Sorted among the rows of all devices, every token would travel to all of them.
+        weights = [read(w, x_MD.dtype) for w in (self.gate, self.up, self.down)]
+        y_MKD = from_own_rows(self._compute, (x_MD, experts_MK), weights)
         y_MD = jnp.sum(y_MKD * weights_MK[..., None].astype(y_MKD.dtype), axis=1)
         return reduce_scatter(y_MD, "expert", 0)
 
@@ -101,13 +105,15 @@ class Moe(nnx.Module):
         down_YD = read(self.down, dtype).reshape(-1, x_MD.shape[1])
         return jnp.matmul(h_MEF.reshape(x_MD.shape[0], -1), down_YD)
 
-    def _compute(self, x_MD: jax.Array, experts_MK: jax.Array) -> jax.Array:
+    def _compute(
+        self, x_MD: jax.Array, experts_MK: jax.Array, gate_EDF: jax.Array, up_EDF: jax.Array, down_EFD: jax.Array
+    ) -> jax.Array:
         """The results of each token's experts, [M, K, D]; zero for the experts of other devices.
 
         Assignments are sorted by expert, multiplied in groups, and sorted back.
         """
-        dtype, top_k, shared = x_MD.dtype, self.spec.top_k, axis_size("expert") > 1
-        experts_A, count = experts_MK.reshape(-1), self.gate[...].shape[0]
+        top_k, shared = self.spec.top_k, axis_size("expert") > 1
+        experts_A, count = experts_MK.reshape(-1), gate_EDF.shape[0]
         if shared:
             experts_A = experts_A - axis_index("expert") * count
             # Assignments to experts of other devices are numbered past all of ours, so that they are sorted to the end.
@@ -120,17 +126,19 @@ class Moe(nnx.Module):
         # `ragged_dot` does not promise anything for rows past the last group: they are zeroed before and after it.
         mine_A1 = (jnp.arange(x_AD.shape[0]) < jnp.sum(counts_E))[:, None] if shared else True
         x_AD = jnp.where(mine_A1, x_AD, 0) if shared else x_AD
-        gate_AF = jax.lax.ragged_dot(x_AD, read(self.gate, dtype), counts_E)
-        up_AF = jax.lax.ragged_dot(x_AD, read(self.up, dtype), counts_E)
+        gate_AF = jax.lax.ragged_dot(x_AD, gate_EDF, counts_E)
+        up_AF = jax.lax.ragged_dot(x_AD, up_EDF, counts_E)
         h_AF = ACTIVATIONS[self.spec.activation](gate_AF) * up_AF
-        y_AD = jax.lax.ragged_dot(h_AF, read(self.down, dtype), counts_E)
+        y_AD = jax.lax.ragged_dot(h_AF, down_EFD, counts_E)
         y_AD = jnp.where(mine_A1, y_AD, 0) if shared else y_AD
         return _permute(y_AD, inverse_A, order_A).reshape(-1, top_k, x_MD.shape[-1])
 
 
 @functools.cache
 def _announce(platform: str) -> None:
-    logger.info("every expert is computed for every token: a %s takes fewer operations for that than for groups", platform)
+    logger.info(
+        "every expert is computed for every token: a %s takes fewer operations for that than for groups", platform
+    )
 
 
 def _dense(spec: MoeSpec) -> bool:

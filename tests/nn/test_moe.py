@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.nn.moe import Moe
 from lm_trainer.nn.spec import MoeSpec
+from lm_trainer.parallel.mesh import BATCH_AXES, MeshShape, build_mesh
 from lm_trainer.parallel.target_platform import compiling_for
 from tests.nn.common import make_init
 
@@ -124,3 +127,24 @@ def test_the_router_computes_in_float32():
     assert found.dtype == jnp.bfloat16
     exact = np.asarray(x, np.float64).reshape(-1, D) @ np.asarray(moe.router[...], np.float64)
     np.testing.assert_allclose(stats.z, np.square(np.log(np.exp(exact).sum(-1))).sum(), rtol=1e-5)
+
+
+def test_devices_that_have_rows_of_their_own_send_no_tokens():
+    moe = build()
+    mesh = build_mesh(MeshShape(), jax.devices()[:2])
+    rows, everywhere = (NamedSharding(mesh, spec) for spec in (PartitionSpec(BATCH_AXES), PartitionSpec()))
+    graph, params = nnx.split(moe)
+
+    def value(params: nnx.State, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(nnx.merge(graph, params)(x, jnp.asarray(EVERY))[0]))
+
+    run = jax.jit(jax.value_and_grad(value, argnums=(0, 1)))
+    alone = run(params, jnp.asarray(X))
+    placed = jax.device_put(params, everywhere), jax.device_put(jnp.asarray(X), rows)
+    compiled = run.lower(*placed).compile()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5), alone, compiled(*placed))
+    # Sums of gradients and of what the loss reports are all that is exchanged.
+    program = compiled.as_text()
+    assert program is not None
+    assert "all-reduce" in program
+    assert "all-gather" not in program
