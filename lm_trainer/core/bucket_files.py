@@ -30,6 +30,9 @@ def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, 
         keys: the objects.
         to: the local directory.
         sizes: of those that may be large, which are then read in pieces.
+
+    Raises:
+        MachineError: when the server cannot be reached or refuses, or an object goes while it is read.
     """
     for key in keys:
         size = (sizes or {}).get(key, 0)
@@ -39,6 +42,8 @@ def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, 
         for number, piece in enumerate(pieces):
             content = directory.read(key, within=piece)
             if content is None:
+                if number:
+                    raise MachineError(f"{directory}/{key} was deleted while it was read; start again")
                 break
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("ab" if number else "wb") as out:
