@@ -15,12 +15,15 @@ from lm_trainer.core.bucket import Bucket, read_json
 from lm_trainer.core.bucket_files import fetch
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
+from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 
 logger = logging.getLogger(__name__)
 
 COPY = "run"
 """The directory of the copy, beside the checkpoints of the run."""
 _ORIGIN = ".copy"
+_OF_THIS_MACHINE = (".lock", SAVE_NOW, STOP_AFTER_SAVE)
+"""Files that are not copied: a request would be heeded again wherever the copy is fetched."""
 _EVERY = 20.0
 """Seconds between two copies of what has changed."""
 _LAST_SECONDS = 10.0
@@ -123,7 +126,7 @@ def _states(directory: Path) -> dict[str, tuple[int, int]]:
     found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
-            if name == ".lock" or name.endswith(".tmp"):
+            if name in _OF_THIS_MACHINE or name.endswith(".tmp"):
                 continue
             path = Path(folder) / name
             try:

@@ -19,6 +19,8 @@ from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
 from lm_trainer.export.huggingface import FILES
 from lm_trainer.export.output import complete_directory
+from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
+from lm_trainer.run.copy import RunCopy
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
 SMALLEST_PART = 5 << 20
@@ -80,6 +82,17 @@ def test_text_at_urls_of_a_bucket_is_listed_and_read(behind: Bucket, proxy: Prox
     ((_, found),) = match_files([f"{behind}/*.txt"], "data.train_urls")
     assert [file.name for file in found] == [f"{behind}/a.txt", f"{behind}/b.txt"]
     assert [file.size for file in found] == [13, 13]
+
+
+def test_requests_to_save_and_to_stop_stay_on_their_machine(behind: Bucket, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    for name in ("metrics.jsonl", SAVE_NOW, STOP_AFTER_SAVE):
+        (tmp_path / "a" / name).write_text("{}\n")
+    with RunCopy(tmp_path / "a", behind):
+        pass
+    assert RunCopy(tmp_path / "b", behind).fetch()
+    assert [file.name for file in (tmp_path / "b").iterdir()] == ["metrics.jsonl"]
 
 
 def test_an_export_in_a_bucket_is_uploaded_to_the_hub(behind: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
