@@ -20,7 +20,7 @@ from tests.compiling import compile_quickly, flags_of_processes
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 COMPILING = {
-    *("evaluate", "generate", "harness", "ladder", "models"),
+    *("cli", "evaluate", "generate", "harness", "ladder", "models"),
     *("nn", "optim", "plan", "report", "reproduce", "run", "step"),
 }
 """Rooms where most of the time is compiling, so that it is done without XLA's optimisations."""
