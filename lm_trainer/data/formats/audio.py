@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-import fsspec
 import numpy as np
 from pydantic import Field, model_validator
 
@@ -180,6 +179,8 @@ class AudioFormat(FormatConfig):
                 raise UnusableRow(
                     f"the field {self.audio_key!r} is {kind_of(value)}, neither a path nor the bytes of a recording"
                 )
+            import fsspec
+
             with fsspec.open(_beside(value, where), "rb") as file:
                 return self._checked(rules.read(file.read(), self.seconds))  # pyright: ignore[reportAttributeAccessIssue]
         except BadAudio as error:

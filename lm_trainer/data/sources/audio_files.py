@@ -7,13 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.base import BadRow, FileSource, Row, Shard
 from lm_trainer.data.sources.compression import suffix
-from lm_trainer.data.sources.files import File, file_at, group, open_binary
+from lm_trainer.data.sources.files import File, file_at, file_system, group, open_binary
 from lm_trainer.data.sources.tar import open_tar
 
 RECORDINGS = (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".aiff", ".aif")
@@ -175,8 +172,7 @@ def _text_of(recording: File) -> File | None:
     """The text file beside a recording; None if there is none."""
     url = f"{os.path.splitext(recording.url)[0]}.txt"
     try:
-        here = (LocalFileSystem(), os.path.abspath(url))
-        filesystem, path = here if recording.local else fsspec.core.url_to_fs(url)
+        filesystem, path = file_system(url, local=recording.local)
         return file_at(filesystem, path, url)
     except OSError:
         return None

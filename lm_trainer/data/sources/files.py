@@ -15,10 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
-import fsspec
-from fsspec.core import OpenFile
-from fsspec.implementations.local import LocalFileSystem
-
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.compression import compression_of, open_zip
@@ -82,8 +78,7 @@ class File(NamedTuple):
         if self.version and f"@{self.version}/" in self.url:
             return self
         try:
-            here = (LocalFileSystem(), os.path.abspath(self.url))
-            filesystem, path = here if self.local else fsspec.core.url_to_fs(self.url)
+            filesystem, path = file_system(self.url, local=self.local)
             # fsspec keeps listings, which would show the file as it was.
             filesystem.invalidate_cache()
             return file_at(filesystem, path, self.url)._replace(download=self.download)
@@ -100,12 +95,28 @@ def _shown(url: str) -> str:
     return without_credentials(url)
 
 
+def file_system(url: str, *, local: bool) -> tuple[Any, str]:
+    """Returns the file system of fsspec that has `url`, and the path in it.
+
+    Args:
+        url: a path or URL.
+        local: it is the path of a file of this machine, whatever it looks like.
+    """
+    # Imported where it is used: a check of a configuration without files does without.
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    return (LocalFileSystem(), os.path.abspath(url)) if local else fsspec.core.url_to_fs(url)
+
+
 def file_at(filesystem: Any, path: str, url: str) -> File:
     """Looks a file up by its path in a file system of fsspec.
 
     Raises:
         OSError: if it is not there, or is a directory.
     """
+    from fsspec.implementations.local import LocalFileSystem
+
     info = filesystem.info(path)
     if info.get("type") == "directory":
         raise IsADirectoryError(url)
@@ -212,8 +223,10 @@ def _wants_ranges(error: ValueError) -> bool:
 
 
 def _stored(file: File, compression: str | None) -> Any:
+    import fsspec
+
     if file.local:
-        return OpenFile(LocalFileSystem(), os.path.abspath(file.url), "rb", compression)
+        return fsspec.core.OpenFile(*file_system(file.url, local=True), "rb", compression)
     return fsspec.open(_local_copy(file.url) if file.download else file.url, "rb", compression)
 
 

@@ -8,12 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.compression import why_not_unpacked
-from lm_trainer.data.sources.files import File, file_at, is_file
+from lm_trainer.data.sources.files import File, file_at, file_system, is_file
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -91,10 +88,8 @@ def _place(file: File) -> str:
 
 def _file_system(url: str, key: str) -> tuple[Any, str]:
     """Returns the file system of fsspec that `url` names, and the path in it."""
-    if is_file(url):
-        return LocalFileSystem(), os.path.abspath(url)
     try:
-        return fsspec.core.url_to_fs(url)
+        return file_system(url, local=is_file(url))
     except ImportError as error:
         if url.startswith(("http://", "https://")):
             raise UserError(f"{key}: {url} needs a package; run: pip install aiohttp") from None
