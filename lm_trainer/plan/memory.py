@@ -15,7 +15,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 from lm_trainer.step.memory import PhaseBytes, ProgramBytes, compile_programs, phase_bytes, state_bytes, taken_memory
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.phases import Phase
+from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import abstract_state
 
 
@@ -46,6 +46,7 @@ class StepMemory:
         devices: JAX devices, emulated ones for instance.
         platform: on which the step is to run: there may be several microbatches under way on a device of a CPU.
         texts: gets the text of every program that is compiled, by name.
+        growing: in plans, the temporary memory of a program that grows with the rows over what XLA says of it here.
 
     Raises:
         UserError: when the devices or the sharding rules do not fit.
@@ -58,8 +59,9 @@ class StepMemory:
         devices: Sequence[Any],
         platform: str,
         texts: dict[str, str] | None = None,
+        growing: float = 1.0,
     ):
-        self._texts = texts
+        self._texts, self._growing = texts, growing
         self.config, self._vocab_size, self._devices, self._platform = config, vocab_size, devices, platform
         program = self.program = build_program(config, vocab_size, devices)
         state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
@@ -100,7 +102,7 @@ class StepMemory:
         """The memory of the same step with this `trainer.microbatches_per_gather`."""
         trainer = self.config.trainer.model_copy(update={"microbatches_per_gather": together})
         config = self.config.model_copy(update={"trainer": trainer})
-        return StepMemory(config, self._vocab_size, self._devices, self._platform)
+        return StepMemory(config, self._vocab_size, self._devices, self._platform, growing=self._growing)
 
     def largest_step(self, rows: int | None = None) -> MicrobatchPlan:
         """The batch of the run that takes most memory; `rows` as for `compile`."""
@@ -118,6 +120,15 @@ class StepMemory:
         held = {"state": sum(self.state.values()), "batch": batch}
         found, phases = {**self._fixed, **programs}, self._phases(plan)
         if self._platform != "cpu" and self._devices[0].platform == "cpu":
-            fused = {phase.program.name for phase in phases if phase.program.elementwise}
-            found |= {name: replace(found[name], temporary=0) for name in fused}
+            shares = {phase.program.name: self._share(phase.program) for phase in phases}
+            found |= {
+                name: replace(found[name], temporary=round(share * found[name].temporary))
+                for name, share in shares.items()
+            }
         return MemoryPlan(self.state, phase_bytes(phases, found, held))
+
+    def _share(self, program: StepProgram) -> float:
+        """The temporary memory of a program on an accelerator over that for a CPU."""
+        if program.elementwise:
+            return 0.0
+        return self._growing if program.grows else 1.0

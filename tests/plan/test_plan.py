@@ -214,6 +214,25 @@ def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
     assert phases["gpu"]["microbatch"]["temporary"] > 0
 
 
+@pytest.mark.parametrize(
+    ("trainer", "share"),
+    [({"mp": "p=f32,c=bfloat16"}, 0.7), ({"mp": "p=f32,c=bfloat16", **FAST}, 0.85), ({"mp": "f32"}, 1.0)],
+)
+def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
+    trainer: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
+):
+    def temporary() -> int:
+        config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})
+        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
+        (phase,) = (phase for phase in found.memory.phases if phase.name in ("microbatch", "step"))
+        return phase.parts["temporary"]
+
+    planned = temporary()
+    monkeypatch.setattr("lm_trainer.plan.run._GROWING", 1.0)
+    monkeypatch.setattr("lm_trainer.plan.run._GROWING_FAST", 1.0)
+    assert planned == round(share * temporary())
+
+
 @pytest.mark.slow
 def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
     def microbatch(remat: bool) -> int:
