@@ -20,13 +20,13 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
+from lm_trainer.export.huggingface import check_exportable
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
 from lm_trainer.generate.speech_rules import SpeechRules
 from lm_trainer.generate.text import encode_prompt
 from lm_trainer.models import DecoderConfig
-from lm_trainer.models.hf import config_to_hf
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
 from lm_trainer.run.adapters import describe_size, find_base, training_flops
@@ -178,7 +178,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
 
 def _exports(model: DecoderConfig) -> bool:
     try:
-        config_to_hf(model, vocab_size=1, eos_id=None, bos_id=None)
+        check_exportable(model)
     except UserError:
         return False
     return True
