@@ -23,21 +23,19 @@ _SIZES = {
     "n_layer": "model.num_layers",
     "n_embd": "model.hidden_dim",
     "n_head": "model.num_heads",
-    "n_query_groups": lambda value, all: _llamas("num_kv_heads", value, all, plain=_known(all, "n_head")),
+    "n_query_groups": lambda value, all: _of("llama", "num_kv_heads", value, all, plain=_known(all, "n_head")),
     "intermediate_size": "model.intermediate_dim",
-    "head_size": lambda value, all: _llamas("head_dim", value, all, plain=_head_size(all)),
+    "head_size": lambda value, all: _of("llama", "head_dim", value, all, plain=_head_size(all)),
     "norm_eps": "model.layer_norm_epsilon",
     "bias": "model.use_bias",
     "mlp_class_name": lambda value, _: _family(value),
     "norm_class_name": lambda value, all: _fixed(value, {"llama": "RMSNorm", "gpt_neox": "LayerNorm"}, all),
-    "rotary_percentage": lambda value, all: _neox("rotary_pct", value, all, plain=1.0),
-    "parallel_residual": lambda value, all: _neox("use_parallel_residual", value, all, plain=False),
+    "rotary_percentage": lambda value, all: _of("gpt_neox", "rotary_pct", value, all, plain=1.0),
+    "parallel_residual": lambda value, all: _of("gpt_neox", "use_parallel_residual", value, all, plain=False),
     "rope_base": lambda value, _: {"model.rope": {"type": "default", "theta": float(value)}},
     "scale_embeddings": lambda value, all: _fixed(value, {"llama": False, "gpt_neox": False}, all),
     **dict.fromkeys(("name", "hf_config"), USED),
-    **dict.fromkeys(
-        ("vocab_size", "padded_vocab_size", "padding_multiple"), Lost("the tokenizer tells the vocabulary")
-    ),
+    **dict.fromkeys(("vocab_size", "padded_vocab_size", "padding_multiple"), _VOCABULARY),
 }
 _FAMILIES = {"LLaMAMLP": "llama", "GptNeoxMLP": "gpt_neox"}
 _ASSUMED_SIZES = {
@@ -67,6 +65,11 @@ def _block(values: Values) -> str:
     return "model" if any(key.startswith("model.") for key in values) else "model_config"
 
 
+def _tunes(values: Values) -> bool:
+    """True of a file for one of the commands that fine-tune."""
+    return "checkpoint_dir" in values or "lora_r" in values
+
+
 def _known(values: Values, key: str) -> Any:
     return values.get(f"{_block(values)}.{key}")
 
@@ -85,18 +88,11 @@ def _family(value: Any) -> dict[str, Any]:
     return {"model.type": _FAMILIES[value]}
 
 
-def _llamas(key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
-    """A key that our Llama has, and of which GPT-NeoX knows one value only."""
-    if _type(values) == "llama":
+def _of(kind: str, key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
+    """A key that our model of one type has, and of which the other type knows one value only."""
+    if _type(values) == kind:
         return {f"model.{key}": value}
-    return _plain(value, plain, "gpt_neox")
-
-
-def _neox(key: str, value: Any, values: Values, *, plain: Any) -> dict[str, Any]:
-    """A key that our GPT-NeoX has, and of which Llama knows one value only."""
-    if _type(values) == "gpt_neox":
-        return {f"model.{key}": value}
-    return _plain(value, plain, "llama")
+    return _plain(value, plain, next(each for each in _FAMILIES.values() if each != kind))
 
 
 def _fixed(value: Any, by_type: dict[str, Any], values: Values) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def _plain(value: Any, plain: Any, kind: str) -> dict[str, Any]:
 
 def _assumed(values: Values) -> dict[str, Any]:
     """Values that litgpt assumes for the keys that a file does not give; by its command, which the keys tell."""
-    tunes = "checkpoint_dir" in values or "lora_r" in values
+    tunes = _tunes(values)
     found: dict[str, Any] = {"seed": 1337 if tunes else 42, **(_TUNING if tunes else _PRETRAINING)}
     if "train.max_steps" in values or "train.epochs" in values:
         found.pop("train.max_tokens", None)
@@ -188,7 +184,7 @@ def _epochs(value: Any, values: Values) -> dict[str, Any]:
 
 
 def _min_lr(value: Any, values: Values) -> dict[str, Any]:
-    if "checkpoint_dir" in values or "lora_r" in values:
+    if _tunes(values):
         # Fine-tuning there decays to nothing, whatever this key says.
         return {"optimizer.min_lr_ratio": 0.0}
     if not (rate := values.get("optimizer.init_args.lr") or values.get("train.learning_rate")):
