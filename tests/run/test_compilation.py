@@ -11,6 +11,9 @@ import jax
 import pytest
 
 from lm_trainer.optim import OptimizerConfig
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.program import build_program
 from lm_trainer.run.trainer import Trainer
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
@@ -73,6 +76,22 @@ def test_nothing_is_compiled_after_the_second_step(train: Any, determinism: str,
     assert steps == {3: [], 4: [], 5: [], 6: []}
     assert {3, 6} == speeds("updates/norm/total").keys()
     assert speeds("throughput/step_time").keys() == {2, 4, 6}
+
+
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
+def test_the_second_step_compiles_nothing(compilations: list[str], determinism: str) -> None:
+    model = {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 2, "num_heads": 2}
+    trainer = {"train_batch_size": 8, "per_device_parallelism": 1, "determinism": determinism}
+    config = RunConfig.model_validate({"model": model, "trainer": trainer})
+    program, batch, found = build_program(config, 61, jax.devices()[:2]), random_batch(8, 16, 61), list[list[str]]()
+    state = program.init()
+    program.step.compile(batch)
+    for at in range(3):
+        state, _ = program.step(state, program.step.put(batch, at), 1e-3)
+        found.append([*compilations])
+        compilations.clear()
+    assert found[0]
+    assert found[1:] == [[], []]
 
 
 def test_the_compilation_for_another_batch_size_is_no_time_of_a_step(train: Any) -> None:
