@@ -4,9 +4,10 @@
 
 The tokenizer alone encodes the same documents from memory, in batches of the size of the builder, which reads them from
 a file, with as many threads of the tokenizer: one. They take turns in one process, and medians over the rounds are
-reported, by the clock and in CPU seconds. By the clock the builder reads and writes beside the tokenizer, if there is a
-core for it; CPU seconds say what that costs. The text is the Python code that is installed, each file once, and each
-turn has a thread of its own: fastokens remembers the words that a thread has met, and nobody builds a text twice.
+reported, by the clock and in CPU seconds. Each turn has strings of its own, as every document is new once. By the clock
+the builder reads and writes beside the tokenizer, if there is a core for it; CPU seconds say what that costs. The text
+is the Python code that is installed, each file once, and each turn has a thread of its own: fastokens remembers the
+words that a thread has met, and nobody builds a text twice.
 
 A second table builds from eight files with one process and with one for each core, in turn, starting them included. A
 process alone gives the tokenizer as many threads as there are cores, so both use all of them.
@@ -120,7 +121,8 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
     config = DataConfig(train_urls=[str(source)])
     if source.suffix == ".txt":  # which is read in pieces
         documents = [row.text for shard in config.shards("train") for row in shard.rows() if isinstance(row, Row)]
-    total = size(documents)
+    stored = [document.encode() for document in documents]
+    total = sum(map(len, stored))
 
     def build() -> None:
         store = KvStore(f"{source}.cache")
@@ -128,7 +130,9 @@ def compare(documents: list[str], tokenizer: HfTokenizer, source: Path, rounds: 
 
     pairs = []
     for number in range(rounds + 1):
-        pair = rate(lambda: encode(documents, tokenizer), total), rate(build, total)
+        # Python keeps the UTF-8 of a string beside it once a tokenizer has asked for it.
+        texts = [str(document, "utf-8") for document in stored]
+        pair = rate(lambda: encode(texts, tokenizer), total), rate(build, total)
         shutil.rmtree(f"{source}.cache")
         if number:  # the first warms up
             pairs.append(pair)

@@ -29,8 +29,6 @@ class Row(NamedTuple):
     ends_document: bool = True
     record: Mapping[str, Any] | None = None
     """The fields that were asked for, where the format reads more than text; `text` is empty then."""
-    text_bytes: int | None = None
-    """Bytes of `text` in UTF-8, where that is known; it holds no lone surrogates then."""
 
 
 class BadRow(NamedTuple):

@@ -59,7 +59,7 @@ class TextShard:
         buffer = bytearray(_BUFFER_BYTES)
         for number, (file, place, piece, last) in numbered((_pieces(file, buffer) for file in self.files), start):
             try:
-                yield Row(number, file.name, str(piece, "utf-8"), last, text_bytes=len(piece))
+                yield Row(number, file.name, str(piece, "utf-8"), last)
             except UnicodeDecodeError as error:
                 line = _line(file, place + error.start)
                 near = bytes(piece[max(0, error.start - 8) : error.start + 8])
