@@ -24,7 +24,7 @@ COMPILING = {
     *("nn", "optim", "plan", "report", "reproduce", "run", "step"),
 }
 """Rooms where most of the time is compiling, so that it is done without XLA's optimisations."""
-OPTIMISED = ("optimised", "slow", "exhaustive", "gpu", "tpu", "aot")
+OPTIMISED = ("optimised", "gpu", "tpu", "aot")
 """Markers of tests in them whose programs are compiled as those of a run."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
@@ -66,7 +66,7 @@ for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Lets XLA optimise what slow tests and those marked `optimised` compile, and saves the time in all others."""
+    """Lets XLA optimise what tests that are marked `optimised` compile, and saves the time in all others."""
     optimised = any(item.get_closest_marker(name) for name in OPTIMISED)
     compile_quickly(item.path.parent.name in COMPILING and not optimised)
 

@@ -107,6 +107,7 @@ def test_writing_reads_all_weights_for_each_token(run_lmt: RunLmt, config: Path)
     assert found["copy_bytes_per_second"]["median"] > 0
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_recomputing_saves_the_memory_of_a_loop(run_lmt: RunLmt, config: Path):
     deep = ["model.num_layers=4", "model.scan_layers=true", "model.gradient_checkpointing=false"]

@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.metrics import rows_of, write
-from tests.conftest import RunLmt
+from tests.cli.conftest import run_here
 from tests.harness.tasks import write_tasks
 
 
@@ -171,21 +171,21 @@ def test_several_sources_are_a_mixture(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands(run_lmt: RunLmt, tmp_path: Path) -> None:
+def test_the_commands(tmp_path: Path) -> None:
     file = tmp_path / "ladder.yaml"
     file.write_text(json.dumps(small(tmp_path, 0.5)))
-    nothing = run_lmt("ladder", "metrics", file)
+    nothing = run_here("ladder", "metrics", file)
     assert nothing.returncode == 2
     assert "has no metrics of this ladder yet" in nothing.stderr
-    planned = json.loads(run_lmt("ladder", "plan", file, "--json", "--out", tmp_path / "plots").stdout)
+    planned = json.loads(run_here("ladder", "plan", file, "--json", "--out", tmp_path / "plots").stdout)
     assert [plan["size"] for plan in planned] == ["2k", "3k"]
     assert (tmp_path / "plots" / "3k.png").stat().st_size > 10_000
-    ran = run_lmt("ladder", "run", file, timeout=600)
+    ran = run_here("ladder", "run", file)
     assert ran.returncode == 0, ran.stderr
-    again = run_lmt("ladder", "run", file)
+    again = run_here("ladder", "run", file)
     assert again.stdout.count("complete, after step") == 2
-    assert run_lmt("ladder", "status", file).stdout.count("✔") == 4
-    rows = json.loads(run_lmt("ladder", "metrics", file, "--format", "json").stdout)
+    assert run_here("ladder", "status", file).stdout.count("✔") == 4
+    rows = json.loads(run_here("ladder", "metrics", file, "--format", "json").stdout)
     assert [(row["size"], row["name"][-10:]) for row in rows[1::2]] == [("2k", "post-decay"), ("3k", "post-decay")]
-    wrong = run_lmt("ladder", "run", file, "--size", "4k")
+    wrong = run_here("ladder", "run", file, "--size", "4k")
     assert wrong.stderr.strip().endswith("there is no size '4k'; there are 2k, 3k")

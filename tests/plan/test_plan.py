@@ -72,6 +72,7 @@ def memory() -> StepMemory:
     return StepMemory(config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:2], "gpu")
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_peak_is_within_a_tenth_of_what_training_holds(memory: StepMemory):
     predicted = memory.plan(memory.compile()).peak.bytes
@@ -121,6 +122,7 @@ def test_an_estimate_layer_by_layer_has_the_parts_of_the_plan(model: dict[str, A
     assert found.parts == {name: pytest.approx(size, rel=1e-3, abs=200) for name, size in phases[phase].parts.items()}
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [None, 2])
 @pytest.mark.parametrize("precision", ["f32", "p=f32,c=bfloat16"])
@@ -134,6 +136,7 @@ def test_the_peak_layer_by_layer_is_within_a_tenth(together: int | None, precisi
     assert peak.bytes == pytest.approx(measure_live(config, jax.devices()[:2]), rel=0.1)
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_the_peak_of_one_program_for_all_is_too():
     config, places = config_of({"model": LLAMA, "trainer": FAST}), jax.devices()[:2]
@@ -162,6 +165,7 @@ def test_the_largest_microbatch_fits_and_no_larger_one_does(monkeypatch: pytest.
             assert found.next_rows is None or found.next_bytes == peaks[found.next_rows] > limit
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     # Activations of many long rows weigh more than the sums of gradients that wait for the next turn.
@@ -183,6 +187,7 @@ def test_fewer_microbatches_share_a_gather_where_all_do_not_fit():
     assert "DOES NOT FIT" in text
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "devices", "settings"),
@@ -233,6 +238,7 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     assert planned == round(share * temporary())
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
     def microbatch(remat: bool) -> int:
@@ -257,6 +263,7 @@ def test_the_table_says_what_is_as_good_as_it_gets():
     assert re.search(r"largest microbatch +none: the least that a step takes is .* with \d rows?; parameters", text(1))
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
     length, devices = 2**17, 8

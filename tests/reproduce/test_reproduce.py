@@ -228,6 +228,7 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
     assert [(part["start"], part["end"]) for part in as_json(result)["stretches"]] == [(0, 2), (2, 4), (4, 6)]
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
     config = write(tmp_path, model={"resid_pdrop": 0.1})

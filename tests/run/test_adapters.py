@@ -32,7 +32,7 @@ from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.saved_model import load_model, write_model
 from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
-from tests.conftest import RunLmt
+from tests.cli.conftest import run_here
 from tests.run.conftest import MakeConfig
 
 MODEL: dict[str, Any] = {"seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}
@@ -176,26 +176,28 @@ def test_exports_during_training_are_of_the_adapter_alone(in_tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_commands_from_training_to_the_export(make_config: MakeConfig, in_tmp_path: Path, run_lmt: RunLmt) -> None:
+def test_the_commands_from_training_to_the_export(make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)
-    done = run_lmt("train", make_config(adapter=ADAPTER, trainer=TRAINER, model={"resid_pdrop": 0.0}))
+    done = run_here(
+        "train", make_config(adapter=ADAPTER, trainer={**TRAINER, "max_devices": 1}, model={"resid_pdrop": 0.0})
+    )
     assert done.returncode == 0, done.stderr
     # Of each layer 2 x (32 + 32) for each of q, k, v and attn.c_proj, and twice 2 x (32 + 128) for the MLP.
     assert "2,304 trained and 34,720 frozen parameters" in done.stdout
     assert read_record(Path("checkpoints/run"), STEPS)["base_step"] == 0
-    again = run_lmt("train", "run.yaml")
+    again = run_here("train", "run.yaml")
     assert "run run was complete already" in again.stdout, again.stderr
     for command in (
         ("generate", "run", "--prompt", "A"),
         ("export-hf", "run", "adapter"),
         ("export-hf", "run", "whole", "--merge"),
     ):
-        done = run_lmt(*command)
+        done = run_here(*command)
         assert done.returncode == 0, done.stderr
     assert {path.name for path in Path("adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
     assert {path.name for path in Path("whole").iterdir()} >= {"config.json", "model.safetensors"}
     assert "| Rank | 2 |" in Path("adapter/README.md").read_text()
-    refused = run_lmt("export-hf", "base", "other", "--merge")
+    refused = run_here("export-hf", "base", "other", "--merge")
     assert refused.returncode == 2
     assert "base has no adapter, so there is nothing to merge" in refused.stderr
 
@@ -231,6 +233,7 @@ def test_operations_of_a_step_are_those_that_a_frozen_model_needs(make_config: M
     assert training_flops(count, trace_model(whole, 256)) == count.training
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_bits_are_the_same_on_one_device_and_eight(make_config: MakeConfig, in_tmp_path: Path) -> None:
     write_base(Path("base"), seed=0)

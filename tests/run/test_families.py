@@ -1,12 +1,13 @@
 """Every family trains to the same bits on one device and on several, with dropout where it has any.
 
-Those that bring most parts of their own are compared on eight devices, the others on two. Families without a part
-of their own are compared among the exhaustive tests.
+Two are compared on eight devices, one with dropout and one with experts, the others on two. Families without a part of
+their own are compared among the exhaustive tests, and so are on eight devices those that bring most parts.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ from tests.models.common import SEQ, TINY, VOCAB, WITHOUT_OWN_PARTS, change
 from tests.run.conftest import MakeConfig
 
 STEPS, ROWS = 3, 8
-EIGHT = ("gpt2", "llama", "gemma3", "mixtral", "mpt", "backpack")
+EIGHT = ("gpt2", "mixtral")
+MOST_PARTS = ("llama", "gemma3", "mpt", "backpack")
 
 
 def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
@@ -44,20 +46,23 @@ def train(path: Path, devices: int) -> tuple[list[bytes], dict[str, bytes]]:
     return series, {name: leaf.tobytes() for name, leaf in to_host(state.params).items()}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=name, marks=pytest.mark.exhaustive if name in WITHOUT_OWN_PARTS else pytest.mark.slow)
-        for name, model in TINY.items()
-    ],
-)
-def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel) -> None:
+def cases() -> list[Any]:
+    """Each family with a number of devices."""
+    rare = [(name, 2) for name in WITHOUT_OWN_PARTS] + [(name, 8) for name in MOST_PARTS]
+    common = [(name, 8 if name in EIGHT else 2) for name in TINY if name not in WITHOUT_OWN_PARTS]
+    marked = [(pytest.mark.slow, each) for each in common] + [(pytest.mark.exhaustive, each) for each in rare]
+    return [pytest.param(TINY[name], number, id=f"{name}-{number}", marks=mark) for mark, (name, number) in marked]
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(("model", "devices"), cases())
+def test_one_device_and_several(make_config: MakeConfig, in_tmp_path: Path, model: AnyModel, devices: int) -> None:
     dropout = {name: 0.1 for name in type(model).model_fields if name.endswith("_pdrop")}
     small = change(model, **dropout, gradient_checkpointing=True)
     path = make_config(trainer={"train_batch_size": ROWS, "num_train_steps": STEPS, "steps_per_eval": STEPS})
     whole = yaml.safe_load(path.read_text())
     path.write_text(yaml.safe_dump({**whole, "model": small.model_dump(mode="json")}))
-    first, last = train(path, 1), train(path, 8 if model.type in EIGHT else 2)
+    first, last = train(path, 1), train(path, devices)
     assert first[0] == last[0]
     assert first[1].keys() == last[1].keys()
     assert not [name for name, bits in first[1].items() if bits != last[1][name]]

@@ -60,6 +60,7 @@ def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
     assert said.endswith("with all 4 microbatches of a device together. The numbers are the same")
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_nothing_is_said_where_all_fit_and_what_is_missing_where_none_does() -> None:
     assert chosen(CONFIG.trainer, lambda: round(planned(None) / 0.94)) == (4, "")

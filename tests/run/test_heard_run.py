@@ -32,6 +32,8 @@ from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
 from tests.conftest import lmt_environment
 
+pytestmark = pytest.mark.optimised
+
 CONFIG = Path(__file__).parents[2] / "configs" / "whisper_nano.yaml"
 SMALL = (
     *("data.source.rows=24", "data.source.validation_rows=6", "data.num_workers=0"),

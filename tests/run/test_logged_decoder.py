@@ -102,6 +102,7 @@ class TestDecoder:
         found = first_step(plan(functools.partial(decoder, **changes), decoder_loss))
         assert without_the_steps_own(found) == pytest.approx(recorded(), rel=1e-5)
 
+    @pytest.mark.optimised
     @pytest.mark.parametrize("devices", [2, 4])
     def test_the_bits_are_those_of_one_device(self, devices: int) -> None:
         one, several = (plan(decoder, decoder_loss, devices=n) for n in (1, devices))
@@ -118,6 +119,7 @@ class TestDecoder:
         with pytest.raises(UserError, match=r"'mlp_rms' .* cannot be logged here: pipeline_axis_size is not 1"):
             program.step.compile(BATCH)
 
+    @pytest.mark.optimised
     @pytest.mark.parametrize("axes", [{}, {"context_axis_size": 2}], ids=["alone", "context"])
     def test_layers_that_are_computed_one_by_one(self, axes: dict[str, int]) -> None:
         programs = [

@@ -19,8 +19,7 @@ import pytest
 from tests.conftest import lmt_command, lmt_environment
 from tests.run.conftest import MakeConfig
 
-pytestmark = pytest.mark.slow
-
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 STEPS = 12
 
 
@@ -54,6 +53,8 @@ def numbers(directory: Path) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in keys if key in line) for line in lines]
 
 
+@SLOW
+@pytest.mark.optimised
 def test_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
     watch = {"interval": 5, "include_per_parameter_norms": False, "watch_targets": ["params"]}
     config = make_config(
@@ -94,6 +95,8 @@ def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
     return int(found)
 
 
+@SLOW
+@pytest.mark.optimised
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process to kill in /proc")
 def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
     make_config: MakeConfig, tmp_path: Path
@@ -122,6 +125,7 @@ def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
     assert numbers(killed) == numbers(tmp_path / "one")
 
 
+@SLOW
 def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig, tmp_path: Path) -> None:
     """Here the first, at a run directory that is in use, where the other would wait for it."""
     config = make_config(trainer={"num_train_steps": 4})
@@ -135,13 +139,14 @@ def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig
     assert re.search(r"^\[1\] error: process 0 of 2 \(.+\) stopped: .*is in use by", printed, re.MULTILINE), printed
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("trainer.context_axis_size=2",),
-        ("trainer.context_axis_size=2", "trainer.determinism=fast"),
-        ("trainer.model_axis_size=2", "trainer.tensor_parallel_axes=[mlp,heads]"),
-        ("trainer.pipeline_axis_size=2", "trainer.per_device_parallelism=4"),
+        pytest.param(("trainer.context_axis_size=2",), marks=SLOW),
+        pytest.param(("trainer.context_axis_size=2", "trainer.determinism=fast"), marks=EXHAUSTIVE),
+        pytest.param(("trainer.model_axis_size=2", "trainer.tensor_parallel_axes=[mlp,heads]"), marks=EXHAUSTIVE),
+        pytest.param(("trainer.pipeline_axis_size=2", "trainer.per_device_parallelism=4"), marks=SLOW),
     ],
     ids=lambda overrides: " ".join(overrides),
 )
@@ -154,6 +159,8 @@ def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
 
+@SLOW
+@pytest.mark.optimised
 def test_turns_of_microbatches_are_the_same_in_two_processes(make_config: MakeConfig, tmp_path: Path) -> None:
     """Each process then needs rows that are no neighbours."""
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": "layerwise"})
@@ -163,6 +170,7 @@ def test_turns_of_microbatches_are_the_same_in_two_processes(make_config: MakeCo
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
 
+@SLOW
 def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
     config, overrides = make_config(trainer={"num_train_steps": 4}), ("trainer.context_axis_size=4",)
     (tmp_path / "three").mkdir()
@@ -174,7 +182,10 @@ def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_p
     assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stdout
 
 
-@pytest.mark.parametrize("determinism", ["elastic", "layerwise"])
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    "determinism", [pytest.param("elastic", marks=SLOW), pytest.param("layerwise", marks=EXHAUSTIVE)]
+)
 def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
     make_config: MakeConfig, tmp_path: Path, determinism: str
 ) -> None:

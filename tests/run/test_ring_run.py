@@ -20,6 +20,7 @@ optimizer: {type: adam, learning_rate: 1e-3, warmup: 0}
 
 
 @pytest.mark.slow
+@pytest.mark.optimised
 def test_a_run_in_a_ring_resumes_on_other_devices_with_equal_bits(run_lmt: RunLmt, tmp_path: Path) -> None:
     (tmp_path / "ring.yaml").write_text(CONFIG)
 

@@ -18,6 +18,7 @@ MODEL = {"seq_len": 128, "hidden_dim": 128, "num_layers": 1, "scan_layers": Fals
 TRAINER = {"train_batch_size": 32, "num_train_steps": 4, "checkpointer": {"keep": [{"every": 2}]}}
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 def test_a_run_keeps_the_threads_that_it_was_begun_with(
     make_config: MakeConfig, tmp_path: Path, run_lmt: RunLmt

@@ -109,6 +109,7 @@ def test_bits_are_equal_on_other_meshes(number: int) -> None:
     assert found is None, f"{run}: {found}"
 
 
+@pytest.mark.optimised
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axes"),

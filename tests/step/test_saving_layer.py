@@ -24,8 +24,8 @@ MIXED = {"mp": "p=f32,c=bfloat16"}
 SETTINGS = [
     False,
     "dots_no_batch",
-    pytest.param("dots", marks=pytest.mark.slow),
-    pytest.param({"save_block_internals": ["attention", "mlp"]}, marks=pytest.mark.slow),
+    pytest.param("dots", marks=[pytest.mark.slow, pytest.mark.optimised]),
+    pytest.param({"save_block_internals": ["attention", "mlp"]}, marks=[pytest.mark.slow, pytest.mark.optimised]),
 ]
 
 
