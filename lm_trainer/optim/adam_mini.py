@@ -12,7 +12,7 @@ Second moments keep the rank of their parameter, with 1 for the dimensions of a 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class AdamMiniConfig(OptimizerConfig):
     Blocks: a head of queries or keys; an output of any other linear map; a token or position of a table or head.
     Biases and scales of norms keep a second moment for each number, as in AdamW.
     """
+
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["mini"] = "mini"
     weight_decay: NonNegativeFloat = 0.0

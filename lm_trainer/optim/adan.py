@@ -15,6 +15,7 @@ class AdanConfig(OptimizerConfig):
     """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW."""
 
     elementwise_transform: ClassVar[bool] = True
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("n",)
 
     type: Literal["adan"] = "adan"
     learning_rate: PositiveFloat = 6e-4

@@ -17,6 +17,7 @@ class AdoptConfig(OptimizerConfig):
     """
 
     elementwise_transform: ClassVar[bool] = True
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["adopt"] = "adopt"
     beta1: float = Field(default=0.9, ge=0, lt=1)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
-from lm_trainer.optim.low_precision import keep_in_bfloat16
+from lm_trainer.optim.low_precision import keep_in_bfloat16, keep_in_float8
 from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Params
 from lm_trainer.optim.skip import SkipStepConfig, skip_bad_steps
@@ -35,6 +35,9 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     """True if `transform` computes each number's update from its own gradient and state and given scalars alone."""
     weights_in_state: ClassVar[bool] = False
     """True if the state holds weights, which need all their digits."""
+    squares_in_state: ClassVar[tuple[str, ...] | None] = None
+    """The fields of the state of `transform` that hold averages of squares, for `state_dtype: float8`; None where its
+    state does not bear 8 bits."""
 
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, multiplied by the learning rate."""
@@ -56,15 +59,27 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
     """Skips steps whose loss or gradient norm is much larger than in the steps before, or not finite. true: with the
     defaults; a number: with a history of that many steps. The run still stops at a loss or gradient that is not finite
     while trainer.crash_on_nan and trainer.crash_on_inf say so."""
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
     """The dtype of the optimizer's arrays of the size of the parameters. bfloat16 halves their memory; they are rounded
     up or down by chance, so that small changes are not lost, and computed with in float32. Smaller arrays stay as they
-    are, and with trainer.mp `p=bfloat16` all are bfloat16 anyway."""
+    are, and with trainer.mp `p=bfloat16` all are bfloat16 anyway. float8 quarters it, where the
+    optimizer can do with it: 8 bits, and one byte more for every 32 numbers (MXFP8 of the OCP Microscaling
+    specification 1.0; squares without a sign), rounded in the same way. Weights of less than 4096 numbers, biases and
+    scales of norms keep float32."""
 
     @model_validator(mode="after")
     def _weights_keep_their_digits(self) -> Self:
         if self.weights_in_state and self.state_dtype != "float32":
-            raise ValueError("its state holds weights, which bfloat16 would spoil; remove state_dtype")
+            raise ValueError(f"its state holds weights, which {self.state_dtype} would spoil; remove state_dtype")
+        return self
+
+    @model_validator(mode="after")
+    def _state_bears_8_bits(self) -> Self:
+        if self.state_dtype == "float8" and self.squares_in_state is None:
+            able = ", ".join(sorted(_bearing_8_bits(OptimizerConfig)))
+            raise ValueError(
+                f"its state cannot be kept in 8 bits: write state_dtype: bfloat16, or take one of {able} for float8"
+            )
         return self
 
     @field_validator("weight_decay_modules")
@@ -105,6 +120,8 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         # Skipping is outermost: a skipped step must leave no trace in any state, that of the rounding included.
         if self.state_dtype == "bfloat16":
             whole = keep_in_bfloat16(whole)
+        elif self.state_dtype == "float8":
+            whole = keep_in_float8(whole, params, self.squares_in_state or ())
         if self.skip_bad_steps is False:
             return whole
         return skip_bad_steps(whole, SkipStepConfig.parse(self.skip_bad_steps))
@@ -157,6 +174,14 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
         return {f"optim/{name}": value for name, value in fields.items() if value is not None}
+
+
+def _bearing_8_bits(kind: type[OptimizerConfig]) -> Iterator[str]:
+    """The types of the optimizers below `kind` that take `state_dtype: float8`."""
+    for below in kind.__subclasses__():
+        if below.squares_in_state is not None and "type" in below.model_fields:
+            yield below.model_fields["type"].default
+        yield from _bearing_8_bits(below)
 
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:

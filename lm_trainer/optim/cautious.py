@@ -21,6 +21,7 @@ class CautiousConfig(OptimizerConfig):
 
     # The share of numbers that agree is computed from a count of integers, which is exact in any order.
     elementwise_transform: ClassVar[bool] = True
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["cautious"] = "cautious"
     beta1: float = Field(default=0.95, ge=0, lt=1)

@@ -15,6 +15,7 @@ class LionConfig(OptimizerConfig):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2)."""
 
     elementwise_transform: ClassVar[bool] = True
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["lion"] = "lion"
     learning_rate: PositiveFloat = 6e-4

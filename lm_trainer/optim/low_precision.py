@@ -1,21 +1,33 @@
-"""Optimizer state in half the memory."""
+"""Optimizer state in half the memory, and in a quarter of it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode
+from lm_trainer.optim.params import Param, Params
+
+_LEAST_SIZE = 4096
+"""Numbers of a weight from which on its state is kept in 8 bits; it is the bound of bitsandbytes and torchao."""
+_BLOCK = 32
+"""Numbers in a block, as in MXFP8."""
+_SHARDS = 8
+"""Shards whose edges are edges of blocks wherever the length allows: the default of `trainer.elastic_shards`."""
+
 
 class LowPrecisionState(NamedTuple):
-    """State of a rule in half the memory."""
+    """State of a rule in less memory."""
 
     count: jax.Array
     """int32 [], updates so far."""
     inner: Any
-    """The rule's own state, its arrays that are like parameters in bfloat16."""
+    """The rule's own state, its arrays that are like parameters in bfloat16 or as `BlockFloats`."""
 
 
 def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
@@ -35,9 +47,7 @@ def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.Gradi
     def update(updates: Any, state: LowPrecisionState, params: Any = None, /, **extra_args: Any) -> tuple[Any, Any]:
         widened = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, state.inner)
         updates, inner = rule.update(updates, widened, params, **extra_args)
-        # The chance follows from the number of the update and the place of the array alone, so that a resumed run, and
-        # one on another mesh, rounds as this one.
-        key = jax.random.fold_in(jax.random.key(0), state.count)
+        key = _key(state.count)
         old, structure = jax.tree.flatten(state.inner)
         new = [
             round_by_chance(x, jax.random.fold_in(key, i)) if before.dtype == jnp.bfloat16 else x
@@ -46,6 +56,83 @@ def keep_in_bfloat16(rule: optax.GradientTransformationExtraArgs) -> optax.Gradi
         return updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def keep_in_float8(
+    rule: optax.GradientTransformationExtraArgs, params: Params, squares: Collection[str]
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps a rule: it computes in float32, but its arrays in the shape of a large weight rest in 8 bits.
+
+    They are rounded by chance, as in `keep_in_bfloat16`.
+
+    Args:
+        rule: keeps such arrays in dicts under the parameter's name, in a field of a named tuple.
+        params: all that it updates.
+        squares: names of the fields that hold averages of squares. They have no sign and need the exponents of a
+            square, and those that are not 0 stay so, because an update is divided by their root.
+    """
+    blocks = {name: _blocks(param) for name, param in params.items()}
+
+    def kept(path: tuple[Any, ...]) -> tuple[Format, Blocks, tuple[int, ...]] | None:
+        names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in params]
+        fields = [part.name for part in path if isinstance(part, jax.tree_util.GetAttrKey)]
+        if not names or not fields:
+            return None
+        found = blocks[names[-1]]
+        form = UNSIGNED if fields[-1] in squares else SIGNED
+        return None if found is None else (form, found, params[names[-1]].shape)
+
+    def stored(path: tuple[Any, ...], x: jax.Array, key: jax.Array | None) -> jax.Array | BlockFloats:
+        how = kept(path)
+        if how is None or x.shape != how[2]:
+            return x
+        chance = jnp.zeros(x.shape, jnp.uint16) if key is None else jax.random.bits(key, x.shape, jnp.uint16)
+        return encode(x.astype(jnp.float32), how[0], how[1], chance)
+
+    def init(weights: Any) -> LowPrecisionState:
+        inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
+        inner = jax.tree_util.tree_map_with_path(lambda path, x: stored(path, x, None), inner)
+        return LowPrecisionState(jnp.zeros((), jnp.int32), inner)
+
+    def update(updates: Any, state: LowPrecisionState, weights: Any = None, /, **extra_args: Any) -> tuple[Any, Any]:
+        old, structure = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=_is_coded)
+        widened = [decode(x, *how[:2]) if _is_coded(x) and (how := kept(path)) else x for path, x in old]
+        updates, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
+        key, leaves = _key(state.count), structure.flatten_up_to(inner)
+        new = [
+            stored(path, x, jax.random.fold_in(key, i)) if _is_coded(before) else x
+            for i, ((path, before), x) in enumerate(zip(old, leaves, strict=True))
+        ]
+        return updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _is_coded(x: Any) -> bool:
+    return isinstance(x, BlockFloats)
+
+
+def _blocks(param: Param) -> Blocks | None:
+    """The blocks of the state of a parameter; None for one that is too small, and for vectors.
+
+    They lie along the longest axis of a weight but the last, along which processors compute at once. An axis that can
+    be cut in 8 is cut between blocks, so that no device needs numbers of another for the largest of a block.
+    """
+    lead, last = param.lead, len(param.shape) - 1
+    if param.role == "vector" or math.prod(param.shape[lead:]) < _LEAST_SIZE:
+        return None
+    axis = max(range(lead, last), key=lambda i: param.shape[i])
+    length = param.shape[axis]
+    # `n & -n` is the largest power of two that divides n.
+    even = (length & -length) // _SHARDS
+    return Blocks(axis, even if _SHARDS <= even < _BLOCK else _BLOCK)
+
+
+def _key(count: jax.Array) -> jax.Array:
+    """The chance of an update: it follows from its number alone (and the place of the array, which is folded in), so
+    that a resumed run, and one on another mesh, rounds as this one.
+    """
+    return jax.random.fold_in(jax.random.key(0), count)
 
 
 def round_by_chance(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ class MarsConfig(OptimizerConfig):
     """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithms 1 and 2), in the approximate form: in place of the
     gradient of this batch at the weights before, which would cost a second gradient, it takes the gradient before.
     """
+
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["mars"] = "mars"
     learning_rate: PositiveFloat = 6e-4

@@ -27,6 +27,7 @@ class MuonConfig(OptimizerConfig):
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["muon"] = "muon"
     learning_rate: PositiveFloat = 0.02

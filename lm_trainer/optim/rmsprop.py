@@ -19,6 +19,7 @@ class RmsPropConfig(OptimizerConfig):
 
     renamed_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.renamed_keys, "eps": "epsilon"}
     elementwise_transform: ClassVar[bool] = True
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
 
     type: Literal["rmsprop"] = "rmsprop"
     beta1: float = Field(default=0.9, ge=0, lt=1)

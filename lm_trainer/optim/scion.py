@@ -19,6 +19,7 @@ class ScionConfig(OptimizerConfig):
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["scion"] = "scion"
     learning_rate: PositiveFloat = 0.02

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from lm_trainer.parallel.mesh import spec_axes
 from lm_trainer.parallel.sharding import ParamSharding
 
 _STACK_DIMS = 3
+_BLOCK_EXPONENTS = jax.tree_util.GetAttrKey("block_exponents")
+"""The end of the path of such an array: see `lm_trainer.optim.block_float`."""
 
 
 class TrainedShardings(NamedTuple):
@@ -42,8 +45,9 @@ def plan_state_sharding(
     param_shardings: Mapping[str, ParamSharding],
     mesh: Mesh,
 ) -> StateSharding:
-    """Moments, found by name and shape, lie as their parameters do. Stacks of matrices that belong to a parameter are
-    cut along the stack, where parameters are cut at all; everything else of the optimizer is replicated.
+    """Moments, found by name and shape, lie as their parameters do, and so do the exponents of their blocks, along each
+    axis that has enough of them. Stacks of matrices that belong to a parameter are cut along the stack, where
+    parameters are cut at all; everything else of the optimizer is replicated.
 
     Args:
         trainable: the parameters that the optimizer updates.
@@ -62,12 +66,22 @@ def plan_state_sharding(
         name = keys[-1] if keys and keys[-1] in params else None
         if name is not None and leaf.shape == trainable[name].shape:
             return params[name]
+        if name is not None and path[-1] == _BLOCK_EXPONENTS:
+            return _cut_alike(params[name], leaf.shape)
         # Factors and bases of a parameter's blocks are as many numbers as the parameter. Other statistics are few.
         return stacked if name is not None and _is_stack(leaf, mesh.shape["data"]) else replicated
 
     # Shapes alone, since a large optimizer state would not fit on one device.
     opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(tx.init, dict(trainable)))
     return StateSharding(mesh, param_shardings, TrainedShardings(params, opt_state), storage)
+
+
+def _cut_alike(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of an array of this shape, cut along the same axes wherever their sizes can be cut so."""
+    mesh, spec = sharding.mesh, sharding.spec
+    pieces = [math.prod(mesh.shape[axis] for axis in spec_axes(entry)) for entry in spec]
+    entries = [None if size % n else entry for size, n, entry in zip(shape, pieces, spec, strict=False)]
+    return NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def _is_stack(leaf: Any, pieces: int) -> bool:

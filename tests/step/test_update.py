@@ -41,6 +41,14 @@ SMALL: Shapes = {
     "c.weight": ((33, 20), ("embed", "mlp")),
 }
 """Shapes whose halves are compiled to other instructions than the whole."""
+LARGE: Shapes = {
+    "even.weight": ((2, 256, 72), ("layers", "embed", "mlp")),
+    "across.weight": ((2, 72, 256), ("layers", "mlp", "embed")),
+    "uneven.weight": ((200, 40), ("embed", "mlp")),
+    "short.tokens": ((161, 64), ("vocab", "embed")),
+    "scale": ((64,), ("embed",)),
+}
+"""Weights whose state is kept in blocks of 8 bits: cut between blocks, across them, inside of them, and with a short one."""
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 CONFIGS: list[Optimizer] = [
     *(member() for member in MEMBERS),
@@ -56,9 +64,11 @@ CONFIGS: list[Optimizer] = [
 ]
 
 
-def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES) -> str:
-    mesh = build_mesh(MeshShape(), jax.devices()[:devices])
-    rules = {"embed": ("data",)} if fsdp else {}
+def updated(
+    config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES, axis: str = "embed", tensor: int = 1
+) -> str:
+    mesh = build_mesh(MeshShape(model=tensor), jax.devices()[:devices])
+    rules = {axis: ("data",)} if fsdp else {}
     param_shardings = plan_shardings(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
     tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
