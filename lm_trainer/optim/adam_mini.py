@@ -32,7 +32,8 @@ class AdamMiniConfig(OptimizerConfig):
     Biases and scales of norms keep a second moment for each number, as in AdamW.
     """
 
-    squares_in_state: ClassVar[tuple[str, ...] | None] = ("nu",)
+    # Its squares are those of blocks, and vectors keep their digits.
+    squares_in_state: ClassVar[tuple[str, ...] | None] = ()
 
     type: Literal["mini"] = "mini"
     weight_decay: NonNegativeFloat = 0.0

@@ -78,6 +78,11 @@ class Format:
     """Mantissa of the largest code."""
 
     @property
+    def largest(self) -> int:
+        """The largest code."""
+        return ((self.highest - self.lowest + 1) << _KEPT) + self.top
+
+    @property
     def nan(self) -> int:
         """The code of what is not finite."""
         return 0x7F if self.signed else 0xFF
@@ -92,13 +97,23 @@ SIGNED = Format(signed=True, lowest=-6, highest=8, top=0b110)
 UNSIGNED = Format(signed=False, lowest=-14, highest=15, top=0b111)
 
 
-def encode(x: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> BlockFloats:
+def shared_exponents(x: jax.Array, form: Format, blocks: Blocks) -> jax.Array:
+    """The exponents of the blocks of a float32 array, as `BlockFloats.block_exponents`."""
+    magnitude = jax.lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
+    largest = blocks.largest(jnp.where(magnitude >> _MANTISSA != _INFINITE, magnitude, 0))
+    # Where the mantissa of the largest number is above that of the largest code, the exponent takes the carry.
+    carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _KEPT))
+    return jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent).astype(jnp.uint8)
+
+
+def encode(x: jax.Array, shared: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> BlockFloats:
     """Rounds each number to one of the two codes around it.
 
     An unsigned number that is not 0 becomes no 0, but the least code: the root of a second moment is divided by.
 
     Args:
         x: float32; negative numbers of an unsigned format are taken as positive, and what is not finite becomes NaN.
+        shared: `shared_exponents` of `x`.
         form: of the codes.
         blocks: in `x`.
         chance: uint16 in the shape of `x`; 0 rounds towards 0. Uniform, it makes the mean of the code's number exact up
@@ -108,17 +123,14 @@ def encode(x: jax.Array, form: Format, blocks: Blocks, chance: jax.Array) -> Blo
     sign, magnitude = bits >> 31, bits & 0x7FFFFFFF
     exponent = (magnitude >> _MANTISSA).astype(jnp.int32)
     finite = exponent != _INFINITE
-    # Where the mantissa of the largest number is above that of the largest code, the exponent takes the carry.
-    carry = (1 << _MANTISSA) - 1 - (form.top << (_MANTISSA - _KEPT))
-    largest = blocks.largest(jnp.where(finite, magnitude, 0))
-    shared = jnp.maximum((largest + carry) >> _MANTISSA, form.least_exponent)
     # In numbers of the code: its exponent, not below the lowest, and its mantissa with the bits of chance behind it.
     own = exponent - blocks.spread(shared, x.shape[blocks.axis]).astype(jnp.int32) + form.highest - form.lowest
     mantissa = (magnitude & ((1 << _MANTISSA) - 1)) | jnp.where(exponent > 0, 1 << _MANTISSA, 0).astype(jnp.uint32)
     # A shift by as many bits as there are, or more, is undefined.
     away = jnp.minimum(_MANTISSA - _KEPT - _CHANCE + jnp.maximum(-own, 0), 31).astype(jnp.uint32)
     rounded = ((mantissa >> away) + chance) >> _CHANCE
-    code = (jnp.maximum(own, 0).astype(jnp.uint32) << _KEPT) + rounded
+    # `shared` may have been computed by another program's rounding, and be too small by a last digit.
+    code = jnp.minimum((jnp.maximum(own, 0).astype(jnp.uint32) << _KEPT) + rounded, form.largest)
     if not form.signed:
         code = jnp.maximum(code, (magnitude > 0).astype(jnp.uint32))
     code = jnp.where(finite, code, form.nan)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode
+from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
 from lm_trainer.optim.params import Param, Params
 
 _LEAST_SIZE = 4096
@@ -73,37 +73,46 @@ def keep_in_float8(
     """
     blocks = {name: _blocks(param) for name, param in params.items()}
 
-    def kept(path: tuple[Any, ...]) -> tuple[Format, Blocks, tuple[int, ...]] | None:
+    def kept(path: tuple[Any, ...], x: jax.Array) -> tuple[Format, Blocks] | None:
         names = [part.key for part in path if isinstance(part, jax.tree_util.DictKey) and part.key in params]
         fields = [part.name for part in path if isinstance(part, jax.tree_util.GetAttrKey)]
-        if not names or not fields:
+        if not names or not fields or x.shape != params[names[-1]].shape:
             return None
         found = blocks[names[-1]]
-        form = UNSIGNED if fields[-1] in squares else SIGNED
-        return None if found is None else (form, found, params[names[-1]].shape)
-
-    def stored(path: tuple[Any, ...], x: jax.Array, key: jax.Array | None) -> jax.Array | BlockFloats:
-        how = kept(path)
-        if how is None or x.shape != how[2]:
-            return x
-        chance = jnp.zeros(x.shape, jnp.uint16) if key is None else jax.random.bits(key, x.shape, jnp.uint16)
-        return encode(x.astype(jnp.float32), how[0], how[1], chance)
+        return None if found is None else (UNSIGNED if fields[-1] in squares else SIGNED, found)
 
     def init(weights: Any) -> LowPrecisionState:
+        def stored(path: tuple[Any, ...], x: jax.Array) -> jax.Array | BlockFloats:
+            how = kept(path, x)
+            return x if how is None else encode(x, shared_exponents(x, *how), *how, jnp.zeros(x.shape, jnp.uint16))
+
         inner = rule.init(jax.tree.map(lambda p: p.astype(jnp.float32), weights))
-        inner = jax.tree_util.tree_map_with_path(lambda path, x: stored(path, x, None), inner)
-        return LowPrecisionState(jnp.zeros((), jnp.int32), inner)
+        return LowPrecisionState(jnp.zeros((), jnp.int32), jax.tree_util.tree_map_with_path(stored, inner))
 
     def update(updates: Any, state: LowPrecisionState, weights: Any = None, /, **extra_args: Any) -> tuple[Any, Any]:
         old, structure = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=_is_coded)
-        widened = [decode(x, *how[:2]) if _is_coded(x) and (how := kept(path)) else x for path, x in old]
-        updates, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
-        key, leaves = _key(state.count), structure.flatten_up_to(inner)
-        new = [
-            stored(path, x, jax.random.fold_in(key, i)) if _is_coded(before) else x
-            for i, ((path, before), x) in enumerate(zip(old, leaves, strict=True))
-        ]
-        return updates, LowPrecisionState(state.count + 1, structure.unflatten(new))
+        hows = [kept(path, x.codes) if _is_coded(x) else None for path, x in old]
+
+        def computed(leaves: list[Any]) -> tuple[Any, list[Any]]:
+            widened = [x if how is None else decode(x, *how) for x, how in zip(leaves, hows, strict=True)]
+            done, inner = rule.update(updates, structure.unflatten(widened), weights, **extra_args)
+            return done, structure.flatten_up_to(inner)
+
+        # Computed twice: a number is rounded once the largest of its block is known, and kept until then all would be
+        # in memory in float32 at once. The barrier keeps compilers from finding that both are the same.
+        _, first = computed([x for _, x in old])
+        shared = [None if how is None else shared_exponents(x, *how) for x, how in zip(first, hows, strict=True)]
+        done, second = computed(jax.lax.optimization_barrier([x for _, x in old]))
+        key = _key(state.count)
+
+        def stored(i: int, x: jax.Array) -> jax.Array | BlockFloats:
+            how, exponents = hows[i], shared[i]
+            if how is None or exponents is None:
+                return x
+            return encode(x, exponents, *how, jax.random.bits(jax.random.fold_in(key, i), x.shape, jnp.uint16))
+
+        new = [stored(i, x) for i, x in enumerate(second)]
+        return done, LowPrecisionState(state.count + 1, structure.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 

@@ -9,14 +9,20 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from lm_trainer.optim import (
     AdamConfig,
+    AdanConfig,
+    AdoptConfig,
     AnyOptimizer,
+    CautiousConfig,
+    LionConfig,
     MuonConfig,
     Optimizer,
     OptimizerConfig,
     Param,
+    RmsPropConfig,
     ScheduleFreeConfig,
     from_optax,
 )
@@ -64,10 +70,8 @@ CONFIGS: list[Optimizer] = [
 ]
 
 
-def updated(
-    config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES, axis: str = "embed", tensor: int = 1
-) -> str:
-    mesh = build_mesh(MeshShape(model=tensor), jax.devices()[:devices])
+def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES, axis: str = "embed") -> str:
+    mesh = build_mesh(MeshShape(), jax.devices()[:devices])
     rules = {axis: ("data",)} if fsdp else {}
     param_shardings = plan_shardings(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
@@ -115,3 +119,46 @@ def test_the_update_has_the_same_bits_on_every_mesh(config: Optimizer) -> None:
 def test_products_are_rounded_alike_in_halves_and_in_the_whole() -> None:
     config = ScheduleFreeConfig()
     assert updated(config, 2, True, SMALL) == updated(config, 1, True, SMALL)
+
+
+IN_8_BITS = (AdamConfig, LionConfig, CautiousConfig, AdoptConfig, AdanConfig, RmsPropConfig)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meshes"),
+    [
+        pytest.param(AdamConfig, [(2, "embed"), (8, "mlp")], id="adam"),
+        *(
+            pytest.param(
+                kind,
+                [(d, axis) for d in (2, 3, 4, 8) for axis in ("embed", "mlp")],
+                id=kind().type,
+                marks=pytest.mark.slow,
+            )
+            for kind in IN_8_BITS
+        ),
+    ],
+)
+def test_blocks_of_8_bits_are_the_same_on_every_mesh(
+    kind: type[OptimizerConfig], meshes: list[tuple[int, str]]
+) -> None:
+    config = kind.model_validate({"state_dtype": "float8", "skip_bad_steps": 4})
+    reference = updated(config, 1, True, LARGE)
+    for devices, axis in meshes:
+        assert updated(config, devices, True, LARGE, axis) == reference, (devices, axis)
+    assert updated(config.model_copy(update={"state_dtype": "float32"}), 1, True, LARGE) != reference
+
+
+def test_exponents_of_blocks_lie_as_the_weights_where_there_are_enough() -> None:
+    mesh = build_mesh(MeshShape(), jax.devices()[:4])
+    layouts = plan_shardings(LARGE, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
+    tx = AdamConfig(state_dtype="float8").build({name: Param(name, *shape) for name, shape in LARGE.items()})
+    like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in LARGE.items()}
+    state = plan_state_sharding(like, tx, layouts, mesh).trained.opt_state
+    found = {name: x.block_exponents.spec for name, x in state.inner[1][0].nu.items() if name != "scale"}
+    assert found == {
+        "even.weight": PartitionSpec(None, "data", None),
+        "across.weight": PartitionSpec(None, None, "data"),
+        "uneven.weight": PartitionSpec(None, None),  # 7 blocks
+        "short.tokens": PartitionSpec(None, "data"),
+    }
