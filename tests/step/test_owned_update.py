@@ -31,6 +31,16 @@ PARAMS = {
         ("final.scale", (16,), ("embed",)),
     )
 }
+LARGE = {
+    name: Param(name, shape, axes)
+    for name, shape, axes in (
+        ("blocks.0.up.weight", (3, 64, 72), ("layers", "embed", "mlp")),
+        ("blocks.0.out.weight", (3, 3, 32, 48), ("layers", "heads", "head_size", "embed")),
+        ("embed.tokens", (97, 48), ("vocab", "embed")),
+        ("final.scale", (16,), ("embed",)),
+    )
+}
+"""Weights whose state is kept in 8 bits where it may be."""
 BY_TYPE = {member.model_fields["type"].default: member() for member in MEMBERS}
 TOGETHER = ("mars",)
 """Optimizers that compute something over all parameters."""
@@ -41,17 +51,19 @@ CONFIGS: list[OptimizerConfig] = [
 UPDATES = 4
 
 
-def run(config: Optimizer, devices: int, *, owned: bool = True) -> tuple[str, dict[str, np.ndarray], Any]:
+def run(
+    config: Optimizer, devices: int, *, owned: bool = True, params: dict[str, Param] = PARAMS
+) -> tuple[str, dict[str, np.ndarray], Any]:
     """A hash of all bits after some updates, the parameters, and what the last update reports."""
     mesh = build_mesh(MeshShape(), jax.devices()[:devices])
-    leaves = {name: (param.shape, param.axes) for name, param in PARAMS.items()}
+    leaves = {name: (param.shape, param.axes) for name, param in params.items()}
     layouts = plan_shardings(leaves, mesh, param_rules={"embed": ("data",)}, compute_rules={}, max_shards=8)
-    shapes = {name: jax.ShapeDtypeStruct(param.shape, np.float32) for name, param in PARAMS.items()}
-    tx = config.build(PARAMS)
+    shapes = {name: jax.ShapeDtypeStruct(param.shape, np.float32) for name, param in params.items()}
+    tx = config.build(params)
     sharding = plan_state_sharding(shapes, tx, layouts, mesh)
     update: Any = ReplicatedUpdate(make_update(config, tx), sharding.trained, mesh)
     if owned:
-        update = owned_update(config, PARAMS, tx, shapes, sharding.trained, mesh)
+        update = owned_update(config, params, tx, shapes, sharding.trained, mesh)
         assert isinstance(update, OwnedUpdate)
     rng = np.random.default_rng(0)
 
@@ -59,15 +71,15 @@ def run(config: Optimizer, devices: int, *, owned: bool = True) -> tuple[str, di
         drawn = {name: rng.standard_normal(x.shape).astype(np.float32) for name, x in shapes.items()}
         return {name: jax.device_put(x, sharding.trained.params[name]) for name, x in drawn.items()}
 
-    params, metrics, digest = values(), None, hashlib.sha256()
-    state = jax.jit(tx.init, out_shardings=sharding.trained.opt_state)(params)
+    weights, metrics, digest = values(), None, hashlib.sha256()
+    state = jax.jit(tx.init, out_shardings=sharding.trained.opt_state)(weights)
     for step in range(UPDATES):
         given = {"loss": 7.3, "weight": 3.1, "squares": 1e4, "learning_rate": 1e-3 * (step + 1)}
         scalars = {name: replicate(np.float32(x), mesh) for name, x in given.items()}
-        params, state, metrics = update(params, state, values(), None, scalars)
-        for leaf in jax.tree.leaves((params, state, metrics)):
+        weights, state, metrics = update(weights, state, values(), None, scalars)
+        for leaf in jax.tree.leaves((weights, state, metrics)):
             digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest(), {name: np.asarray(x) for name, x in params.items()}, jax.tree.map(float, metrics)
+    return digest.hexdigest(), {name: np.asarray(x) for name, x in weights.items()}, jax.tree.map(float, metrics)
 
 
 def kind(config: Optimizer) -> str:
@@ -88,6 +100,18 @@ def test_each_weight_is_updated_as_among_all(config: OptimizerConfig) -> None:
     loose = isinstance(config, KronConfig) or config.state_dtype == "bfloat16"
     for name, x in whole.items():
         np.testing.assert_allclose(params[name], x, rtol=1e-5, atol=1e-2 if loose else 1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "scion", "mini"])
+def test_state_in_8_bits_is_updated_weight_by_weight(name: str) -> None:
+    config = BY_TYPE[name].model_validate({"type": name, "state_dtype": "float8", "skip_bad_steps": 4})
+    digest, params, _ = run(config, 1, params=LARGE)
+    assert run(config, 2, params=LARGE)[0] == digest
+    assert run(config, 4, params=LARGE)[0] == digest
+    _, whole, _ = run(config, 1, owned=False, params=LARGE)
+    for weight, x in whole.items():
+        np.testing.assert_allclose(params[weight], x, rtol=1e-5, atol=1e-2, err_msg=weight)
 
 
 def test_a_rule_over_several_weights_is_left_as_it_is() -> None:
