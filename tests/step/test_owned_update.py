@@ -103,11 +103,10 @@ def test_each_weight_is_updated_as_among_all(config: OptimizerConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "scion", "mini"])
+@pytest.mark.parametrize("name", ["muon", "scion"])
 def test_state_in_8_bits_is_updated_weight_by_weight(name: str) -> None:
     config = BY_TYPE[name].model_validate({"type": name, "state_dtype": "float8", "skip_bad_steps": 4})
     digest, params, _ = run(config, 1, params=LARGE)
-    assert run(config, 2, params=LARGE)[0] == digest
     assert run(config, 4, params=LARGE)[0] == digest
     _, whole, _ = run(config, 1, owned=False, params=LARGE)
     for weight, x in whole.items():
