@@ -1,15 +1,18 @@
-"""Hashes of the program of a microbatch on chips and meshes of TPU slices, as the TPU's own compiler writes it.
+"""Hashes of the programs that no mesh may change, on TPU slices, as the TPU's own compiler has them.
 
     python -m benchmarks.program_hashes --out benchmarks/results/compiled/hashes.md
 
-`determinism: elastic` rests on their being equal on every slice of a generation. Needs the package libtpu and no TPU.
+`determinism: elastic` and `layerwise` rest on their being equal on every slice of a generation. Needs the package
+libtpu and no TPU; some ten minutes of processor time.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,33 +28,86 @@ from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.program import build_program
 
-SLICES = ("v5e:2x2", "v5e:4x4", "v5p:2x2x1", "v5p:4x4x4", "v6e:2x2", "v6e:4x4", "v4:2x2x1", "v4:4x4x4")
-MESHES = {"first chip": [0], "fourth chip": [3], "four chips": [0, 1, 2, 3]}
-"""Mesh -> its chips among those of the first host."""
+SLICES = ("v5e:2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:2x4", "v4:2x2x1", "v4:2x2x2")
+COUNTS = (1, 4, 16)
+"""Chips of the meshes, as far as the slice has them: its first ones. Alone also the last one of the first host."""
+PROGRAMS = {
+    "elastic": ("microbatch",),
+    "layerwise": ("enter", "layer 0", "leave gradient", "layer 0 gradient", "enter gradient"),
+}
+"""Determinism -> its programs that compute, and not only move or add over devices."""
 LENGTH = 256
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": 128, "intermediate_dim": 256, "num_layers": 2,
          "num_heads": 2, "num_kv_heads": 2, "scan_layers": True, "gradient_checkpointing": True}  # fmt: skip
-TRAINER = {"train_batch_size": 8, "per_device_parallelism": 2, "mp": "p=f32,c=bfloat16", "determinism": "elastic"}
+TRAINER = {"train_batch_size": 32, "per_device_parallelism": 2, "mp": "p=f32,c=bfloat16"}
+Hashes = dict[str, set[str]]
+"""Name of a program -> its hashes on all meshes of a slice."""
 
 
-def microbatch_hash(devices: list[Any]) -> str:
-    """The hash of the program that computes a microbatch on a mesh of `devices`."""
+class Warnings(logging.Handler):
+    """Collects what is logged when the devices of one mesh have different programs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def meshes(devices: list[Any]) -> Iterator[list[Any]]:
+    """The chips of each mesh that is compiled for."""
+    # A process compiles for the chips of its own host alone.
+    yield [device for device in devices if device.process_index == devices[0].process_index][-1:]
+    for count in COUNTS:
+        if count <= len(devices):
+            yield devices[:count]
+    if len(devices) not in COUNTS:
+        yield devices
+
+
+def program_hashes(determinism: str, devices: list[Any]) -> Iterator[tuple[str, str]]:
+    """Names and hashes of the programs on a mesh of `devices`."""
     with compiling_for("tpu"):
-        step = build_program(config_of({"model": MODEL, "trainer": TRAINER}), VOCAB, devices).step
+        config = config_of({"model": MODEL, "trainer": {**TRAINER, "determinism": determinism}})
+        step = build_program(config, VOCAB, devices).step
         phases = step.phases(random_batch(1, LENGTH, VOCAB), step.plans.at(0), "tpu")
-        return next(p.program for p in phases if p.program.name == "microbatch").compile().fingerprint()
+        programs = {phase.program.name: phase.program for phase in phases}
+        for name in PROGRAMS[determinism]:
+            yield name, programs[name].compile().fingerprint()
 
 
-def report(found: dict[str, list[str]]) -> Iterator[str]:
-    yield "# Hashes of a microbatch's program by the TPU's own compiler"
+def hashes_of(topology: str) -> Hashes:
+    found: Hashes = defaultdict(set)
+    devices = list(target_devices(parse_devices(topology)))
+    for mesh in meshes(devices):
+        for determinism in PROGRAMS:
+            for name, program in program_hashes(determinism, mesh):
+                found[name].add(program)
+    return found
+
+
+def report(found: Mapping[str, Hashes], warned: list[str]) -> Iterator[str]:
+    names = [name for of in PROGRAMS.values() for name in of]
+    yield "# Hashes of programs that no mesh may change, by the TPU's own compiler"
     yield ""
     yield f"libtpu {version('libtpu')}, jax {jax.__version__}: `python -m benchmarks.program_hashes --out FILE`."
-    yield "A small Llama, `determinism: elastic`. Those of one generation are to be equal, on every slice and mesh."
     yield ""
-    yield f"| slice | {' | '.join(MESHES)} |"
-    yield "|---|" + "---|" * len(MESHES)
+    yield "A small Llama. `microbatch` is that of `determinism: elastic`, the others are those of `layerwise`. Each is"
+    yield "compiled for one chip, four chips and all chips of the slice, there for every chip of the first host, and"
+    yield "for the last chip of that host alone. A cell has the hashes of all these meshes: one where they are equal."
+    yield ""
+    yield f"| slice | {' | '.join(names)} |"
+    yield "|---|" + "---|" * len(names)
     for topology, hashes in found.items():
-        yield f"| {topology} | {' | '.join(hashes)} |"
+        yield f"| {topology} | {' | '.join(', '.join(sorted(hashes[name])) for name in names)} |"
+    yield ""
+    for generation in dict.fromkeys(topology.split(":")[0] for topology in found):
+        of = [hashes for topology, hashes in found.items() if topology.startswith(f"{generation}:")]
+        differ = [name for name in names if len(set[str]().union(*(hashes[name] for hashes in of))) > 1]
+        yield f"- {generation}: " + (f"{', '.join(differ)} differ" if differ else "each program is one on all slices")
+    yield ""
+    yield f"Meshes with several programs for one computation: {len(warned) or 'none'}."
 
 
 def main() -> None:
@@ -59,12 +115,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the report")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[str]] = {}
+    warnings = Warnings()
+    logging.getLogger("lm_trainer.step.executable").addHandler(warnings)
+    found: dict[str, Hashes] = {}
     for topology in SLICES:
-        devices = target_devices(parse_devices(topology))
-        found[topology] = [microbatch_hash([devices[at] for at in places]) for places in MESHES.values()]
-        given.out.write_text("\n".join(report(found)) + "\n")
-        print(topology, *found[topology], flush=True)
+        found[topology] = hashes_of(topology)
+        given.out.write_text("\n".join(report(found, warnings.texts)) + "\n")
+        print(topology, dict(found[topology]), flush=True)
 
 
 if __name__ == "__main__":
