@@ -56,7 +56,7 @@ def open_trackers(
         run_dir: the run directory, which must exist.
         run_id: the name of the run.
         resume_step: how many steps are done and restored; records of later steps are dropped, because they come
-            again. 0 drops everything that is there.
+            again. 0: the files that are there get another name.
         process_index: of several processes that train one run, only the first, 0, writes anything.
 
     Raises:

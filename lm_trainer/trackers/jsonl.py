@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -175,7 +176,11 @@ class _JsonLines:
 
 
 def _drop_steps_after(path: Path, step: int) -> None:
-    """Keeps the whole lines of steps up to `step`, none for 0; the file changes by a rename or not at all."""
+    """Keeps the whole lines of steps up to `step`; the file changes by a rename or not at all.
+
+    Where the run begins again at step 0 the file is kept under another name: its checkpoints were lost or moved, and
+    nothing says that the steps will come again.
+    """
     if not path.exists():
         return
     content = path.read_bytes()
@@ -183,11 +188,24 @@ def _drop_steps_after(path: Path, step: int) -> None:
     kept = [line for record, line in records if step > 0 and record["step"] <= step]
     if broken:
         logger.warning("%s: dropped %d lines that were not whole", path, broken)
+    if records and not step:
+        path.rename(aside := _unused_name(path))
+        last = max(record["step"] for record, _ in records)
+        # Once for all files of a run.
+        level = logging.WARNING if path.name == METRICS else logging.INFO
+        logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, aside.name)
+        return
     if len(kept) < len(records):
         logger.info("%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(kept), step)
     text = b"".join(kept)
     if text != content:
         write_atomically(path, text.decode())
+
+
+def _unused_name(path: Path) -> Path:
+    """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... that does not exist."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:

@@ -107,6 +107,19 @@ def test_a_line_is_there_as_soon_as_it_is_logged(tmp_path):
             assert steps_in(tmp_path)[-1] == step
 
 
+def test_a_run_that_begins_again_keeps_what_it_had_under_another_name(tmp_path, caplog):
+    write_steps(tmp_path, 1, 2)
+    first = (tmp_path / "metrics.jsonl").read_bytes()
+    write_steps(tmp_path, 1)
+    assert (tmp_path / "metrics-1.jsonl").read_bytes() == first
+    assert "metrics.jsonl reached step 2, but no checkpoint was found: kept as metrics-1.jsonl" in caplog.text
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    second = (tmp_path / "metrics.jsonl").read_bytes()
+    write_steps(tmp_path, 1)
+    assert (tmp_path / "metrics-1.jsonl").read_bytes() == first
+    assert (tmp_path / "metrics-2.jsonl").read_bytes() == second
+
+
 def test_a_resumed_run_drops_what_comes_again_and_keeps_the_rest_byte_by_byte(tmp_path):
     write_steps(tmp_path, 1, 2, 3, 4)
     kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2]

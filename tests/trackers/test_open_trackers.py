@@ -179,9 +179,11 @@ def test_only_the_first_process_writes(tmp_path):
 
 def test_a_list_may_be_empty_or_hold_nothing_but_the_record(tmp_path):
     for configs in ([], [NoopConfig()]):
-        with contextlib.closing(open_trackers(configs, run_dir=tmp_path, run_id="r")) as trackers:
+        run_dir = tmp_path / str(len(configs))
+        run_dir.mkdir()
+        with contextlib.closing(open_trackers(configs, run_dir=run_dir, run_id="r")) as trackers:
             call_all(trackers, 1)
-        assert {p.name for p in tmp_path.iterdir()} == {
+        assert {p.name for p in run_dir.iterdir()} == {
             "metrics.jsonl",
             "texts.jsonl",
             "histograms.jsonl",
