@@ -134,6 +134,8 @@ def test_checkpoints_are_measured_and_removed(run_lmt: RunLmt, config: Path):
 
 
 @pytest.mark.slow
+# What compiles in less than half a second is not kept.
+@pytest.mark.optimised
 def test_the_second_start_finds_what_the_first_compiled(run_lmt: RunLmt, config: Path):
     found = measured(run_lmt, "compile", config, "--repeats", "1")
     assert found["cache_bytes"] > 0
