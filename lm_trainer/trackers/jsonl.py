@@ -185,7 +185,6 @@ def _drop_steps_after(path: Path, step: int) -> None:
         return
     content = path.read_bytes()
     records, broken = _parse(content)
-    kept = [line for record, line in records if step > 0 and record["step"] <= step]
     if broken:
         logger.warning("%s: dropped %d lines that were not whole", path, broken)
     if records and not step:
@@ -195,6 +194,7 @@ def _drop_steps_after(path: Path, step: int) -> None:
         level = logging.WARNING if path.name == METRICS else logging.INFO
         logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, aside.name)
         return
+    kept = [line for record, line in records if record["step"] <= step]
     if len(kept) < len(records):
         logger.info("%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(kept), step)
     text = b"".join(kept)

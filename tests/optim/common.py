@@ -159,3 +159,17 @@ def changes_the_result(base: OptimizerConfig, **change: Any) -> bool:
 @functools.cache
 def _few_steps(kind: type[OptimizerConfig], config: str) -> Arrays:
     return run(kind.model_validate_json(config), FEW, steps=6, compiled=False)
+
+
+def check_resumed(config: OptimizerConfig, params: Mapping[str, Param]) -> None:
+    """Makes sure that steps in another process, from the state in between, end with the same bits."""
+    one, other, resumed = (Run(config, params) for _ in range(3))
+    for step in range(6):
+        one.step(gradients(step, params))
+    for step in range(3):
+        other.step(gradients(step, params))
+    resumed.params, resumed.state = other.params, other.state
+    for step in range(3, 6):
+        resumed.step(gradients(step, params))
+    for name, x in one.weights().items():
+        np.testing.assert_array_equal(resumed.weights()[name], x)

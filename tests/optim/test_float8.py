@@ -22,7 +22,7 @@ from lm_trainer.optim import (
     ScheduleFreeConfig,
 )
 from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
-from tests.optim.common import Arrays, Run, gradients, initial, run
+from tests.optim.common import Arrays, Run, check_resumed, gradients, initial, run
 
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 ABLE = [member for member in MEMBERS if member.squares_in_state is not None]
@@ -183,18 +183,7 @@ def test_an_average_that_moves_slowly_arrives() -> None:
 
 
 def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:
-    config = AdamConfig(state_dtype="float8")
-    one, other = Run(config, PARAMS), Run(config, PARAMS)
-    for step in range(6):
-        one.step(gradients(step, PARAMS))
-    for step in range(3):
-        other.step(gradients(step, PARAMS))
-    resumed = Run(config, PARAMS)
-    resumed.params, resumed.state = other.params, other.state
-    for step in range(3, 6):
-        resumed.step(gradients(step, PARAMS))
-    for name, x in one.weights().items():
-        np.testing.assert_array_equal(resumed.weights()[name], x)
+    check_resumed(AdamConfig(state_dtype="float8"), PARAMS)
 
 
 @pytest.mark.parametrize("member", [m for m in MEMBERS if m.squares_in_state is None], ids=lambda m: m().type)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from lm_trainer.optim import AdamConfig, AnyOptimizer, LionConfig, MuonConfig, OptimizerConfig, ScheduleFreeConfig
 from lm_trainer.optim.low_precision import round_by_chance
-from tests.optim.common import FEW, Arrays, Run, gradients, initial, run
+from tests.optim.common import FEW, Arrays, Run, check_resumed, initial, run
 
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])
 
@@ -77,18 +77,7 @@ def test_arrays_like_parameters_take_half_the_memory(member: type[OptimizerConfi
 
 
 def test_steps_do_not_depend_on_the_process_that_takes_them() -> None:
-    config = AdamConfig(state_dtype="bfloat16")
-    one, other = Run(config, FEW), Run(config, FEW)
-    for step in range(6):
-        one.step(gradients(step, FEW))
-    for step in range(3):
-        other.step(gradients(step, FEW))
-    resumed = Run(config, FEW)
-    resumed.params, resumed.state = other.params, other.state
-    for step in range(3, 6):
-        resumed.step(gradients(step, FEW))
-    for name, x in one.weights().items():
-        np.testing.assert_array_equal(resumed.weights()[name], x)
+    check_resumed(AdamConfig(state_dtype="bfloat16"), FEW)
 
 
 def test_weights_in_the_state_are_not_rounded() -> None:

@@ -30,7 +30,7 @@ class TextFormat(FormatConfig):
             return PreparedRow(row.text, _utf8_size(row.text))
         except UnicodeEncodeError:
             text = replace_surrogates(row.text)
-            return PreparedRow(text, len(text.encode("utf-8")), replaced=True)
+            return PreparedRow(text, _utf8_size(text), replaced=True)
 
     def encode(self, values: Sequence[Any], tokenizer: Tokenizer) -> list[EncodedDocument | UnusableRow]:
         return [EncodedDocument(ids) for ids in tokenizer.encode_batch(values)]
