@@ -13,6 +13,8 @@ ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 # Memory space 1 in a layout with tiles, which only TPUs have.
 _ON_CHIP = re.compile(r"\w+\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
+# Long lists say at every fifth place where they are.
+_COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 
 
@@ -74,7 +76,7 @@ def parse(hlo: str) -> Program:
         elif found := _INSTRUCTION.match(line):
             name, shape, opcode, rest = found.groups()
             inside, after = _closing(rest)
-            operands = [part.split()[-1].lstrip("%") for part in _split(inside) if part.strip()]
+            operands = [part.split()[-1].lstrip("%") for part in _split(_COMMENT.sub("", inside)) if part.strip()]
             current[name] = Instruction(name, shape, opcode, operands, after)
     return Program(entry, computations)
 
@@ -140,6 +142,23 @@ def _turns(loop: Instruction, computations: Mapping[str, Computation]) -> int:
         condition = computations[name]
         last = [*condition.values()][-1]
         if last.opcode == "compare" and "direction=LT" in last.rest:
-            bound = condition[last.operands[1]]
-            return int(bound.operands[0]) if bound.opcode == "constant" else 1
+            counter, bound = (condition[operand] for operand in last.operands)
+            if bound.opcode != "constant":
+                return 1
+            return -(-int(bound.operands[0]) // _step(loop, counter, computations))
     return 1
+
+
+def _step(loop: Instruction, counter: Instruction, computations: Mapping[str, Computation]) -> int:
+    """What a turn of a loop adds to its counter; 1 where that cannot be read.
+
+    It is 2 where XLA unrolled a loop once, as those in which a product overlaps with the exchange of its pieces.
+    """
+    (name,), at = loop.called("body"), re.search(r"index=(\d+)", counter.rest)
+    body = computations[name]
+    result = [*body.values()][-1]
+    if at is None or result.opcode != "tuple":
+        return 1
+    added = body[result.operands[int(at[1])]]
+    constants = [body[operand] for operand in added.operands if body[operand].opcode == "constant"]
+    return int(constants[0].operands[0]) if added.opcode == "add" and constants else 1

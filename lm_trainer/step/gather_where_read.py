@@ -29,6 +29,10 @@ class GatherWhereRead:
     at the start instead is what nobody reads by `nn.read`, as a model of one's own may; layers that a pipeline reads
     again for each row; and layers that are whole on one device each.
 
+    The gradient of a table whose rows are looked up, and which is cut along its columns, is made in pieces: XLA sends
+    the gradients of the rows that were looked up, by an all-to-all, to the devices of their columns. From each device
+    that is N x D numbers for its N tokens, where a sum of gradients of the table would be V x D.
+
     Args:
         model: whose parameters they are.
         sharding: where they lie.

@@ -27,7 +27,7 @@ from lm_trainer.run.program import build_program
 
 pytestmark = pytest.mark.aot
 
-ROWS, LENGTH, WIDTH, WIDE, LAYERS, HEADS, DEVICES = 2, 1024, 256, 1024, 4, 4, 4
+BATCH, ROWS, LENGTH, WIDTH, WIDE, LAYERS, HEADS, DEVICES = 16, 2, 1024, 256, 1024, 4, 4, 4
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": WIDTH, "intermediate_dim": WIDE, "num_layers": LAYERS,
          "num_heads": HEADS, "num_kv_heads": HEADS, "scan_layers": True,
          "gradient_checkpointing": True, "cross_entropy_block_size": 512}  # fmt: skip
@@ -37,7 +37,7 @@ TARGETS = ("v5e:2x2", "4xH100")
 
 
 def config_for(determinism: str, **trainer: Any) -> RunConfig:
-    always = {"train_batch_size": 16, "per_device_parallelism": ROWS, "mp": "p=f32,c=bfloat16"}
+    always = {"train_batch_size": BATCH, "per_device_parallelism": ROWS, "mp": "p=f32,c=bfloat16"}
     return config_of({"model": MODEL, "trainer": {**always, "determinism": determinism, **trainer}})
 
 
@@ -52,7 +52,7 @@ def described(target: str) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """The programs of a step on four devices."""
+    """The programs of a step."""
 
     memory: StepMemory
     peak: int
@@ -61,8 +61,8 @@ class Step:
 
 
 @cache
-def step_of(target: str, determinism: str) -> Step:
-    devices, platform, texts = described(target), device_platform(parse_devices(target).kind), dict[str, str]()
+def step_of(target: str, determinism: str, count: int = DEVICES) -> Step:
+    devices, platform, texts = described(target)[:count], device_platform(parse_devices(target).kind), dict[str, str]()
     with compiling_for(platform):
         memory = StepMemory(config_for(determinism), VOCAB, devices, platform, texts)
         peak = memory.plan(memory.compile()).peak.bytes
@@ -106,6 +106,34 @@ def test_programs_send_what_is_planned_and_no_more(target: str):
             assert sent <= 64 * 1024
         else:
             assert sent == 0, name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("count", [2, DEVICES])
+def test_a_fast_step_sends_what_is_planned_and_no_more(target: str, count: int):
+    (work,) = step_of(target, "fast", count).works.values()
+    gpu, tokens, table, norms = "H100" in target, ROWS * LENGTH, VOCAB * WIDTH, (2 * LAYERS + 1) * WIDTH
+    # In bfloat16 layers, for the forward pass and again for the backward pass, and the table of the embedding; in
+    # float32 the head, whose gradient is summed in it, and norms; and the ids of all tokens.
+    gathered = 2 * 2 * LAYERS * LAYER + 2 * table + 4 * table + 2 * 4 * norms + 4 * count * tokens
+    # Gradients of all that but the embedding, whose gradient comes in pieces: it is made of what follows, which is less
+    # to send wherever a device has fewer than V tokens.
+    reduced = 2 * LAYERS * LAYER + 4 * table + 4 * norms
+    # The gradient of the embedding's result, from the tokens of a device to its columns of the table.
+    returned = (2 if gpu else 4) * tokens * WIDTH
+    sent = dict(work.sent)
+    whole = sent.pop("all-reduce")
+    if gpu:
+        # The loss, the count of tokens and the norm.
+        assert whole <= 64
+    # A TPU's compiler leaves some sums whole, which is twice as much to send.
+    sent["reduce-scatter"] += whole / 2
+    planned = {"all-gather": gathered, "reduce-scatter": reduced, "all-to-all": returned}
+    assert sent.keys() == planned.keys()
+    for kind, size in planned.items():
+        most = BATCH // (ROWS * count) * (count - 1) / count * size
+        # A TPU's compiler gathers the head once, in bfloat16.
+        assert 0.85 * most <= sent[kind] <= 1.01 * most, kind
 
 
 @pytest.mark.parametrize("target", TARGETS)

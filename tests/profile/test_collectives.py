@@ -85,10 +85,16 @@ def test_a_collective_in_a_loop_counts_for_each_turn() -> None:
   ROOT %a = f32[16] all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
 }
 
+%end (p: f32[4]) -> f32[16] {
+  %p = f32[4] parameter(0)
+  ROOT %a = f32[16] all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
 %body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
   %x = f32[4] get-tuple-element(%t), index=1
-  %f = f32[16] fusion(%x), kind=kCustom, calls=%start
+  %async-collective-start = f32[16] fusion(%x), kind=kCustom, calls=%start
   %g = f32[16] fusion(%x), kind=kCustom, calls=%async_collective_fusion.1
+  %async-collective-done = f32[16] fusion(%g), kind=kCustom, calls=%end
 }
 
 %cond (t: (s32[], f32[4])) -> pred[] {
@@ -99,3 +105,41 @@ def test_a_collective_in_a_loop_counts_for_each_turn() -> None:
 """
     loop = program("%w = (s32[], f32[4]) while(%t), condition=%cond, body=%body")
     assert bytes_sent(f"{text}\n{loop}") == {"all-gather": 5 * 48.0}
+
+
+@pytest.mark.parametrize(("added", "turns"), [(1, 8), (2, 4), (3, 3)])
+def test_a_loop_that_counts_in_steps_has_fewer_turns(added: int, turns: int) -> None:
+    """As a TPU's compiler unrolls the loops in which a product overlaps with the exchange of its pieces."""
+    text = f"""
+%body (t: (f32[4], f32[4], f32[4], f32[4], f32[4], u32[])) -> (f32[4], f32[4], f32[4], f32[4], f32[4], u32[]) {{
+  %t = (f32[4], f32[4], f32[4], f32[4], f32[4], /*index=5*/u32[]) parameter(0)
+  %x = f32[4] get-tuple-element(%t), index=0
+  %n = u32[]{{:T(128)}} get-tuple-element(%t), index=5
+  %a = f32[4] collective-permute(%x), channel_id=1, source_target_pairs={{{{0,1}},{{1,0}}}}
+  %by = u32[]{{:T(128)}} constant({added})
+  %next = u32[]{{:T(128)}} add(%n, %by)
+  ROOT %r = (f32[4], f32[4], f32[4], f32[4], f32[4], /*index=5*/u32[]) tuple(%a, %x, %x, %x, %x, /*index=5*/%next)
+}}
+
+%cond (t: (f32[4], f32[4], f32[4], f32[4], f32[4], u32[])) -> pred[] {{
+  %t = (f32[4], f32[4], f32[4], f32[4], f32[4], /*index=5*/u32[]) parameter(0)
+  %c = u32[]{{:T(128)}} constant(8)
+  %n = u32[]{{:T(128)}} get-tuple-element(%t), index=5
+  ROOT %lt = pred[] compare(%n, %c), direction=LT
+}}
+"""
+    loop = program("%w = (f32[4], f32[4], f32[4], f32[4], f32[4], u32[]) while(%t), condition=%cond, body=%body")
+    assert bytes_sent(f"{text}\n{loop}") == {"collective-permute": turns * 16.0}
+
+
+def test_a_sum_of_which_each_device_keeps_a_slice_is_a_reduce_scatter() -> None:
+    text = """
+%all-reduce-scatter.3.clone.1 (p: f32[16]) -> f32[4] {
+  %p = f32[16] parameter(0)
+  %all = f32[16] all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %at = s32[] partition-id()
+  ROOT %slice = f32[4] dynamic-slice(%all, %at), dynamic_slice_sizes={4}
+}
+"""
+    fusion = program("%f = f32[4]{0:T(128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3.clone.1")
+    assert bytes_sent(f"{text}\n{fusion}") == {"reduce-scatter": 3 * 16.0}
