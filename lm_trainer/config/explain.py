@@ -155,13 +155,21 @@ class Explainer:
         elif "union_tag_invalid" in kinds:
             context = details[0].get("ctx", {})
             options, found = _quoted(context.get("expected_tags")), str(context.get("tag"))
-            text = f"unknown type {found!r}, expected {_one_of(options)}{did_you_mean(found, options)}"
+            reason = self._refused_type(path, found)
+            text = f"unknown type {found!r}, expected {_one_of(options)}{reason or did_you_mean(found, options)}"
             self.document.report((*path, "type"), text)
         elif own := [d for d in details if d["type"] in ("value_error", "assertion_error")]:
             for detail in own:
                 self._report_validator_message(path, str(detail.get("ctx", {}).get("error", detail["msg"])))
         else:
             self._report_expected(path, details)
+
+    def _refused_type(self, path: KeyPath, found: str) -> str:
+        """The reason why the union at `path` lacks a type, behind a semicolon; empty without one."""
+        place, _ = self.find(path)
+        models = place.models(None, every=True) if place else ()
+        reasons = (lists_of(model).refused_types.get(found) for model in models)
+        return next((f"; {reason}" for reason in reasons if reason), "")
 
     def _report_expected(self, path: KeyPath, details: Sequence[ErrorDetails]) -> None:
         wanted = list(dict.fromkeys(self._expected(detail, path) for detail in details))

@@ -68,6 +68,10 @@ class Config(BaseModel):
     """Keys of which an override, or a foreign one among them also in the file, takes the place of others that the file
     holds; those are dropped with a note."""
 
+    refused_types: ClassVar[Mapping[str, str]] = {}
+    """Values of `type` that a union with this class has not and other frameworks have, each with the reason or the
+    replacement."""
+
     absent: ClassVar[Mapping[str, str]] = {}
     """Methods and properties that other frameworks' configurations have and these have not, each with what to use."""
 

@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: int8 or fp8 operands with a scale for every row and column, through `qwix`.
+"""Matrix products in 8 bits: int8 or fp8 operands with a scale for every row and column, through `qwix`, or MXFP8.
 
 Shape letters: M rows, I inputs, O outputs.
 """
@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.linear import Linear, MatmulFn
+from lm_trainer.nn.mxfp8 import Mxfp8Matmul
 
 
 class QuantizationConfig(Config):
@@ -31,6 +32,11 @@ class QuantizationConfig(Config):
         "compute_dtype": "`trainer.mp` decides the dtype of everything that is not quantized; remove it",
     }
 
+    refused_types: ClassVar[Mapping[str, str]] = {
+        "nvfp4": "training in 4 bits needs more than products (rotations of the operands of weights' gradients, "
+        "gradients rounded by chance, some layers in 16 bits; arXiv 2509.25149), which are not here: write mxfp8"
+    }
+
     respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {"fp8": {True: ("type", "fp8")}}
 
     targets: str | tuple[str, ...] | None = None
@@ -39,17 +45,9 @@ class QuantizationConfig(Config):
     backward: bool = False
     """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
 
-    @model_validator(mode="after")
-    def _qwix_is_there(self) -> QuantizationConfig:
-        if importlib.util.find_spec("qwix") is None:
-            raise ValueError(
-                'quantization needs the package qwix; install it with pip install "lm_trainer[quantization]"'
-            )
-        return self
-
     @abstractmethod
-    def dtypes(self) -> tuple[Any, Any]:
-        """The dtypes of operands and of incoming gradients (None: not quantized)."""
+    def matmul(self) -> MatmulFn:
+        """The product that takes the place of those of the linear maps."""
 
     def selects(self, place: str) -> bool:
         """Returns true if the linear map at this dotted place of the model computes in 8 bits."""
@@ -62,7 +60,26 @@ class QuantizationConfig(Config):
                 return any(part in place for part in parts)
 
 
-class Int8Config(QuantizationConfig):
+class ChannelwiseConfig(QuantizationConfig):
+    """A scale for each row of the activations and each column of the weights."""
+
+    @model_validator(mode="after")
+    def _qwix_is_there(self) -> ChannelwiseConfig:
+        if importlib.util.find_spec("qwix") is None:
+            raise ValueError(
+                'quantization needs the package qwix; install it with pip install "lm_trainer[quantization]"'
+            )
+        return self
+
+    @abstractmethod
+    def dtypes(self) -> tuple[Any, Any]:
+        """The dtypes of operands and of incoming gradients (None: not quantized)."""
+
+    def matmul(self) -> MatmulFn:
+        return quantized_matmul(*self.dtypes())
+
+
+class Int8Config(ChannelwiseConfig):
     """8-bit integers, 256 even steps for each row and column (Dettmers et al. 2022, arXiv 2208.07339, section 2.1)."""
 
     type: Literal["int8"] = "int8"
@@ -71,7 +88,7 @@ class Int8Config(QuantizationConfig):
         return jnp.int8, jnp.int8 if self.backward else None
 
 
-class Fp8Config(QuantizationConfig):
+class Fp8Config(ChannelwiseConfig):
     """8-bit floats: e4m3 for operands, e5m2 for gradients (Micikevicius et al. 2022, arXiv 2209.05433)."""
 
     type: Literal["fp8"] = "fp8"
@@ -80,7 +97,18 @@ class Fp8Config(QuantizationConfig):
         return jnp.float8_e4m3fn, jnp.float8_e5m2 if self.backward else None
 
 
-AnyQuantization = Annotated[Int8Config | Fp8Config, Field(discriminator="type")]
+class Mxfp8Config(QuantizationConfig):
+    """8-bit floats (e4m3) with a power of two as the scale of each 32 (Mishra et al. 2025, arXiv 2506.08027)."""
+
+    type: Literal["mxfp8"] = "mxfp8"
+    backward: bool = True
+    """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
+
+    def matmul(self) -> MatmulFn:
+        return Mxfp8Matmul(self.backward)
+
+
+AnyQuantization = Annotated[Int8Config | Fp8Config | Mxfp8Config, Field(discriminator="type")]
 
 
 def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
@@ -97,7 +125,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"{', '.join(sorted(places))}"
         )
     # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
-    matmul = quantized_matmul(*config.dtypes())
+    matmul = config.matmul()
     for place in chosen:
         places[place].set_matmul(matmul)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from lm_trainer.nn import mxfp8
 from lm_trainer.nn.attention import ForwardContext
 from lm_trainer.nn.attention_kernel import RESIDUAL, is_differentiated_twice
 from lm_trainer.nn.block import Block
@@ -25,8 +26,8 @@ from lm_trainer.nn.read import gathers, keeps_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
 from lm_trainer.parallel.target_platform import target_platform
 
-# A kernel of attention is products as well, which would otherwise all run twice.
-_KERNELS = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+# Their kernels are products as well, which would otherwise all run twice.
+_KERNELS = jax.checkpoint_policies.save_only_these_names(RESIDUAL, mxfp8.RESIDUAL)
 _POLICIES = {
     "full": None,
     "dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _KERNELS),

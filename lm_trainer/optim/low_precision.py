@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
+from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
 from lm_trainer.optim.params import Param, Params
 
 _LEAST_SIZE = 4096

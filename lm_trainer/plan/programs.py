@@ -12,7 +12,7 @@ from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.profile.roofline import Operation, operations
 
-_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*)"')
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|__cudnn\$blockScaledDot)"')
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class ProgramWork:
     sent: Mapping[str, float]
     """Collective -> bytes that the device sends."""
     kernels: Mapping[str, int]
-    """Custom kernel, such as one of attention -> how often it stands in the program. Their FLOPs are not counted."""
+    """Custom kernel, such as one of attention -> how often it stands in the program. FLOPs are counted of those for
+    products of matrices alone."""
 
     @classmethod
     def of(cls, name: str, runs: int, hlo: str) -> ProgramWork:

@@ -17,6 +17,9 @@ import numpy as np
 
 from lm_trainer.profile.hlo import ARRAY, Computation, Instruction, Program, array_bytes, dimensions, fused, parse, walk
 
+BLOCK_SCALED_PRODUCT = "__cudnn$blockScaledDot"
+"""The custom call of a product of two matrices whose rows have a scale for each block of numbers, as in MXFP8."""
+
 # Instructions that move no data: they name, group or reinterpret it.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 # They read as much as they return, whatever the size of the array they are given.
@@ -119,6 +122,8 @@ def _part(rest: str, parts: Collection[str]) -> str:
 def _flops(op: Instruction, computation: Computation) -> float:
     """FLOPs of a matrix product: 2 x elements of the result x length of the sums; 0 for any other instruction."""
     if op.operands and op.operands[0] in computation:
+        if f'"{BLOCK_SCALED_PRODUCT}"' in op.rest:
+            return 2.0 * math.prod(dimensions(op.shape)) * dimensions(computation[op.operands[0]].shape)[-1]
         if op.opcode == "convolution":
             return _convolution_flops(op, *(dimensions(computation[name].shape) for name in op.operands[:2]))
         # Two spellings of one attribute, by the version of XLA.

@@ -16,7 +16,7 @@ from lm_trainer.parallel.sharding import ParamSharding
 
 _STACK_DIMS = 3
 _BLOCK_EXPONENTS = jax.tree_util.GetAttrKey("block_exponents")
-"""The end of the path of such an array: see `lm_trainer.optim.block_float`."""
+"""The end of the path of such an array: see `lm_trainer.core.block_float`."""
 
 
 class TrainedShardings(NamedTuple):

@@ -179,7 +179,7 @@ def test_the_test_data_and_the_rows_of_torchtitan(tmp_path: Path) -> None:
 def test_notes_of_one_reason_are_one_line_and_missing_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[training]\nsteps = 5\n[float8]\na = 1\nb = 2\n[job]\ndump_folder = 'x'\n")
     notes = translate(tmp_path / "a.toml", RunConfig).notes
-    assert "float8.a, float8.b: int8 and fp8 products are trainer.quantization" in notes
+    assert "float8.a, float8.b: int8, fp8 and mxfp8 products are trainer.quantization" in notes
     assert any(note.startswith("training data: none") for note in notes)
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.core.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
 from lm_trainer.optim import (
     AdamConfig,
     AnyOptimizer,
@@ -21,7 +22,6 @@ from lm_trainer.optim import (
     Param,
     ScheduleFreeConfig,
 )
-from lm_trainer.optim.block_float import SIGNED, UNSIGNED, BlockFloats, Blocks, Format, decode, encode, shared_exponents
 from tests.optim.common import Arrays, Run, check_resumed, gradients, initial, run
 
 MEMBERS: tuple[type[OptimizerConfig], ...] = get_args(get_args(AnyOptimizer)[0])

@@ -151,3 +151,19 @@ ENTRY %main (a: f32[64,32]) -> f32[64,32] {
     array = 64 * 32 * 4
     # The context of the copy is a number of four bytes.
     assert sum(op.num_bytes for op in operations(text, set())) == 2 * array + 4
+
+
+def test_a_product_of_blocks_that_share_a_scale_is_counted_as_any_other():
+    hlo = """
+ENTRY %main (x: f8e4m3fn[1,8,64], y: f8e4m3fn[1,16,64], a: f8e8m0fnu[1,8,2], b: f8e8m0fnu[1,16,2]) -> bf16[1,8,16] {
+  %x = f8e4m3fn[1,8,64]{2,1,0} parameter(0)
+  %y = f8e4m3fn[1,16,64]{2,1,0} parameter(1)
+  %a = f8e8m0fnu[1,8,2]{2,1,0} parameter(2)
+  %b = f8e8m0fnu[1,16,2]{2,1,0} parameter(3)
+  %p = (bf16[1,8,16]{2,1,0}, u8[0]{0}) custom-call(%x, %y, %a, %b), custom_call_target="__cudnn$blockScaledDot"
+  ROOT %out = bf16[1,8,16]{2,1,0} get-tuple-element(%p), index=0
+}
+"""
+    (product,) = operations(hlo, ())
+    assert product.flops == 2 * 8 * 16 * 64
+    assert product.num_bytes == 8 * 64 + 16 * 64 + 8 * 2 + 16 * 2 + 2 * 8 * 16

@@ -136,6 +136,7 @@ def test_a_directory_that_cannot_be_written(make_config: MakeConfig, train: Trai
         ({"mp": "f33"}, ("unknown dtype 'f33'",)),
         ({"id": "../escape"}, ("cannot name a directory",)),
         ({"quantization": {"targets": "mpl"}}, ("trainer.quantization.targets: 'mpl' selects no linear map",)),
+        ({"quantization": {"type": "nvfp4"}}, ("unknown type 'nvfp4', expected 'int8',", "write mxfp8")),
         ({"require_accelerator": True}, ("no accelerator",)),
     ],
 )

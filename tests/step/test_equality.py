@@ -41,6 +41,17 @@ def test_random_language_models(number: int) -> None:
     assert found is None, f"{run}: {found}"
 
 
+@pytest.mark.parametrize("determinism", ["elastic", pytest.param("layerwise", marks=pytest.mark.slow)])
+def test_products_in_blocks_that_share_a_scale(determinism: str) -> None:
+    model = {"type": "llama", "seq_len": 24, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 1,
+             "num_kv_heads": 1}  # fmt: skip
+    trainer = {"seed": 0, "num_train_steps": 4, "mp": "p=f32,c=bfloat16", "train_batch_size": 8,
+               "per_device_parallelism": 2, "determinism": determinism, "quantization": {"type": "mxfp8"}}  # fmt: skip
+    run = RandomRun(trainer, {"type": "adam", "learning_rate": 1e-2, "warmup": 0}, devices=4, mesh={}, model=model)
+    found = difference(run)
+    assert found is None, found
+
+
 @pytest.mark.slow
 def test_another_order_of_additions_is_noticed() -> None:
     run = draw_shapes(0)

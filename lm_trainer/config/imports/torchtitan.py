@@ -139,8 +139,8 @@ TORCHTITAN = Dialect(
         "activation_checkpoint.mode": _remat,
         "activation_checkpoint": USED,
         "compile": COMPILED,
-        "float8": Lost("int8 and fp8 products are trainer.quantization"),
-        "quantize": Lost("int8 and fp8 products are trainer.quantization"),
+        "float8": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
+        "quantize": Lost("int8, fp8 and mxfp8 products are trainer.quantization"),
     },
     {
         "optimizer.lr": 8e-4,

@@ -1,0 +1,138 @@
+"""Matrix products of MXFP8: 32 numbers of e4m3 along the sum share a power of two, their scale.
+
+The format is that of the OCP Microscaling specification 1.0 (section 5.2, block size 32, scales in e8m0). Scales are
+rounded up, so that the largest number of a block does not saturate, and gradients are in e4m3 too (Mishra et al. 2025,
+arXiv 2506.08027, sections 3 and 4). Each product has blocks along its own sum, of operands in full precision: x and w
+along the inputs, the gradient and w along the outputs, x and the gradient along the rows.
+
+Shape letters: M rows, I inputs, O outputs; R rows of an operand, N those of the other one, K terms of the sum, B blocks
+of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lm_trainer.core.block_float import SIGNED, Blocks, shared_exponents
+from lm_trainer.core.errors import UserError
+from lm_trainer.parallel.target_platform import target_platform
+
+BLOCK = 32
+RESIDUAL = "block_scaled_product"
+"""The name of products for rematerialisation, to which they are no dots."""
+_MANTISSA, _BIAS = 23, 127
+"""Bits of the mantissa of a float32, and the bias of its exponent and of e8m0."""
+
+
+class Mxfp8(NamedTuple):
+    """An operand; each number is that of its code times the scale of its block."""
+
+    codes_RK: jax.Array
+    """float8_e4m3fn; K is a multiple of 32."""
+    scales_RB: jax.Array
+    """float8_e8m0fnu, one for each 32 codes of a row."""
+
+
+def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
+    """Rounds each number to the nearest code, ties to even, with the least scale at which none of a block saturates.
+
+    Rows are filled up with zeros to a multiple of 32. A block with a number that is not finite becomes NaN. The least
+    scale is 2^-117, at which the least code stands for the least normal float32.
+    """
+    length = x_RK.shape[1]
+    x_RB32 = jnp.pad(x_RK, ((0, 0), (0, -length % BLOCK))).reshape(len(x_RK), -1, BLOCK)
+    # Floats until one of 32 is left: integers of all of them would take memory of their own.
+    largest_RB = jnp.max(jnp.abs(x_RB32), axis=2).astype(jnp.float32)
+    scales_RB = shared_exponents(largest_RB, SIGNED, Blocks(1, 1)) - jnp.uint8(SIGNED.highest)
+    # A product with a power of two is exact, a quotient need not be on every device.
+    bits_RB = (2 * _BIAS - scales_RB.astype(jnp.int32)) << _MANTISSA
+    inverse_RB = jax.lax.bitcast_convert_type(bits_RB, jnp.float32)
+    # Said of the block, because a conversion that saturates makes a number of what is infinite.
+    inverse_RB = jnp.where(jnp.isfinite(largest_RB), inverse_RB, jnp.nan)
+    codes_RB32 = (x_RB32.astype(jnp.float32) * inverse_RB[..., None]).astype(jnp.float8_e4m3fn)
+    scales_RB = jax.lax.bitcast_convert_type(scales_RB, jnp.float8_e8m0fnu)
+    return Mxfp8(codes_RB32.reshape(len(x_RK), -1), scales_RB)
+
+
+def product(x_RK: jax.Array, y_NK: jax.Array, platform: str) -> jax.Array:
+    """The products of all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
+
+    NVIDIA GPUs from Blackwell on have instructions for it. Elsewhere the same numbers are multiplied in bfloat16, or
+    float32, which hold each of them exactly.
+
+    Args:
+        x_RK: floats.
+        y_NK: floats.
+        platform: as `target_platform` has it. An argument, because JAX keeps traces by those.
+    """
+    x, y = to_mxfp8(x_RK), to_mxfp8(y_NK)
+    # Scales are no float16.
+    dtype = jnp.bfloat16 if x_RK.dtype == jnp.bfloat16 else jnp.float32
+    if platform == "gpu":
+        batches = (array[None] for array in (x.codes_RK, y.codes_RK, x.scales_RB, y.scales_RB))
+        found_RN = jax.nn.scaled_matmul(*batches, preferred_element_type=dtype)[0]
+    else:
+        found_RN = jax.lax.scaled_dot(
+            x.codes_RK,
+            y.codes_RK,
+            lhs_scale=x.scales_RB,
+            rhs_scale=y.scales_RB,
+            dimension_numbers=(((1,), (1,)), ((), ())),
+            preferred_element_type=dtype,
+        )
+    return found_RN.astype(x_RK.dtype)
+
+
+@dataclass(frozen=True)
+class Mxfp8Matmul:
+    """`matmul(x_MI, w_IO)`: their matrix product from operands in MXFP8, in the dtype of `x_MI`.
+
+    The gradient is that of the product as if nothing had been rounded (straight-through).
+    """
+
+    backward: bool
+    """Compute the products of the backward pass from operands in MXFP8 too, instead of as they are."""
+
+    def __call__(self, x_MI: jax.Array, w_IO: jax.Array) -> jax.Array:
+        """Returns [M, O].
+
+        Raises:
+            UserError: where blocks would not be whole, so that they depended on how devices share the product.
+        """
+        inputs, outputs = w_IO.shape
+        if inputs % BLOCK or outputs % BLOCK:
+            raise UserError(
+                f"trainer.quantization: mxfp8 has a scale for each {BLOCK} numbers, and a linear map has {inputs} "
+                f"inputs and {outputs} outputs on each device; choose multiples of {BLOCK}, name other linear maps as "
+                f"targets, or write type: fp8"
+            )
+        return checkpoint_name(_matmul(x_MI, w_IO, self.backward, target_platform()), RESIDUAL)
+
+
+_Operands = tuple[jax.Array, jax.Array]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x_MI: jax.Array, w_IO: jax.Array, backward: bool, platform: str) -> jax.Array:
+    del backward
+    return product(x_MI, w_IO.T, platform)
+
+
+def _forward(x_MI: jax.Array, w_IO: jax.Array, backward: bool, platform: str) -> tuple[jax.Array, _Operands]:
+    return _matmul(x_MI, w_IO, backward, platform), (x_MI, w_IO)
+
+
+def _backward(backward: bool, platform: str, operands: _Operands, g_MO: jax.Array) -> _Operands:
+    x_MI, w_IO = operands
+    if backward:
+        return product(g_MO, w_IO, platform), product(x_MI.T, g_MO.T, platform)
+    return jnp.matmul(g_MO, w_IO.T), jnp.matmul(x_MI.T, g_MO)
+
+
+_matmul.defvjp(_forward, _backward)
