@@ -53,30 +53,45 @@ def main() -> None:
         config = DataConfig.model_validate({**section, "tokenizer": "bytes"})
         data = open_data(config, seq_len=SEQ, seed=0)
         loader = data.train(ROWS, rows=range(ROWS), num_steps=chosen.batches)
-        found = measure(loader, chosen.minutes * 60, chosen.lines)
+        found = measure(loader, chosen.batches, chosen.minutes * 60, chosen.lines)
         data.close()
     print("# The memory of worker processes over many batches\n")
     print(setting("numpy", "grain"), f"{chosen.processes} worker processes, batches of {ROWS} rows of {SEQ}.", load())
-    print(f"\n{table(['batches', 'minutes', 'process, MiB', 'workers, MiB', 'segments'], found)}")
+    lines = [line(count, seconds, now) for count, seconds, now in found]
+    print(f"\n{table(['batches', 'minutes', 'process, MiB', 'workers, MiB', 'segments'], lines)}")
+    (first, _, before), (last, _, after) = found[0], found[-1]
+    process, workers = after.process - before.process, sum(after.workers) - sum(before.workers)
+    print(
+        f"\nFrom batch {first:,} to batch {last:,} the process grows by {process:.1f} MiB and its workers by "
+        f"{workers:.1f}; there are {after.segments} segments, at first {before.segments}."
+    )
 
 
-def measure(loader: Any, seconds: float, lines: int) -> list[list[str]]:
-    """Takes batches for so many seconds, and returns so many lines of the table, and the first."""
-    found: list[list[str]] = []
+def measure(loader: Any, batches: int, seconds: float, lines: int) -> list[tuple[int, float, Memory]]:
+    """Takes at most so many batches for so many seconds.
+
+    Returns:
+        (batches so far, seconds so far, memory): the first, so many at even intervals, and that of the last batch.
+    """
+    found: list[tuple[int, float, Memory]] = []
     began, due = time.monotonic(), _START_SECONDS
     for count, batch in enumerate(loader, start=1):
         # The batch is there: a row of it was made by its number.
         assert int(batch.tokens[0, 1]) == (int(batch.tokens[0, 0]) + 1) % 250
         passed = time.monotonic() - began
-        if passed >= due:
-            now = memory()
-            workers = ", ".join(f"{each:.1f}" for each in now.workers)
-            found.append([f"{count:,}", f"{passed / 60:.1f}", f"{now.process:.1f}", workers, str(now.segments)])
-            print(" | ".join(found[-1]), flush=True)
+        if passed >= due or count == batches:
+            found.append((count, passed, memory()))
+            print(" | ".join(line(*found[-1])), flush=True)
             due += (seconds - _START_SECONDS) / lines
         if passed >= seconds:
             break
     return found
+
+
+def line(count: int, seconds: float, now: Memory) -> list[str]:
+    """A line of the table."""
+    workers = ", ".join(f"{each:.1f}" for each in now.workers)
+    return [f"{count:,}", f"{seconds / 60:.1f}", f"{now.process:.1f}", workers, str(now.segments)]
 
 
 def memory() -> Memory:
