@@ -7,7 +7,8 @@ a file, with as many threads of the tokenizer: one. They take turns in one proce
 reported, by the clock and in CPU seconds. Each turn has strings of its own, as every document is new once. By the clock
 the builder reads and writes beside the tokenizer, if there is a core for it; CPU seconds say what that costs. The text
 is the Python code that is installed, each file once, and each turn has a thread of its own: fastokens remembers the
-words that a thread has met, and nobody builds a text twice.
+words that a thread has met, and nobody builds a text twice. The last column is the share by the clock that the builder
+would have if its CPU seconds kept all cores busy from the first to the last: no order of the same work is faster.
 
 A second table builds from eight files with one process and with one for each core, in turn, starting them included. A
 process alone gives the tokenizer as many threads as there are cores, so both use all of them.
@@ -78,7 +79,12 @@ def main() -> None:
     heads = ["backend", "source", "MB", "tokenizer, MB/s", "builder", "share (range)"]
     print("# The builder and the tokenizer alone\n")
     print(setting("tokenizers", "fastokens", "orjson", "pyarrow", "tensorstore"), load())
-    heads += ["tokenizer, MB per CPU-s", "builder", "share (range)"]
+    heads += [
+        "tokenizer, MB per CPU-s",
+        "builder",
+        "share (range)",
+        f"share by the clock, {available_cores()} busy cores",
+    ]
     print(f"\n{table(heads, rows)}")
     print(f"\n{table(['backend', 'MB', 'processes', 'one process, MB/s', 'all', 'all / one', 'cores in use'], scaled)}")
 
@@ -205,7 +211,8 @@ def columns(pairs: list[tuple[Rate, Rate]]) -> list[str]:
     for one in (lambda rate: rate.clock, lambda rate: rate.cpu):
         alone, whole = ([one(pair[side]) for pair in pairs] for side in (0, 1))
         found += [f"{statistics.median(alone):.1f}", f"{statistics.median(whole):.1f}", _share(alone, whole)]
-    return found
+    most = statistics.median(available_cores() * whole.cpu / alone.clock for alone, whole in pairs)
+    return [*found, f"{most:.2f}"]
 
 
 def _share(alone: list[float], whole: list[float]) -> str:

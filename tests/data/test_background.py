@@ -29,6 +29,7 @@ from lm_trainer.data.rows.row_builder import PendingEvalSet
 from lm_trainer.data.tokenize.background import BackgroundBuild, BackgroundBuilds
 from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenize.open_cache import OpenCache
+from lm_trainer.data.tokenize.shard_reader import AHEAD
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.run.train import describe_build
 from tests.conftest import lmt_environment
@@ -246,7 +247,8 @@ def test_closing_ends_the_build_and_keeps_what_was_built(
     iterator = data.train(BATCH, rows=range(BATCH), first_step=30, num_steps=1000)
     gate.release(3)
     until(lambda: data.num_train_tokens > 0, "parts are written")
-    threading.Timer(0.2, gate.release).start()  # the batch of rows at hand is finished first
+    # The batches of rows at hand are finished first, in the two threads that encode.
+    threading.Timer(0.2, gate.release, [AHEAD + 2]).start()
     data.close()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "tokenise"]
     assert not (tmp_path / "cache/train/builder.json").exists()

@@ -1,4 +1,4 @@
-"""Reading of rows: quick, but with the outcome of the plain way; and the thread that prefetches them."""
+"""Reading of rows: quick, but with the outcome of the plain way; and the thread that reads ahead and helps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import gzip
 import json
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources import Row, jsonl, shards_of_urls
-from lm_trainer.data.tokenize.shard_reader import prefetch
+from lm_trainer.data.tokenize.shard_reader import AHEAD, work_ahead
 
 FRAGMENTS = [
     *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"/", b" ", b"\t", b"\r", b"\0", b"\x1f", b"\x7f"),
@@ -76,31 +77,82 @@ def test_what_comes_before_a_truncation_is_read(tmp_path: Path) -> None:
         list(rows)
 
 
-def test_items_are_made_ahead_and_errors_come_in_their_place() -> None:
-    made, closed = [], threading.Event()
-    second = threading.Event()
+def test_the_thread_that_reads_helps_with_the_work_and_the_order_stays() -> None:
+    helped, here, workers = threading.Event(), threading.get_ident(), []
 
-    def items():
+    def work(number: int) -> int:
+        workers.append(threading.get_ident())
+        if workers[-1] != here:
+            helped.set()
+        return number * number
+
+    done = work_ahead((number for number in range(20)), work)
+    found = [next(done)]
+    # The caller does nothing more meanwhile, so another thread must have read ahead and begun to work.
+    assert helped.wait(10)
+    found += done
+    assert found == [(number, number * number) for number in range(20)]
+    assert len(set(workers)) == 2
+    assert here in workers
+
+
+def test_items_are_not_made_without_end() -> None:
+    made = []
+
+    def items() -> Generator[int, None, None]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    done = work_ahead(items(), lambda number: number)
+    next(done)
+    time.sleep(0.2)
+    assert len(made) <= AHEAD + 2
+    done.close()
+    assert len(made) <= AHEAD + 2
+
+
+@pytest.mark.parametrize("place", ["made", "worked on"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_errors_come_in_their_place_and_the_items_are_closed(place: str, behind: bool) -> None:
+    closed = threading.Event()
+
+    def items() -> Generator[int, None, None]:
         try:
-            for number in range(3):
-                made.append(number)
-                if number == 1:
-                    second.set()
+            for number in range(9):
+                if place == "made" and number == 6:
+                    raise UserError("the seventh")
                 yield number
-            raise UserError("the fourth")
         finally:
             closed.set()
 
-    taken = prefetch(items())
-    assert next(taken) == 0
-    assert second.wait(10)
-    assert made == [0, 1]
-    assert [next(taken), next(taken)] == [1, 2]
-    with pytest.raises(UserError, match="the fourth"):
-        next(taken)
+    def work(number: int) -> int:
+        if place == "worked on" and number == 6:
+            raise UserError("the seventh")
+        return -number
+
+    def slowly(pairs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        for pair in pairs:
+            yield pair
+            time.sleep(0.01 * behind)
+
+    found = []
+    with pytest.raises(UserError, match="the seventh"):
+        found.extend(slowly(work_ahead(items(), work)))
+    assert found == [(number, -number) for number in range(6)]
     assert closed.is_set()
-    closed.clear()
-    another = prefetch(items())
-    next(another)
-    another.close()
+
+
+def test_closing_early_closes_the_items() -> None:
+    closed = threading.Event()
+
+    def items() -> Generator[int, None, None]:
+        try:
+            yield from range(100)
+        finally:
+            closed.set()
+
+    done = work_ahead(items(), lambda number: number)
+    assert next(done) == (0, 0)
+    done.close()
     assert closed.is_set()

@@ -10,7 +10,8 @@ from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
 from lm_trainer.data.sources.files import File, damaged, group, open_seekable
 
-_BATCH_ROWS, _BATCH_BYTES = 1024, 64 << 20
+_BATCH_ROWS, _BATCH_BYTES = 1024, 1 << 20
+"""At most of a batch, which then stays in a core's cache until its rows are used."""
 
 
 class Parquet(FileSource):

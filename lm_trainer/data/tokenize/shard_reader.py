@@ -1,12 +1,13 @@
 """Reading of a shard: its rows in batches that are ready to be encoded, and the threads that do this beside encoding.
 
-A shard passes through four stages, each in a thread of its own: rows are read one batch ahead (`prefetch`), encoded in
-the thread of the caller, and then assembled and written one batch behind (`BackgroundStage`). Reading, encoding and
-writing release the interpreter lock for most of their time, so the stages do run at once.
+A shard passes through three threads: one reads a few batches ahead, and encodes some where it is too far ahead
+(`work_ahead`), the thread of the caller encodes the others, and one writes parts behind both (`BackgroundStage`).
+Reading, encoding and writing release the interpreter lock for most of their time, so the threads do run at once.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +22,11 @@ from lm_trainer.data.tokenizer import Tokenizer
 BATCH_ROWS = 4096
 """Most rows that are encoded together; fewer where their text is as long as suits the tokenizer. Changes no result."""
 
+AHEAD = 2
+"""Batches that are read before their turn; the thread that reads encodes one beyond them. Changes no result."""
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -171,18 +176,37 @@ def _add_row(job: ShardJob, batch: RowBatch, row: Row | BadRow, is_open: bool) -
     return True
 
 
-def prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """Yields the same items, each made in a thread while the one before is used; an error comes in its item's place."""
+def work_ahead(items: Generator[T, None, None], work: Callable[[T], R]) -> Generator[tuple[T, R], None, None]:
+    """Yields (item, work on it) in the order of the items, which are made in a thread; errors come in their place.
+
+    The work is done in the thread of the caller. Where that is behind by AHEAD items, the thread that makes them does
+    the work on the next one itself, so that both have always something to do, whichever part takes longer.
+
+    Args:
+        items: closed at the end.
+        work: called in two threads at once.
+    """
     end: Any = object()
-    pool = ThreadPoolExecutor(1, "prefetch")
+    made = taken = 0
+
+    def make() -> tuple[T, R | None]:
+        nonlocal made
+        item = next(items, end)
+        done = work(item) if item is not end and made - taken >= AHEAD else None
+        made += 1
+        return item, done
+
+    pool = ThreadPoolExecutor(1, "read")
     try:
-        following = pool.submit(next, items, end)
-        while (item := following.result()) is not end:
-            following = pool.submit(next, items, end)
-            yield item
+        following = deque(pool.submit(make) for _ in range(AHEAD + 1))
+        while (found := following.popleft().result())[0] is not end:
+            taken += 1
+            following.append(pool.submit(make))
+            item, done = found
+            yield item, work(item) if done is None else done
     finally:
         # A generator cannot be closed while a thread is inside it.
-        pool.shutdown(wait=True)
+        pool.shutdown(wait=True, cancel_futures=True)
         items.close()
 
 

@@ -1,6 +1,6 @@
 """Writing of one shard: encodes its rows and writes its parts. Deterministic and idempotent: anyone may run it twice.
 
-Shape letters: T tokens of a document.
+Shape letters: T tokens, of a document or of a part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lm_trainer.data.formats import EncodedDocument, UnusableRow
 from lm_trainer.data.sources import BadRow, Row
 from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.progress import Stopped
-from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, prefetch, read_batches
+from lm_trainer.data.tokenize.shard_reader import BackgroundStage, RowBatch, ShardJob, read_batches, work_ahead
 from lm_trainer.data.tokenize.token_indexer import index_tokens
 
 
@@ -94,19 +94,21 @@ class _ShardWriter:
         return index, row, is_open
 
     def run(self) -> None:
-        batches = prefetch(read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.is_open))
-        # Encoding stays in the caller's thread from shard to shard: fastokens remembers words for each thread. An error
-        # of writing comes before any error in rows that were read after it, because the writer ends last.
-        with closing(batches), BackgroundStage("write") as writer, BackgroundStage("assemble") as assembler:
-            for batch in batches:
+        batches = read_batches(self.job, part=self.index, row=self.part.row_start, is_open=self.is_open)
+        # Most is encoded in the caller's thread, which stays from shard to shard: fastokens remembers words for each
+        # thread. An error of writing comes before any in rows that were read after it, because the writer ends last.
+        with BackgroundStage("write") as writer, closing(work_ahead(batches, self._encode)) as encoded:
+            for batch, documents in encoded:
                 if self.stopped():
                     raise Stopped
-                documents = self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
-                assembler.submit(self._assemble, batch, documents, writer)
+                self._assemble(batch, documents, writer)
                 if self.on_rows and batch.rows:
                     self.on_rows(batch.text_bytes)
         # After the writer has ended, so that the file never promises a part that is not there.
         self.job.store.write_json(shard_key(self.job.index), {"parts": self.index})
+
+    def _encode(self, batch: RowBatch) -> list[EncodedDocument | UnusableRow]:
+        return self.job.format.encode(batch.values, self.job.tokenizer) if batch.rows else []
 
     def _assemble(
         self, batch: RowBatch, documents: list[EncodedDocument | UnusableRow], writer: BackgroundStage
@@ -135,7 +137,7 @@ class _ShardWriter:
 
     def _append_texts(self, usable: list[tuple[Row, EncodedDocument]]) -> None:
         """Adds texts and pieces of texts."""
-        part, pieces, documents = self.part, [], 0
+        part, pieces = self.part, []
         for row, document in usable:
             tokens = len(document.ids)
             # BOS comes before the first piece of a document, EOS after its last.
@@ -147,18 +149,10 @@ class _ShardWriter:
             if row.ends_document:
                 pieces.append(self.end)
                 tokens += 1
-                documents += 1
+                part.documents += 1
             self._count(row, tokens)
         # One concatenation for the whole batch: one for each document would take several times as long.
-        ids = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else np.zeros(0, self.dtype)
-        if np.count_nonzero(ids == self.eos) != documents:
-            where = next(row.where for row, document in usable if self.eos in np.asarray(document.ids))
-            raise UserError(
-                f"{where}: the tokenizer makes its end-of-document token (id {self.eos}) out of text; "
-                "it cannot be used for training"
-            )
-        part.ids.append(ids)
-        part.documents += documents
+        part.ids.append(np.concatenate([np.zeros(0, self.dtype), *pieces], dtype=self.dtype, casting="unsafe"))
 
     def _append_ids(self, row: Row, ids_T: np.ndarray) -> None:
         """Adds ids, in which EOS ends documents."""
@@ -224,9 +218,21 @@ class _ShardWriter:
 
 
 def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]) -> None:
-    """Writes the files of a part and, last, the record that commits them."""
+    """Writes the files of a part and, last, the record that commits them.
+
+    Raises:
+        UserError: if the tokenizer made an end of document of text.
+    """
+    tokens = b"".join(ids.data for ids in part.ids)
+    ids_T = np.frombuffer(tokens, token_dtype(job.tokenizer.vocab_size))
+    # Looked for in a whole part at once: for each batch, the threads that encode would wait for one another again.
+    if not job.format.has_loss_mask and np.count_nonzero(ids_T == job.tokenizer.eos_id) != part.documents:
+        raise UserError(
+            f"{_place_of_eos(job, part)}: the tokenizer makes its end-of-document token (id {job.tokenizer.eos_id}) "
+            "out of text; it cannot be used for training"
+        )
     blobs = {
-        "bin": b"".join(ids.data for ids in part.ids),
+        "bin": tokens,
         "len": np.asarray(part.lengths, "<u4").tobytes(),
         "row": np.asarray(part.rows, "<u4").tobytes(),
     }
@@ -237,9 +243,19 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
         blobs["fea"] = b"".join(features.astype("<f4").tobytes() for features in part.features)
     for kind, blob in blobs.items():
         job.store.write(part_key(name, kind), blob)
-    record["tokens"] = len(blobs["bin"]) // token_dtype(job.tokenizer.vocab_size).itemsize
+    record["tokens"] = len(ids_T)
     # The digests are for `lmt data verify`, and for the fingerprint of the data.
     record["blobs"] = {
         kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
     }
     job.store.write(part_key(name, "json"), canonical_json(record))
+
+
+def _place_of_eos(job: ShardJob, part: OpenPart) -> str:
+    """Reads a part again up to the first row of whose text the tokenizer makes its end-of-document token."""
+    for row in job.shard.rows(part.row_start):
+        if isinstance(row, Row):
+            (document,) = job.format.encode([job.format.prepare(row).value], job.tokenizer)
+            if isinstance(document, EncodedDocument) and job.tokenizer.eos_id in np.asarray(document.ids):
+                return row.where
+    return job.store.url

@@ -191,9 +191,11 @@ class HfTokenizer:
         """Encodes as `encode_plain`, but special tokens in the text are special: it was written by a chat template."""
         # A second copy, since switching `encode_special_tokens` would reach other threads amid their encoding.
         if self._with_specials is None:
-            self._with_specials = RustTokenizer.from_str(self._content)
-            self._with_specials.no_truncation()
-            self._with_specials.no_padding()
+            with_specials = RustTokenizer.from_str(self._content)
+            with_specials.no_truncation()
+            with_specials.no_padding()
+            # Ready before another thread sees it.
+            self._with_specials = with_specials
         return _with_offsets(self._with_specials, text)
 
     def special_tokens(self) -> dict[str, int]:
