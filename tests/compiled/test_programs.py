@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.hlo import dimensions, fused, parse, walk
+from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
@@ -31,6 +33,8 @@ BATCH, ROWS, LENGTH, WIDTH, WIDE, LAYERS, HEADS, DEVICES = 16, 2, 1024, 256, 102
 MODEL = {"type": "llama", "seq_len": LENGTH, "hidden_dim": WIDTH, "intermediate_dim": WIDE, "num_layers": LAYERS,
          "num_heads": HEADS, "num_kv_heads": HEADS, "scan_layers": True,
          "gradient_checkpointing": True, "cross_entropy_block_size": 512}  # fmt: skip
+LINEAR_MAPS, HEAD_PRODUCTS = 7, 3
+"""Linear maps of a layer, and products of the loss with its gradients."""
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * WIDE
 """Weights of a layer."""
 TARGETS = ("v5e:2x2", "4xH100")
@@ -71,14 +75,17 @@ def step_of(target: str, determinism: str, count: int = DEVICES) -> Step:
     return Step(memory, peak, works, texts)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "quantization"), [*((target, None) for target in TARGETS), ("4xB200", "mxfp8")])
 @pytest.mark.parametrize(("determinism", "name"), [("elastic", "microbatch"), ("layerwise", "layer 0 gradient")])
-def test_a_microbatch_is_one_program_on_every_device_and_mesh(target: str, determinism: str, name: str):
+def test_a_microbatch_is_one_program_on_every_device_and_mesh(
+    target: str, quantization: str | None, determinism: str, name: str
+):
     devices, platform = described(target), device_platform(parse_devices(target).kind)
+    config = config_for(determinism, quantization=quantization and {"type": quantization})
     found = set()
     for places in (devices[:1], devices[3:], devices[:2], devices):
         with compiling_for(platform):
-            step = build_program(config_for(determinism), VOCAB, places).step
+            step = build_program(config, VOCAB, places).step
             batch = random_batch(1, LENGTH, VOCAB)
             phases = step.phases(batch, step.plans.at(0), platform)
             program = next(phase.program for phase in phases if phase.program.name == name)
@@ -155,18 +162,56 @@ def products(hlo: str) -> Iterator[tuple[str, set[str]]]:
                 yield f"{one.shape} {one.opcode} {one.rest[:120]}", dtypes
 
 
-@pytest.mark.parametrize(("target", "kind"), [("4xH100", "fp8"), ("4xH100", "int8"), ("v5e:2x2", "int8")])
+@pytest.mark.parametrize(
+    ("target", "kind"), [("4xH100", "fp8"), ("4xH100", "int8"), ("v5e:2x2", "int8"), ("v6e:2x2", "int8")]
+)
 def test_products_of_8_bits_have_operands_of_8_bits(target: str, kind: str):
     devices, platform, texts = described(target), device_platform(parse_devices(target).kind), dict[str, str]()
     with compiling_for(platform):
         config = config_for("layerwise", quantization={"type": kind, "backward": True})
         StepMemory(config, VOCAB, devices, platform, texts).compile()
-    for name, least in (("layer 0", 4), ("layer 0 gradient", 11)):
-        found = [dtypes for _, dtypes in products(texts[name])]
+    # A GPU's compiler makes one product of several of the same operand.
+    forward, backward = (4, 11) if platform == "gpu" else (LINEAR_MAPS, 3 * LINEAR_MAPS - 1)
+    for name, least in (("layer 0", forward), ("layer 0 gradient", backward)):
+        found = list(products(texts[name]))
         # On a TPU rotations are products too.
-        narrow = [dtypes for dtypes in found if all(dtype.startswith(("f8", "s8")) for dtype in dtypes)]
+        narrow = [line for line, dtypes in found if all(dtype.startswith(("f8", "s8")) for dtype in dtypes)]
         assert len(narrow) >= least, name
         assert len(found) - len(narrow) <= (0 if platform == "gpu" else 4), name
+        # Sums of integers, in which a TPU's compiler includes the conversion that follows.
+        results = {"fp8": ("f32[", "bf16["), "int8": ("s32[",) if platform == "gpu" else ("s32[", "bf16[")}[kind]
+        assert [line for line in narrow if not line.startswith(results)] == [], name
+
+
+def in_mxfp8(target: str, determinism: str) -> tuple[StepMemory, dict[str, str]]:
+    texts = dict[str, str]()
+    with compiling_for("gpu"):
+        config = config_for(determinism, quantization={"type": "mxfp8"})
+        memory = StepMemory(config, VOCAB, described(target), "gpu", texts)
+        memory.compile()
+    return memory, texts
+
+
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise", "fast"])
+def test_products_of_mxfp8_are_instructions_of_blackwell(determinism: str):
+    (memory, texts), found, wide = in_mxfp8("4xB200", determinism), Counter[tuple[str, ...]](), 0
+    runs = memory.runs()
+    for name, text in texts.items():
+        for op, of, turns in walk(parse(text)):
+            if f'"{BLOCK_SCALED_PRODUCT}"' in op.rest:
+                found[tuple(of[operand].shape.split("[")[0] for operand in op.operands)] += int(runs[name] * turns)
+        wide += sum(1 for _ in products(text))
+    # In each layer and microbatch: forward, again but for the last map, and for both operands of each.
+    each, microbatches = LINEAR_MAPS + LINEAR_MAPS - 1 + 2 * LINEAR_MAPS, BATCH // (ROWS * DEVICES)
+    assert found == {("f8e4m3fn", "f8e4m3fn", "f8e8m0fnu", "f8e8m0fnu"): each * LAYERS * microbatches}
+    assert wide == HEAD_PRODUCTS
+
+
+def test_products_of_mxfp8_are_of_16_bits_before_blackwell():
+    _, texts = in_mxfp8("4xH100", "layerwise")
+    found = [dtypes for _, dtypes in products(texts["layer 0"])]
+    assert found == [{"bf16"}] * LINEAR_MAPS
+    assert BLOCK_SCALED_PRODUCT not in texts["layer 0"]
 
 
 @pytest.mark.parametrize("determinism", ["elastic", "layerwise"])

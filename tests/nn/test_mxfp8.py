@@ -20,7 +20,7 @@ from lm_trainer.run.model import loss_function, trace_model
 
 E4M3, BFLOAT16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 LEAST = -117
-"""Of the exponents of scales."""
+"""The least exponent of a scale."""
 VOCAB = 61
 
 
