@@ -150,7 +150,7 @@ def _turns(loop: Instruction, computations: Mapping[str, Computation]) -> int:
 
 
 def _step(loop: Instruction, counter: Instruction, computations: Mapping[str, Computation]) -> int:
-    """What a turn of a loop adds to its counter; 1 where that cannot be read.
+    """The number that a turn of a loop adds to its counter; 1 where that cannot be read.
 
     It is 2 where XLA unrolled a loop once, as those in which a product overlaps with the exchange of its pieces.
     """
