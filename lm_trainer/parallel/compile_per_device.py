@@ -34,9 +34,10 @@ def compile_on_each(
         with _without_cache():
             first = compile_on(0)
         return [first, *_load_on(first, device_sets[0], [device_sets[i] for i in others])]
-    # An accelerator's compiler chooses kernels by timing them, and may choose otherwise each time. The first program is
-    # therefore finished before the others begin: they find it in the compilation cache, which serves all devices of a
-    # kind, and so run the kernels that were chosen for it.
+    # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. The first program is
+    # therefore finished before the others begin: they find it in the compilation cache, which serves all GPUs of a
+    # kind, and so run the kernels that were chosen for it. The key of a TPU's program has its chip in it
+    # (`jax._src.cache_key`): each is compiled, and whether a chip loads what was compiled for another is not known.
     first = compile_on(0)
     with ThreadPoolExecutor() as pool:
         return [first, *pool.map(compile_on, others)]
