@@ -7,13 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
-from lm_trainer.step.memory import PhaseBytes, ProgramBytes, compile_programs, phase_bytes, state_bytes, taken_memory
+from lm_trainer.step.memory import (
+    PhaseBytes,
+    ProgramBytes,
+    bytes_per_device,
+    compile_programs,
+    phase_bytes,
+    state_bytes,
+    taken_memory,
+)
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import abstract_state
@@ -120,15 +129,38 @@ class StepMemory:
         held = {"state": sum(self.state.values()), "batch": batch}
         found, phases = {**self._fixed, **programs}, self._phases(plan)
         if self._platform != "cpu" and self._devices[0].platform == "cpu":
-            shares = {phase.program.name: self._share(phase.program) for phase in phases}
-            found |= {
-                name: replace(found[name], temporary=round(share * found[name].temporary))
-                for name, share in shares.items()
-            }
+            ran = {phase.program.name: phase.program for phase in phases}
+            found |= {name: self._on_accelerator(program, found[name]) for name, program in ran.items()}
         return MemoryPlan(self.state, phase_bytes(phases, found, held))
+
+    def _on_accelerator(self, program: StepProgram, here: ProgramBytes) -> ProgramBytes:
+        """A program's memory there, from that of the program that a CPU's compiler made."""
+        temporary = round(self._share(program) * here.temporary) + self._copied(program)
+        return replace(here, temporary=temporary)
 
     def _share(self, program: StepProgram) -> float:
         """The temporary memory of a program on an accelerator over that for a CPU."""
         if program.elementwise:
             return 0.0
         return self._growing if program.grows else 1.0
+
+    def _copied(self, program: StepProgram) -> int:
+        """Bytes of the layers that are cast as a whole before the loop over them, which computes in fewer bits.
+
+        A TPU's compiler takes the cast out of the loop; others cast the layer that they have come to. Where parameters
+        are gathered layer by layer they come cast.
+        """
+        trainer = self.config.trainer
+        narrows = trainer.mp.compute_dtype.itemsize < trainer.mp.param_dtype.itemsize
+        taken_out = self._platform == "tpu" and self.config.model.scan and narrows
+        if not (taken_out and program.grows and trainer.determinism == "elastic"):
+            return 0
+        mesh, params = self.program.sharding.mesh, self.program.sharding.params
+        cast = {
+            name: jax.ShapeDtypeStruct(
+                x.shape, trainer.mp.compute_dtype, sharding=NamedSharding(mesh, params[name].compute)
+            )
+            for name, x in self.program.model.shapes.items()
+            if self.program.model.axes[name][:1] == ("layers",)
+        }
+        return bytes_per_device(cast)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lm_trainer.plan.programs import ProgramWork, step_time
 from lm_trainer.plan.table import lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
+from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
 from lm_trainer.profile.roofline import Operation
 from lm_trainer.run.program import build_program
@@ -236,6 +238,19 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     monkeypatch.setattr("lm_trainer.plan.run._GROWING", 1.0)
     monkeypatch.setattr("lm_trainer.plan.run._GROWING_FAST", 1.0)
     assert planned == round(share * temporary())
+
+
+def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
+    model = {**LLAMA, "num_layers": 3, "scan_layers": True}
+    config = config_of({"model": model, "trainer": {"train_batch_size": 8, "mp": "p=f32,c=bfloat16"}})
+    temporary = {}
+    for kind in ("gpu", "tpu"):
+        memory = StepMemory(config, VOCAB, jax.devices()[:1], kind)
+        phases = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
+        temporary[kind] = phases["microbatch"]["temporary"]
+    spec = config.model.spec(VOCAB)
+    layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
+    assert temporary["tpu"] == temporary["gpu"] + 2 * layers
 
 
 @pytest.mark.optimised
