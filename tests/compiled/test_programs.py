@@ -51,6 +51,9 @@ def described(target: str) -> Sequence[Any]:
     try:
         return target_devices(parse_devices(target))
     except UserError as error:
+        # Any other reason, such as another process that holds the compiler of TPUs, must not look like a passed test.
+        if "needs the compiler" not in str(error):
+            raise
         pytest.skip(str(error))
 
 
