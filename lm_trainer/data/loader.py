@@ -22,7 +22,7 @@ from lm_trainer.data.rows.eval_set import check_rows
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import GrowingOrder
 from lm_trainer.data.rows.order import TrainOrder
-from lm_trainer.data.rows.worker import in_processes
+from lm_trainer.data.rows.worker import free_shared_memory, in_processes
 from lm_trainer.data.tokenize.open_cache import MissingTokens
 
 HostRows = Sequence[int] | Callable[[int], Sequence[int]]
@@ -203,3 +203,4 @@ class TrainIterator(Iterator[Batch]):
         if self._grain is not None:
             self._grain.close()
             self._grain = None
+            free_shared_memory()

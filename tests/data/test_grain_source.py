@@ -289,7 +289,7 @@ if __name__ == "__main__":
 def start(tmp_path: Path, module: str, processes: int, mode: str) -> subprocess.Popen[str]:
     (tmp_path / "read.py").write_text(READ)
     command = [sys.executable, str(tmp_path / "read.py"), f"{module}:rows", str(processes), str(tmp_path), "20", mode]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True}
     return subprocess.Popen(command, env=lmt_environment(), **pipes)
 
 
@@ -302,8 +302,9 @@ def children(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_worker_processes_give_the_same_batches_and_end_with_the_run(tmp_path: Path, module: str) -> None:
     threads, workers = (start(tmp_path, module, processes, "end") for processes in (0, 2))
-    out = [process.communicate(timeout=200)[0] for process in (threads, workers)]
+    out, said = zip(*(process.communicate(timeout=200) for process in (threads, workers)), strict=True)
     assert out[0] == out[1]
+    assert "leaked" not in said[1]
     assert len(out[0].splitlines()) == 12
     shared = set(os.listdir("/dev/shm"))
     killed = start(tmp_path, module, 2, "wait")

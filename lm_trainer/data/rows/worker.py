@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from typing import Any
 
 import grain
+from grain.multiprocessing import SharedMemoryArray
 
 _BUFFERED = 2
 """Batches of each process that lie ready."""
@@ -23,6 +25,19 @@ def in_processes(dataset: Any, processes: int) -> Any:
         flags.FLAGS.mark_as_parsed()
     options = grain.MultiprocessingOptions(processes, per_worker_buffer_size=_BUFFERED)
     return dataset.mp_prefetch(options, worker_init_fn=EndWithParent(os.getpid()))
+
+
+def free_shared_memory() -> None:
+    """Frees the memory of all batches that are no longer held, of iterators that are closed among them.
+
+    Grain frees it in a thread, which does not live to do so at the end of a program: Python would then warn of a leak.
+    """
+    pool = getattr(SharedMemoryArray, "_del_thread_pool", None)
+    if pool is not None:
+        # Iterators of Grain hold one another, and their last element.
+        gc.collect()
+        # The pool has one thread, which comes to this last.
+        pool.apply(int)
 
 
 class EndWithParent:
