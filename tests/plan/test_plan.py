@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from lm_trainer.plan.programs import ProgramWork, step_time
 from lm_trainer.plan.table import lines
 from lm_trainer.plan.target import target_devices
 from lm_trainer.profile.devices import Bandwidths, device_kind, device_memory
-from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.peaks import datasheet_peak, known_devices
 from lm_trainer.profile.roofline import Operation
 from lm_trainer.run.program import build_program
@@ -208,62 +206,6 @@ def test_large_models_fit_on_the_devices_that_they_are_for(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["memory"]["peak_bytes"] <= found["budget"]["bytes"]
-
-
-def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
-    phases = {}
-    for kind in ("cpu", "gpu"):
-        memory = StepMemory(
-            config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:1], kind
-        )
-        phases[kind] = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
-    assert phases["gpu"]["update"]["temporary"] == 0 < phases["cpu"]["update"]["temporary"]
-    assert phases["gpu"]["microbatch"]["temporary"] > 0
-
-
-@pytest.mark.parametrize(
-    ("trainer", "share"),
-    [({"mp": "p=f32,c=bfloat16"}, 0.7), ({"mp": "p=f32,c=bfloat16", **FAST}, 0.85), ({"mp": "f32"}, 1.0)],
-)
-def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
-    trainer: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
-):
-    def temporary() -> int:
-        config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})
-        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
-        (phase,) = (phase for phase in found.memory.phases if phase.name in ("microbatch", "step"))
-        return phase.parts["temporary"]
-
-    planned = temporary()
-    monkeypatch.setattr("lm_trainer.plan.run._GROWING", 1.0)
-    monkeypatch.setattr("lm_trainer.plan.run._GROWING_FAST", 1.0)
-    assert planned == round(share * temporary())
-
-
-def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
-    model = {**LLAMA, "num_layers": 3, "scan_layers": True}
-    config = config_of({"model": model, "trainer": {"train_batch_size": 8, "mp": "p=f32,c=bfloat16"}})
-    temporary = {}
-    for kind in ("gpu", "tpu"):
-        memory = StepMemory(config, VOCAB, jax.devices()[:1], kind)
-        phases = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
-        temporary[kind] = phases["microbatch"]["temporary"]
-    spec = config.model.spec(VOCAB)
-    layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))
-    assert temporary["tpu"] == temporary["gpu"] + 2 * layers
-
-
-@pytest.mark.optimised
-@pytest.mark.slow
-def test_recomputing_saves_memory_on_a_gpu_also_where_layers_are_unrolled():
-    def microbatch(remat: bool) -> int:
-        model = {**LLAMA, "num_layers": 4, "scan_layers": False, "gradient_checkpointing": remat}
-        config = config_of({"model": model, "trainer": {"train_batch_size": 8}})
-        found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
-        (phase,) = (phase for phase in found.memory.phases if phase.name == "microbatch")
-        return phase.parts["temporary"]
-
-    assert microbatch(remat=True) < 0.6 * microbatch(remat=False)
 
 
 def test_the_table_says_what_is_as_good_as_it_gets():
