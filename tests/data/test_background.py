@@ -245,7 +245,9 @@ def test_closing_ends_the_build_and_keeps_what_was_built(
     before = set(threading.enumerate())
     data = open_growing(make_config("cache", shuffle=False))
     iterator = data.train(BATCH, rows=range(BATCH), first_step=30, num_steps=1000)
-    gate.release(3)
+    # The thread that reads may take some of them for batches whose turn is later, and the first part is seen with the
+    # second batch at the earliest.
+    gate.release(2 * AHEAD + 1)
     until(lambda: data.num_train_tokens > 0, "parts are written")
     # The batches of rows at hand are finished first, in the two threads that encode.
     threading.Timer(0.2, gate.release, [AHEAD + 2]).start()
