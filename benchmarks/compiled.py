@@ -88,6 +88,8 @@ TPU = [
     *(Case("llama-1b", "v5e:4x4", 4, 2, mode) for mode in ("fast", "layerwise")),
     *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
+    *(Case("mixtral-8x1b", "v5p:4x4x4", 2, 2, mode) for mode in ("fast", "layerwise")),
+    Case("llama-70b", "v5p:4x8x8", 1, 2, "layerwise"),
 ]
 GPU = [
     *(Case("gpt2-124m", "8xH100", 16, 2, mode) for mode in ("fast", "elastic", "layerwise")),
