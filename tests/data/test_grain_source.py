@@ -80,6 +80,10 @@ def order_matters():
     return grain.MapDataset.range(100).map(lambda i: f"{i} {next(seen)}")
 
 
+def late():
+    return grain.MapDataset.range(100).map(lambda i: "x" * 200 + str(np.random.default_rng().integers(10**9)))
+
+
 def failing():
     return grain.MapDataset.range(10).map(lambda i: 1 // 0)
 
@@ -211,6 +215,7 @@ def test_a_mixture_of_rows_and_text(tmp_path: Path, module: str) -> None:
     [
         ("unseeded", r"not deterministic: its element \d+ was another when it was made again \(in text\); seed it"),
         ("order_matters", "not deterministic: its element"),
+        ("late", r"\(from character 20\d on: 'x+\d+', then 'x+\d+'\)"),
         ("growing", r"not deterministic: it made a dataset of 1\d elements, and then one of 1\d"),
         ("failing", "an element of .*failing failed: ZeroDivisionError"),
         ("nothing", "returned int; expected a grain.MapDataset or"),

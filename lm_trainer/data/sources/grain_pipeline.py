@@ -212,6 +212,12 @@ def _difference(one: Any, other: Any) -> str:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         names = [str(name) for name in one if _digest(one[name]) != _digest(other.get(name))]
         return f"in {', '.join(names)}"
+    if isinstance(one, str) and isinstance(other, str):
+        # They may be alike for long: shown from a little before the place where they are not.
+        pairs = enumerate(zip(one, other, strict=False))
+        at = next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+        one, other = (text[max(0, at - 20) :] for text in (one, other))
+        return f"from character {at} on: {one[:40]!r}, then {other[:40]!r}"
     return f"{str(one)[:40]!r}, then {str(other)[:40]!r}"
 
 
