@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
+from lm_trainer.step.groups import compute_shardings
 from lm_trainer.step.memory import (
     PhaseBytes,
     ProgramBytes,
@@ -155,11 +155,9 @@ class StepMemory:
         taken_out = self._platform == "tpu" and self.config.model.scan and narrows
         if not (taken_out and program.grows and trainer.determinism == "elastic"):
             return 0
-        mesh, params = self.program.sharding.mesh, self.program.sharding.params
+        shardings = compute_shardings(self.program.sharding) or self.program.sharding.storage
         cast = {
-            name: jax.ShapeDtypeStruct(
-                x.shape, trainer.mp.compute_dtype, sharding=NamedSharding(mesh, params[name].compute)
-            )
+            name: jax.ShapeDtypeStruct(x.shape, trainer.mp.compute_dtype, sharding=shardings[name])
             for name, x in self.program.model.shapes.items()
             if self.program.model.axes[name][:1] == ("layers",)
         }

@@ -10,9 +10,9 @@ from typing import Any
 
 from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import Bandwidths
-from lm_trainer.profile.roofline import Operation, operations
+from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT, Operation, operations
 
-_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|__cudnn\$blockScaledDot)"')
+_KERNEL = re.compile(rf'custom_call_target="(tpu_custom_call|__cudnn\$fmha\w*|{re.escape(BLOCK_SCALED_PRODUCT)})"')
 
 
 @dataclass(frozen=True)
