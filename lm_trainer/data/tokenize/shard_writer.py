@@ -253,9 +253,8 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
 
 def _place_of_eos(job: ShardJob, part: OpenPart) -> str:
     """Reads a part again up to the first row of whose text the tokenizer makes its end-of-document token."""
-    for row in job.shard.rows(part.row_start):
-        if isinstance(row, Row):
-            (document,) = job.format.encode([job.format.prepare(row).value], job.tokenizer)
+    for batch in read_batches(job, part=0, row=part.row_start, is_open=part.continues):
+        for row, document in zip(batch.rows, job.format.encode(batch.values, job.tokenizer), strict=True):
             if isinstance(document, EncodedDocument) and job.tokenizer.eos_id in np.asarray(document.ids):
                 return row.where
     return job.store.url
