@@ -89,6 +89,16 @@ def product(x_RK: jax.Array, y_NK: jax.Array, platform: str) -> jax.Array:
     return found_RN.astype(x_RK.dtype)
 
 
+def blocks_not_whole(inputs: int, outputs: int) -> str | None:
+    """The reason for which a linear map of this size has no products in MXFP8; None: it has."""
+    if inputs % BLOCK == 0 and outputs % BLOCK == 0:
+        return None
+    return (
+        f"mxfp8 has a scale for each {BLOCK} numbers, and this linear map has {inputs} inputs and {outputs} outputs; "
+        f"choose multiples of {BLOCK}, name other linear maps as targets, or write type: fp8"
+    )
+
+
 @dataclass(frozen=True)
 class Mxfp8Matmul:
     """`matmul(x_MI, w_IO)`: their matrix product from operands in MXFP8, in the dtype of `x_MI`.
@@ -105,13 +115,8 @@ class Mxfp8Matmul:
         Raises:
             UserError: where blocks would not be whole, so that they depended on how devices share the product.
         """
-        inputs, outputs = w_IO.shape
-        if inputs % BLOCK or outputs % BLOCK:
-            raise UserError(
-                f"trainer.quantization: mxfp8 has a scale for each {BLOCK} numbers, and a linear map has {inputs} "
-                f"inputs and {outputs} outputs on each device; choose multiples of {BLOCK}, name other linear maps as "
-                f"targets, or write type: fp8"
-            )
+        if why := blocks_not_whole(*w_IO.shape):
+            raise UserError(f"trainer.quantization: on each device {why}")
         return checkpoint_name(_matmul(x_MI, w_IO, self.backward, target_platform()), RESIDUAL)
 
 

@@ -6,6 +6,7 @@ Shape letters: M rows, I inputs, O outputs.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from pydantic import Field, model_validator
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.nn.linear import Linear, MatmulFn
-from lm_trainer.nn.mxfp8 import Mxfp8Matmul
+from lm_trainer.nn.mxfp8 import Mxfp8Matmul, blocks_not_whole
 
 
 class QuantizationConfig(Config):
@@ -48,6 +49,11 @@ class QuantizationConfig(Config):
     @abstractmethod
     def matmul(self) -> MatmulFn:
         """The product that takes the place of those of the linear maps."""
+
+    def why_not(self, inputs: int, outputs: int) -> str | None:
+        """The reason for which a linear map of this size cannot compute in this format; None: it can."""
+        del inputs, outputs
+        return None
 
     def selects(self, place: str) -> bool:
         """Returns true if the linear map at this dotted place of the model computes in 8 bits."""
@@ -107,6 +113,9 @@ class Mxfp8Config(QuantizationConfig):
     def matmul(self) -> MatmulFn:
         return Mxfp8Matmul(self.backward)
 
+    def why_not(self, inputs: int, outputs: int) -> str | None:
+        return blocks_not_whole(inputs, outputs)
+
 
 AnyQuantization = Annotated[Int8Config | Fp8Config | Mxfp8Config, Field(discriminator="type")]
 
@@ -115,7 +124,7 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
     """Lets the linear maps that `config` selects compute in 8 bits; changes no parameter.
 
     Raises:
-        UserError: when it selects none.
+        UserError: when it selects none, or one whose size its format does not take.
     """
     places = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     chosen = [place for place in places if config.selects(place)]
@@ -124,6 +133,10 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
             f"{', '.join(sorted(places))}"
         )
+    for place in chosen:
+        linear = places[place]
+        if why := config.why_not(math.prod(linear.in_shape), math.prod(linear.out_shape)):
+            raise UserError(f"trainer.quantization: model.{place}: {why}")
     # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
     matmul = config.matmul()
     for place in chosen:

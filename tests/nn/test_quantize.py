@@ -10,9 +10,9 @@ from flax import nnx
 from pydantic import ValidationError
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.models import Gpt2Config
+from lm_trainer.models import Gpt2Config, LlamaConfig
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.quantize import Fp8Config, Int8Config, QuantizationConfig, quantize, quantized_matmul
+from lm_trainer.nn.quantize import Fp8Config, Int8Config, Mxfp8Config, quantize, quantized_matmul
 
 X, W = np.random.default_rng(0).standard_normal((2, 24, 24)).astype(np.float32)
 
@@ -64,6 +64,17 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is() -> None:
     model = Gpt2Config(seq_len=8, hidden_dim=16, num_layers=1, num_heads=2).build(11, rngs=nnx.Rngs(0))
     with pytest.raises(UserError, match=r"'mpl' selects no linear map; there are: .*mlp\.up"):
         quantize(model, Int8Config(targets="mpl"))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_size_that_blocks_do_not_divide_is_refused_when_the_model_is_built(scan: bool) -> None:
+    config = LlamaConfig(
+        seq_len=8, hidden_dim=32, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_dim=80, scan_layers=scan
+    )
+    model = config.build(11, rngs=nnx.Rngs(0))
+    quantize(model, Mxfp8Config(targets=("attention",)))
+    with pytest.raises(UserError, match=r"model\.\S*mlp\.up: .* 32 inputs and 80 outputs; choose multiples of 32.*fp8"):
+        quantize(model, Mxfp8Config(targets=(".mlp.up",)))
 
 
 def test_what_has_no_meaning_here_says_so() -> None:
