@@ -126,7 +126,8 @@ def _walk(
         if op.opcode == "while":
             for body in op.called("body"):
                 yield from _walk(computations[body], times * _turns(op, computations), computations)
-        elif op.opcode in ("call", "conditional"):
+        # What starts a call hands it to a unit beside the cores, such as the SparseCores of a TPU.
+        elif op.opcode in ("call", "call-start", "conditional"):
             for called in op.called("to_apply", "branch_computations", "true_computation", "false_computation"):
                 yield from _walk(computations[called], times, computations)
         else:

@@ -143,3 +143,19 @@ def test_a_sum_of_which_each_device_keeps_a_slice_is_a_reduce_scatter() -> None:
 """
     fusion = program("%f = f32[4]{0:T(128)} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3.clone.1")
     assert bytes_sent(f"{text}\n{fusion}") == {"reduce-scatter": 3 * 16.0}
+
+
+def test_a_collective_of_the_sparse_cores_is_counted() -> None:
+    """As a TPU's compiler hands it to them: a call that the program starts, and does other work beside."""
+    text = """
+%called (p: f32[4], t: token[]) -> f32[16] {
+  %p = f32[4] parameter(0)
+  %t = token[] parameter(1)
+  ROOT %g = f32[16] all-gather(%p), channel_id=1, replica_groups=mesh['axis_0'=4,'axis_1'=1] {'axis_0'}, dimensions={0}
+}, execution_thread="sparsecore"
+"""
+    start = (
+        "%s = ((f32[4]{0:T(128)}, token[]), f32[16]{0:T(128)}) call-start(%x, %token), "
+        'async_execution_thread="sparsecore", to_apply=%called'
+    )
+    assert bytes_sent(f"{text}\n{program(start, '%d = f32[16]{0:T(128)} call-done(%s)')}") == {"all-gather": 48.0}
