@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lm_trainer.plan.compiler_flags import SPARSE_CORES
 from lm_trainer.plan.devices import parse_devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,18 +78,25 @@ class Case(NamedTuple):
     """Rows of a microbatch, of which each device computes `microbatches`."""
     microbatches: int
     determinism: str
+    flags: str = ""
+    """For LIBTPU_INIT_ARGS."""
 
     def __str__(self) -> str:
-        return f"{self.model} {self.devices} {self.microbatches} x {self.rows} rows {self.determinism}"
+        name = f"{self.model} {self.devices} {self.microbatches} x {self.rows} rows {self.determinism}"
+        return f"{name}, SparseCores" if self.flags else name
 
 
+_V5P = [
+    *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
+    *(Case("mixtral-8x1b", "v5p:4x4x4", 2, 2, mode) for mode in ("fast", "layerwise")),
+]
 TPU = [
     *(Case("gpt2-124m", "v5e:2x2", 8, 4, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-1b", "v5e:4x4", 1, 8, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("llama-1b", "v5e:4x4", 4, 2, mode) for mode in ("fast", "layerwise")),
-    *(Case("llama-1b", "v5p:4x4x4", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
-    *(Case("llama-8b", "v5p:4x4x4", 2, 4, mode) for mode in ("fast", "layerwise")),
-    *(Case("mixtral-8x1b", "v5p:4x4x4", 2, 2, mode) for mode in ("fast", "layerwise")),
+    *_V5P,
+    *(case._replace(flags=SPARSE_CORES) for case in _V5P),
     Case("llama-70b", "v5p:4x8x8", 1, 2, "layerwise"),
 ]
 GPU = [
@@ -103,9 +111,9 @@ COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}
 """Kind of devices -> what is compiled for them, and the package of their compiler."""
 NOTES = {
     "tpu": [
-        "Over all 64 chips of v5p:4x4x4 this compiler gathers by adding zeros and leaves sums whole, by all-reduces,",
-        "whatever the order of the chips: twice the bytes of the all-gathers and reduce-scatters that were asked for,",
-        "and that v5e:4x4 and v5p:2x2x4 get.",
+        "Over all chips of v5p:4x4x4 this compiler gathers by adding zeros and leaves sums whole, by all-reduces,",
+        "whatever the order of the chips: twice the bytes of the all-gathers and reduce-scatters that were asked for.",
+        "Steps with `SparseCores` in their name are compiled with the flags that `lmt plan --compile` names for them.",
         "",
     ],
     "gpu": [],
@@ -113,13 +121,14 @@ NOTES = {
 """Kind of devices -> lines for the reader of its table."""
 
 
-def planned_by(*options: str) -> dict[str, Any]:
-    """The output of `lmt plan` with these options.
+def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
+    """The output of `lmt plan` with these options, and `flags` for the compiler of TPUs.
 
     Raises:
         RuntimeError: with the reason why there is none.
     """
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environ["LIBTPU_INIT_ARGS"] = flags
     command = [sys.executable, "-m", "cli", "plan", *options, "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -140,7 +149,7 @@ def compiled(case: Case) -> dict[str, Any]:
         path.write_text(json.dumps(config))
         options = [str(path), "--devices", case.devices, "--vocab-size", str(VOCAB[case.model])]
         try:
-            plan, planned = planned_by(*options, "--compile"), planned_by(*options)
+            plan, planned = planned_by(*options, "--compile", flags=case.flags), planned_by(*options)
         except RuntimeError as e:
             return {"case": str(case), "failed": str(e)}
     temporary = [

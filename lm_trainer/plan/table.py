@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lm_trainer.plan.compiler_flags import sends_too_much
 from lm_trainer.plan.programs import CompiledStep
 from lm_trainer.plan.run import RunPlan
 from lm_trainer.profile.timing import aligned
@@ -21,7 +22,7 @@ def lines(plan: RunPlan) -> Iterator[str]:
     if plan.assumed is not None:
         yield f"note: {plan.assumed}; --vocab-size says otherwise."
     if plan.compiled is not None:
-        yield from _notes_on_programs(plan.compiled)
+        yield from _notes_on_programs(plan, plan.compiled)
     elif plan.dtype != "float32":
         yield f"note: XLA's plan for a CPU holds float32 copies of what is multiplied in {plan.dtype}: it is too high."
     if plan.kernel is not None:
@@ -95,13 +96,15 @@ def _programs(compiled: CompiledStep) -> Iterator[tuple[str, str]]:
         )
 
 
-def _notes_on_programs(compiled: CompiledStep) -> Iterator[str]:
+def _notes_on_programs(plan: RunPlan, compiled: CompiledStep) -> Iterator[str]:
     if compiled.time is not None:
         yield (
             "note: The time by the programs is that of their products, their memory traffic and what they send, by the "
             "datasheet: from all of it at once to one after another, and either at its limit. Kernels count with the "
             "FLOPs of the model alone, and an all-to-all in a torus takes longer than its bytes."
         )
+    if (advice := sends_too_much(plan.devices, plan.mesh, compiled.programs)) is not None:
+        yield f"note: {advice}"
 
 
 def _share(plan: RunPlan) -> str:

@@ -11,15 +11,20 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.target_platform import compiling_for
 from lm_trainer.plan import parse_devices
+from lm_trainer.plan.compiler_flags import SPARSE_CORES
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.plan.programs import ProgramWork
 from lm_trainer.plan.target import target_devices
+from lm_trainer.profile.collectives import bytes_sent
 from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.hlo import dimensions, fused, parse, walk
 from lm_trainer.profile.roofline import BLOCK_SCALED_PRODUCT
@@ -144,6 +149,20 @@ def test_a_fast_step_sends_what_is_planned_and_no_more(target: str, count: int):
         most = BATCH // (ROWS * count) * (count - 1) / count * size
         # A TPU's compiler gathers the head once, in bfloat16.
         assert 0.85 * most <= sent[kind] <= 1.01 * most, kind
+
+
+def test_the_flags_for_a_torus_have_its_sparse_cores_gather_and_scatter():
+    mesh = Mesh(np.array(described("v5p:4x4x4")), ("data",))
+    whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    flags: dict[str, str | bool] = {flag[2:].split("=")[0]: True for flag in SPARSE_CORES.split()}
+    rows = jax.ShapeDtypeStruct((64 * 128, WIDE), jnp.bfloat16, sharding=cut)
+    gather, scatter = jax.jit(lambda x: x + x, out_shardings=whole), jax.jit(lambda x: x.T @ x, out_shardings=cut)
+    size = {"all-gather": 64 * 128 * WIDE * 2, "reduce-scatter": WIDE * WIDE * 2}
+    for program, kind in ((gather, "all-gather"), (scatter, "reduce-scatter")):
+        lowered = program.lower(rows)
+        plain, flagged = (bytes_sent(lowered.compile(options).as_text() or "") for options in (None, flags))
+        assert plain == {"all-reduce": 2 * size[kind] * 63 / 64}
+        assert flagged == {kind: size[kind] * 63 / 64}
 
 
 @pytest.mark.parametrize("target", TARGETS)
