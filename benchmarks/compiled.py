@@ -127,8 +127,8 @@ def planned_by(*options: str, flags: str = "") -> dict[str, Any]:
     Raises:
         RuntimeError: with the reason why there is none.
     """
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    environ["LIBTPU_INIT_ARGS"] = flags
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environ = {**os.environ, "PYTHONPATH": path, "LIBTPU_INIT_ARGS": flags}
     command = [sys.executable, "-m", "cli", "plan", *options, "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -133,14 +133,13 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
             f"trainer.quantization.targets: {config.targets!r} selects no linear map; there are: "
             f"{', '.join(sorted(places))}"
         )
+    # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
+    matmul = config.matmul()
     for place in chosen:
         linear = places[place]
         if why := config.why_not(math.prod(linear.in_shape), math.prod(linear.out_shape)):
             raise UserError(f"trainer.quantization: model.{place}: {why}")
-    # One object for all layers: programs are traced anew for a matmul that is not equal to the one before.
-    matmul = config.matmul()
-    for place in chosen:
-        places[place].set_matmul(matmul)
+        linear.set_matmul(matmul)
 
 
 def quantized_matmul(dtype: Any, gradient_dtype: Any) -> MatmulFn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from lm_trainer.plan.devices import DeviceGroup
@@ -20,6 +19,8 @@ SPARSE_CORES = " ".join(
 )
 """For LIBTPU_INIT_ARGS: all-gathers and reduce-scatters stay what they are, and run beside products."""
 _MOSTLY = 10
+"""Above so many bytes of all-reduces for each of all-gathers, gathers are among the former: where sums alone are left
+whole, the two are of about the same size."""
 
 
 def sends_too_much(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequence[ProgramWork]) -> str | None:
@@ -34,10 +35,10 @@ def sends_too_much(group: DeviceGroup, mesh: Mapping[str, int], programs: Sequen
     """
     if group.kind != "TPU v5" or mesh.get("data", 1) == 1:
         return None
-    sent = Counter[str]()
-    for program in programs:
-        sent.update({kind: program.runs * size for kind, size in program.sent.items()})
-    if sent["all-reduce"] <= _MOSTLY * sent["all-gather"]:
+    gathered, reduced = (
+        sum(program.runs * program.sent.get(kind, 0.0) for program in programs) for kind in ("all-gather", "all-reduce")
+    )
+    if reduced <= _MOSTLY * gathered:
         return None
     return (
         f"The compiler gathers by all-reduces of zeros, twice the bytes. With LIBTPU_INIT_ARGS='{SPARSE_CORES}' the "
