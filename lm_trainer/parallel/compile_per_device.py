@@ -8,6 +8,7 @@ checks to have the shape that is relied on here.
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
+
+logger = logging.getLogger(__name__)
 
 
 def compile_on_each(
@@ -30,31 +33,57 @@ def compile_on_each(
         device_sets: the devices of each, in the order of its mesh.
     """
     others = range(1, len(device_sets))
-    if others and device_sets[0][0].platform == "cpu":
+    platform = device_sets[0][0].platform
+    if others and platform == "cpu":
         with _without_cache():
             first = compile_on(0)
         return [first, *_load_on(first, device_sets[0], [device_sets[i] for i in others])]
+    if platform == "tpu" and not all(map(_at_origin, device_sets)):
+        with _without_cache(), ThreadPoolExecutor() as pool:
+            return [*pool.map(compile_on, range(len(device_sets)))]
     # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. The first program is
     # therefore finished before the others begin: they find it in the compilation cache, which serves all GPUs of a
-    # kind, and so run the kernels that were chosen for it. The key of a TPU's program has its chip in it
-    # (`jax._src.cache_key`): each is compiled, and whether a chip loads what was compiled for another is not known.
+    # kind, and so run the kernels that were chosen for it.
     first = compile_on(0)
     with ThreadPoolExecutor() as pool:
         return [first, *pool.map(compile_on, others)]
 
 
+def close_cache_for(device_sets: Sequence[Sequence[Any]]) -> None:
+    """Turns the persistent cache off, for good, where programs of any of these sets may not be read from it.
+
+    For what runs on each of them without having been compiled by `compile_on_each`, such as sums.
+    """
+    if jax.default_backend() == "tpu" and not all(map(_at_origin, device_sets)):
+        logger.info("programs are compiled at every start: those of single TPU chips cannot be kept for the next one")
+        _set_cache(None)
+
+
+def _at_origin(devices: Sequence[Any]) -> bool:
+    """Tells whether programs of these TPU chips can be kept: whether the first chip of their slice is among them.
+
+    All others check where they run, by coordinates (`scheckge: Invalid physical row` in what libtpu compiles). So no
+    chip takes what was compiled for another, and some versions of libtpu read such programs with wrong coordinates,
+    which halts the very chips that they were compiled for (https://github.com/jax-ml/jax/issues/38004).
+    """
+    return any(not any(device.coords) for device in devices)
+
+
 @contextmanager
 def _without_cache() -> Iterator[None]:
-    """Neither reads nor writes the persistent cache: an executable read from it lacks functions when serialized."""
+    """Neither reads nor writes the persistent cache; of a CPU, what is read from it lacks functions when serialized."""
     kept = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_compilation_cache_dir", None)
-    # JAX opens the cache once and then ignores the setting; a reset makes it look again.
-    compilation_cache.reset_cache()
+    _set_cache(None)
     try:
         yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", kept)
-        compilation_cache.reset_cache()
+        _set_cache(kept)
+
+
+def _set_cache(directory: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # JAX opens the cache once and then ignores the setting; a reset makes it look again.
+    compilation_cache.reset_cache()
 
 
 def _load_on(

@@ -14,6 +14,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.run.agreement import check_agreement
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.initial_weights import Request, start_state
@@ -80,7 +81,8 @@ def open_attempt(
         allow_config_change: go on with a run that was begun with another configuration or other data.
 
     Raises:
-        UserError: when the run directory is in use or holds another run, or the devices do not fit.
+        UserError: when the run directory is in use or holds another run, the devices do not fit, or the processes have
+            different configurations.
     """
     started = time.perf_counter()
     directory = RunDirectory(
@@ -94,6 +96,8 @@ def open_attempt(
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
         # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
         check_devices(config)
+        for note in check_agreement(directory.config):
+            progress.note(note)
         # Around the directory: what failed before the first step leaves nothing.
         places = (directory.path, directory.checkpoints)
         stack.enter_context(Leftovers(*(place for place in places if isinstance(place, Path))))

@@ -6,6 +6,7 @@ import time
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.health.watchdog import Watchdog
+from lm_trainer.run.agreement import check_programs
 from lm_trainer.run.artifacts import Artifacts
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.program import Program
@@ -60,6 +61,9 @@ class Compilation:
             watcher.compile(state)
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
+        if self._config.determinism != "fast":
+            for note in check_programs(fingerprint):
+                self._progress.note(note)
         if not self._recorded:
             self._record(executable, step, fingerprint)
         return True

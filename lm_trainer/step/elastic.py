@@ -20,6 +20,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
 from lm_trainer.nn.loss_parts import LossParts
 from lm_trainer.optim.averaging import ema_update
+from lm_trainer.parallel.compile_per_device import close_cache_for
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
@@ -76,6 +77,7 @@ class ElasticStep:
     ):
         mesh, shardings = sharding.mesh, sharding.trained
         self.plans, self.devices, self._shapes = plans, DeviceGroups(sharding, together), model.shapes
+        close_cache_for([list(group.mesh.devices.flat) for group in self.devices.groups])
         # For its errors: a mesh that cannot share a batch is refused before anything is compiled.
         for plan in plans.values:
             plan.shares(mesh)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.core.errors import UserError
@@ -99,6 +99,16 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
             program = next(phase.program for phase in phases if phase.program.name == name)
             found.add(program.compile().fingerprint())
     assert len(found) == 1
+
+
+def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs():
+    """Why programs of a TPU's chips are neither shared among chips nor kept (`compile_per_device.py`)."""
+    checks = []
+    for device in described("v5e:2x2"):
+        x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+        program: Any = jax.jit(lambda x: x @ x).lower(x).compile().runtime_executable()
+        checks.append(b"Invalid physical row: ChipId()" in program.serialize())
+    assert checks == [False, True, True, True]
 
 
 @pytest.mark.parametrize("target", TARGETS)

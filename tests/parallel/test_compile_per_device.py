@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import io
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import SingleDeviceSharding
 
 from lm_trainer.parallel import compile_per_device
-from lm_trainer.parallel.compile_per_device import compile_on_each
+from lm_trainer.parallel.compile_per_device import close_cache_for, compile_on_each
 
 UNKNOWN = (
     f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
@@ -83,3 +86,53 @@ def test_the_compilation_cache_is_as_before_afterwards() -> None:
     assert before is not None
     compile_on_devices(2)
     assert config.jax_compilation_cache_dir == before
+
+
+@pytest.fixture
+def cache() -> Iterator[str]:
+    """The directory of the compilation cache, which is as before afterwards."""
+    config: Any = jax.config
+    before = config.jax_compilation_cache_dir
+    yield before
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+def tpu_chips(*coords: tuple[int, int, int]) -> list[Any]:
+    return [SimpleNamespace(platform="tpu", coords=each) for each in coords]
+
+
+HOST = [tpu_chips((0, 0, 0)), tpu_chips((1, 0, 0))]
+"""Groups of one chip."""
+
+
+@pytest.mark.parametrize(
+    ("device_sets", "kept"),
+    [
+        (HOST[:1], True),
+        (HOST, False),
+        (HOST[1:], False),  # those of another host, or of a slice that starts there
+        ([HOST[0] + HOST[1]], True),
+        ([HOST[1] + tpu_chips((1, 1, 0))], False),
+    ],
+)
+def test_programs_of_tpu_chips_other_than_the_first_are_not_kept(
+    cache: str, monkeypatch: pytest.MonkeyPatch, device_sets: Sequence[Sequence[Any]], kept: bool
+) -> None:
+    seen, config = dict[int, str | None](), cast(Any, jax.config)
+
+    def compile_on(index: int) -> Any:
+        seen[index] = config.jax_compilation_cache_dir
+        return index
+
+    assert list[Any](compile_on_each(compile_on, device_sets)) == [*range(len(device_sets))]
+    assert set(seen.values()) == {cache if kept else None}
+    assert config.jax_compilation_cache_dir == cache
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    close_cache_for(device_sets)
+    assert config.jax_compilation_cache_dir == (cache if kept else None)
+
+
+def test_the_cache_stays_open_where_the_devices_that_run_are_no_tpus(cache: str) -> None:
+    close_cache_for(HOST)
+    assert cast(Any, jax.config).jax_compilation_cache_dir == cache
