@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common: configuration, code, packages, kind of device, compiled programs."""
+"""What the processes of a run must have in common: configuration, data, code, packages, devices, compiled programs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.processes import gather_texts
+from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.config import changed_keys
 from lm_trainer.run.environment import environment, environment_differences
 
@@ -53,6 +54,35 @@ def check_agreement(config: Config) -> list[str]:
         f"is computed: {', '.join(differences)}"
         for i, differences in found
         if differences
+    ]
+
+
+def check_data(fingerprint: Fingerprint) -> list[str]:
+    """Compares the data of all processes, each of which must call it.
+
+    Args:
+        fingerprint: of the data of this process.
+
+    Returns:
+        A warning where they may differ.
+
+    Raises:
+        UserError: in every process, where they do differ.
+    """
+    mine = {"tokens": fingerprint} if isinstance(fingerprint, str) else dict(fingerprint)
+    everyone = [json.loads(text) for text in gather_texts(json.dumps(mine))]
+    known = next((name for name in ("tokens", "sources") if all(name in each for each in everyone)), None)
+    if known is None or len({each[known] for each in everyone}) == 1:
+        return []
+    values = _by_value([each[known] for each in everyone])
+    if known == "tokens":
+        raise UserError(
+            f"the processes of this run read different data (fingerprint {values}). Give all of them the same text, "
+            "tokenizer and cache, on a disk that all see or as copies"
+        )
+    return [
+        f"warning: files of text differ in name, size or time between the processes ({values}): make sure that they "
+        "are copies of one another, or run `lmt data build` first, after which the tokens themselves are compared"
     ]
 
 

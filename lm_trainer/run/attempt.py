@@ -14,7 +14,7 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
-from lm_trainer.run.agreement import check_agreement
+from lm_trainer.run.agreement import check_agreement, check_data
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.initial_weights import Request, start_state
@@ -57,8 +57,10 @@ class Attempt:
             config: names what may be loaded, where that is not the attempt's own configuration.
 
         Raises:
-            UserError: as `start_state`.
+            UserError: as `check_data` and `start_state`.
         """
+        for note in check_data(fingerprint(self.config.num_train_steps)):
+            self.progress.note(note)
         allow = self.directory.allow_change
         state = start_state(Request(config or self.config, program, self.store, init, fingerprint, allow))
         if state.step:
