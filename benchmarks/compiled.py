@@ -97,6 +97,8 @@ TPU = [
     *(Case("llama-1b", "v5e:4x4", 4, 2, mode) for mode in ("fast", "layerwise")),
     *_V5P,
     *(case._replace(flags=SPARSE_CORES) for case in _V5P),
+    *(Case("llama-1b", "v5p:4x4x4", 4, 8, mode, SPARSE_CORES) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-8b", "v5p:4x4x4", 2, 8, mode, SPARSE_CORES) for mode in ("fast", "layerwise")),
     Case("llama-70b", "v5p:4x8x8", 1, 2, "layerwise"),
 ]
 GPU = [
@@ -104,7 +106,7 @@ GPU = [
     *(Case("llama-1b", "8xH100", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
     *(Case("mixtral-8x1b", "8xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
     *(Case("llama-8b", "8xH100", 1, 4, mode) for mode in ("fast", "layerwise")),
-    *(Case("llama-8b", "64xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
+    *(Case("llama-8b", "64xH100", 2, microbatches, mode) for microbatches in (2, 8) for mode in ("fast", "layerwise")),
     *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),
 ]
 COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}

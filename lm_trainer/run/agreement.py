@@ -1,4 +1,4 @@
-"""What the processes of a run must have in common: configuration, data, code, packages, devices, compiled programs."""
+"""Agreement of the processes of a run on configuration, data, code, packages, devices and compiled programs."""
 
 from __future__ import annotations
 
