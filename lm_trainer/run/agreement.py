@@ -19,7 +19,7 @@ from lm_trainer.run.environment import environment, environment_differences
 _OF_EACH = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
 """Keys that each process may have of its own. Only the first one has trackers."""
 _CACHE = "cache_dir"
-"""Of data, which may be on a disk of the process's own."""
+"""Name of keys of data whose directory may be on a disk of the process's own."""
 
 
 def check_agreement(config: Config) -> list[str]:

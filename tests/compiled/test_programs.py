@@ -102,7 +102,7 @@ def test_a_microbatch_is_one_program_on_every_device_and_mesh(
 
 
 def test_what_is_compiled_for_another_chip_than_the_first_checks_where_it_runs():
-    """Why programs of a TPU's chips are neither shared among chips nor kept (`compile_per_device.py`)."""
+    """Reason for which programs of a TPU's chips are neither shared among chips nor kept: `compile_per_device.py`."""
     checks = []
     for device in described("v5e:2x2"):
         x = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16, sharding=SingleDeviceSharding(device))
