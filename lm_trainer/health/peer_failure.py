@@ -49,7 +49,7 @@ def join_processes(config: DistributedConfig, progress: Progress) -> FailureDete
     Raises:
         UserError: as `DistributedConfig.start`.
     """
-    found = config.start()
+    found = config.start(progress.note)
     if found:
         progress.note(found)
     if not is_lead():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
+from lm_trainer.parallel.connect import connect_processes
 
 
 class DistributedConfig(Config):
@@ -38,8 +39,11 @@ class DistributedConfig(Config):
             raise ValueError(f"process_id {self.process_id} is not below num_processes {self.num_processes}")
         return self
 
-    def start(self) -> str | None:
+    def start(self, waiting: Callable[[str], Any] = lambda _: None) -> str | None:
         """Connects this process to the others, before any device is touched; does nothing in a run of one process.
+
+        Args:
+            waiting: told what is waited for, where that takes long.
 
         Returns:
             What was found, for people; None where there is nothing to say.
@@ -71,7 +75,7 @@ class DistributedConfig(Config):
             "local_device_ids": found if self.local_device_ids is None else self.local_device_ids,
         }
         try:
-            jax.distributed.initialize(**given)
+            connect_processes(given, waiting)
         except (RuntimeError, ValueError, OSError) as error:
             # The first line says what happened; those after it, where in the source.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -223,7 +223,7 @@ def test_an_average_that_comes_to_rest() -> None:
 
 def test_processes_are_connected_as_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda initialization_timeout, **given: calls.append(given))
     for name in ("SLURM_NTASKS", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     DistributedConfig().start()

@@ -1,0 +1,97 @@
+"""Processes that wait for others which do not come."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.parallel import connect
+from lm_trainer.parallel.distributed import DistributedConfig
+from tests.conftest import lmt_environment
+
+
+@pytest.fixture
+def nobody_comes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """JAX waits for as long as the test takes."""
+    over = threading.Event()
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: over.wait())
+    monkeypatch.setattr(connect, "PATIENCE", 0.1)
+    monkeypatch.setattr(connect, "LONGEST", 0.3)
+    yield
+    over.set()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """An address at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def started(address: str, process: int) -> tuple[list[str], str]:
+    """What is told while it waits, and why it gives up."""
+    told: list[str] = []
+    config = DistributedConfig(coordinator_address=address, num_processes=3, process_id=process)
+    with pytest.raises(UserError) as refused:
+        config.start(told.append)
+    return told, str(refused.value)
+
+
+@pytest.mark.usefixtures("nobody_comes")
+@pytest.mark.parametrize("process", [0, 2])
+def test_a_process_says_what_it_waits_for_and_gives_up(address: str, process: int) -> None:
+    told, error = started(address, process)
+    assert told == ["waiting up to 0 s for the other processes of the run"]
+    assert "not all of them were there" in error
+    assert error.endswith(f"check that all num_processes were started and can reach {address}")
+
+
+@pytest.mark.usefixtures("nobody_comes")
+def test_an_address_at_which_nobody_listens_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = f"127.0.0.1:{server.getsockname()[1]}"
+    told, error = started(free, 1)
+    reason = f"nothing answers at {free} (Connection refused)"
+    assert told[0].endswith(reason)
+    assert reason in error
+
+
+def test_errors_of_jax_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(**_: Any) -> None:
+        raise RuntimeError("no such host\nat coordination.cc:1")
+
+    monkeypatch.setattr(jax.distributed, "initialize", fails)
+    told, error = started("nohost:1", 1)
+    assert told == []
+    assert "could not be connected (no such host);" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_waits_for_others_can_be_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    program = (
+        "from lm_trainer.parallel import connect; connect.PATIENCE = 0.5; "
+        "import runpy; runpy.run_module('cli', run_name='__main__')"
+    )
+    settings = ("coordinator_address=127.0.0.1:0", "num_processes=2", "process_id=0")
+    command = [sys.executable, "-c", program, "train", "gpt2_nano"]
+    command += [f"trainer.distributed.{each}" for each in settings]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=lmt_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        while "waiting up to" not in (line := process.stdout.readline()):
+            assert line, "it ended by itself"
+        process.send_signal(number)
+        assert f"stopped by {number.name} before the first step" in process.stdout.read()
+        assert process.wait(timeout=60) == 75
