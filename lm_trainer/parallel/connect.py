@@ -34,7 +34,7 @@ def connect_processes(given: Mapping[str, Any], waiting: Callable[[str], Any]) -
     def connect() -> None:
         try:
             jax.distributed.initialize(**given, initialization_timeout=int(LONGEST) + _LATER)
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+        except BaseException as error:  # raised again in the thread that waits
             failed.append(error)
 
     # JAX waits in C++, where the main thread would hear no signal; a daemon, so that the process can end meanwhile.

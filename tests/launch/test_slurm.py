@@ -180,7 +180,8 @@ class TestWhatAProcessFinds:
         said = DistributedConfig().start()
         assert said == "4 processes, as SLURM job 812 says; this is process 3"
         assert given == {"coordinator_address": None, "num_processes": None, "process_id": None} | {
-            "local_device_ids": (2, 3)
+            "local_device_ids": (2, 3),
+            "initialization_timeout": 360,
         }
         DistributedConfig(local_device_ids=1).start()
         assert given["local_device_ids"] == 1
