@@ -103,10 +103,10 @@ TPU = [
 ]
 GPU = [
     *(Case("gpt2-124m", "8xH100", 16, 2, mode) for mode in ("fast", "elastic", "layerwise")),
-    *(Case("llama-1b", "8xH100", 4, 2, mode) for mode in ("fast", "elastic", "layerwise")),
+    *(Case("llama-1b", "8xH100", 4, n, mode) for n in (2, 8) for mode in ("fast", "elastic", "layerwise")),
     *(Case("mixtral-8x1b", "8xH100", 2, 2, mode) for mode in ("fast", "layerwise")),
     *(Case("llama-8b", "8xH100", 1, 4, mode) for mode in ("fast", "layerwise")),
-    *(Case("llama-8b", "64xH100", 2, microbatches, mode) for microbatches in (2, 8) for mode in ("fast", "layerwise")),
+    *(Case("llama-8b", "64xH100", 2, n, mode) for n in (2, 8) for mode in ("fast", "layerwise")),
     *(Case("llama-70b", "64xH100", 1, 2, mode) for mode in ("fast", "layerwise")),
 ]
 COMPILERS = {"tpu": (TPU, "libtpu"), "gpu": (GPU, "jax-cuda12-plugin")}

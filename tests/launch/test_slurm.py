@@ -170,9 +170,7 @@ class TestWhatAProcessFinds:
 
     def test_jax_is_given_what_was_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         given: dict[str, Any] = {}
-        monkeypatch.setattr(
-            jax.distributed, "initialize", lambda initialization_timeout, **kwargs: given.update(kwargs)
-        )
+        monkeypatch.setattr(jax.distributed, "initialize", lambda **kwargs: given.update(kwargs))
         monkeypatch.setattr(jax, "process_count", lambda: 4)
         monkeypatch.setattr(jax, "process_index", lambda: 3)
         for name, value in {**STEP, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}.items():
