@@ -39,7 +39,7 @@ def address() -> Iterator[str]:
 
 
 def started(address: str, process: int) -> tuple[list[str], str]:
-    """What is told while it waits, and why it gives up."""
+    """Notes of a process while it waits, and the error with which it gives up."""
     told: list[str] = []
     config = DistributedConfig(coordinator_address=address, num_processes=3, process_id=process)
     with pytest.raises(UserError) as refused:
