@@ -141,15 +141,14 @@ def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path
     """The configurations, which come first, and the settings behind them."""
     files = [first]
     for word in words:
-        # A word that names no file may be a setting without its value, of which the loader knows more.
-        if "=" in word or word.startswith("-") or not _names_config(ctx, word):
+        if "=" in word or word.startswith("-"):
             break
-        files.append(config_file(ctx, Path(word)))
+        found = source_file(ctx, Path(word))
+        # A word that names no file may be a setting without its value, of which the loader knows more.
+        if not (found.is_file() or word.endswith((".yaml", ".yml"))):
+            break
+        files.append(found if found.is_file() else config_file(ctx, found))
     return files, words[len(files) - 1 :]
-
-
-def _names_config(ctx: typer.Context, word: str) -> bool:
-    return word.endswith((".yaml", ".yml")) or source_file(ctx, Path(word)).is_file()
 
 
 def _places(group: "DeviceGroup", emulated: Any, *, own_compiler: bool) -> Any:
