@@ -11,7 +11,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -20,17 +20,24 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
+from lm_trainer.parallel.processes import is_lead, wait_for_all
+
 logger = logging.getLogger(__name__)
 
 
 def compile_on_each(
-    compile_on: Callable[[int], jax.stages.Compiled], device_sets: Sequence[Sequence[Any]]
+    compile_on: Callable[[int], jax.stages.Compiled],
+    device_sets: Sequence[Sequence[Any]],
+    *,
+    by_all_processes: bool = False,
 ) -> list[jax.stages.Compiled]:
     """Returns the same program for each of several sets of devices.
 
     Args:
         compile_on: compiles for the set of that index.
         device_sets: the devices of each, in the order of its mesh.
+        by_all_processes: each process of the run calls this at the same point, for sets of its own. It may then wait
+            for the others.
     """
     others = range(1, len(device_sets))
     platform = device_sets[0][0].platform
@@ -41,12 +48,27 @@ def compile_on_each(
     if platform == "tpu" and not all(map(_at_origin, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
             return [*pool.map(compile_on, range(len(device_sets)))]
-    # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. The first program is
-    # therefore finished before the others begin: they find it in the compilation cache, which serves all GPUs of a
-    # kind, and so run the kernels that were chosen for it.
-    first = compile_on(0)
+    # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. The first program of process 0
+    # is therefore finished before all others begin: they find it in the compilation cache, which serves all GPUs of a
+    # kind and all processes that see its directory, and so run the kernels that were chosen for it.
+    with _after_the_first_process(device_sets) if by_all_processes and platform == "gpu" else nullcontext():
+        first = compile_on(0)
     with ThreadPoolExecutor() as pool:
         return [first, *pool.map(compile_on, others)]
+
+
+@contextmanager
+def _after_the_first_process(device_sets: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Has process 0 do first what each process does; only process 0 writes to JAX's cache of programs.
+
+    Not where devices of several processes share a program, which they compile together.
+    """
+    shared = any(device.process_index != jax.process_index() for devices in device_sets for device in devices)
+    if not shared and not is_lead():
+        wait_for_all("the first process has compiled")
+    yield
+    if not shared and is_lead():
+        wait_for_all("the first process has compiled")
 
 
 def close_cache_for(device_sets: Sequence[Sequence[Any]]) -> None:

@@ -97,8 +97,8 @@ def check_programs(program: str) -> list[str]:
         return []
     return [
         f"warning: the processes run different programs ({_by_value(programs)}), so bits may depend on where a "
-        "microbatch is computed. GPUs choose kernels by timing them: with a trainer.jax_compilation_cache_dir that "
-        "all processes see, the next start has those of process 0 everywhere"
+        "microbatch is computed. GPUs choose kernels by timing them: let trainer.jax_compilation_cache_dir be a "
+        "directory that all processes see, from which they read those of process 0"
     ]
 
 

@@ -95,7 +95,11 @@ class Executables:
 
 
 def compile_for_each(
-    make: Callable[[int], Executable], device_sets: Sequence[Sequence[Any]], what: str
+    make: Callable[[int], Executable],
+    device_sets: Sequence[Sequence[Any]],
+    what: str,
+    *,
+    by_all_processes: bool = False,
 ) -> list[Executable]:
     """One program for each of several sets of devices; warns where they do not run the same.
 
@@ -103,6 +107,7 @@ def compile_for_each(
         make: compiles for the set of that index.
         device_sets: the devices of each, in the order of its mesh.
         what: they compute, for the warning.
+        by_all_processes: as for `compile_on_each`.
     """
     traced: list[jax.stages.Traced] = []
 
@@ -111,7 +116,7 @@ def compile_for_each(
         traced.append(executable.traced)
         return executable.compiled
 
-    programs = compile_on_each(one, device_sets)
+    programs = compile_on_each(one, device_sets, by_all_processes=by_all_processes)
     executables = [Executable(traced[0], program) for program in programs]
     if len({executable.fingerprint() for executable in executables}) > 1:
         logger.warning("the devices run different programs for %s: bits may depend on their number", what)

@@ -64,7 +64,10 @@ class PerGroupExecutable:
         self.compile_for(on_group)
 
     def compile_for(self, arguments: Callable[[ModelParallelGroup], tuple[Any, ...]]) -> None:
-        """Compiles for all groups at once, for arguments of which `arguments` gives shapes and shardings on a group."""
+        """Compiles for all groups at once, for arguments of which `arguments` gives shapes and shardings on a group.
+
+        All processes of a run must call it at the same point.
+        """
 
         def one(index: int) -> Executable:
             group = self.groups[index]
@@ -73,7 +76,7 @@ class PerGroupExecutable:
             return Executable.make(jitted, *arguments(group))
 
         devices = [list(group.mesh.devices.flat) for group in self.groups]
-        self._compiled = compile_for_each(one, devices, "one computation")
+        self._compiled = compile_for_each(one, devices, "one computation", by_all_processes=True)
 
     @property
     def compiled(self) -> bool:

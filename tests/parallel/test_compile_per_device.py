@@ -136,3 +136,26 @@ def test_programs_of_tpu_chips_other_than_the_first_are_not_kept(
 def test_the_cache_stays_open_where_the_devices_that_run_are_no_tpus(cache: str) -> None:
     close_cache_for(HOST)
     assert cast(Any, jax.config).jax_compilation_cache_dir == cache
+
+
+WAITS, COMPILES = "waits for the other processes", "compiles"
+
+
+@pytest.mark.parametrize(
+    ("process", "owners", "by_all_processes", "done"),
+    [
+        (0, (0, 0), True, [COMPILES, WAITS, COMPILES]),
+        (2, (2, 2), True, [WAITS, COMPILES, COMPILES]),
+        (2, (2, 2), False, [COMPILES, COMPILES]),
+        (2, (2, 3), True, [COMPILES, COMPILES]),  # a program of two processes, which compile it together
+    ],
+)
+def test_process_0_compiles_for_gpus_before_the_others(
+    monkeypatch: pytest.MonkeyPatch, process: int, owners: tuple[int, int], by_all_processes: bool, done: list[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(compile_per_device, "wait_for_all", lambda _: seen.append(WAITS))
+    gpus = [[SimpleNamespace(platform="gpu", process_index=owner)] for owner in owners]
+    compile_on_each(lambda _: cast(Any, seen.append(COMPILES)), gpus, by_all_processes=by_all_processes)
+    assert seen == done
