@@ -48,9 +48,9 @@ def compile_on_each(
     if platform == "tpu" and not all(map(_at_origin, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
             return [*pool.map(compile_on, range(len(device_sets)))]
-    # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. The first program of process 0
-    # is therefore finished before all others begin: they find it in the compilation cache, which serves all GPUs of a
-    # kind and all processes that see its directory, and so run the kernels that were chosen for it.
+    # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. Therefore the first program
+    # of the first process is finished before all others begin: they find it in the compilation cache, which serves all
+    # GPUs of a kind and all processes that see its directory, and so run the kernels that were chosen for it.
     with _after_the_first_process(device_sets) if by_all_processes and platform == "gpu" else nullcontext():
         first = compile_on(0)
     with ThreadPoolExecutor() as pool:
