@@ -22,6 +22,10 @@ from lm_trainer.nn.spec import AttentionSpec
 _PLATFORMS = ("gpu", "cuda")
 _LEAST_CAPABILITY = (8, 0)
 """Compute capability of the first GPUs that have the kernels, those of the generation Ampere."""
+_BLACKWELL = (10, 0)
+_REPEATS_ON_BLACKWELL = 91801
+"""Version of cuDNN, 9.18.1, from which on its backward pass can add in a fixed order on GPUs of the generation
+Blackwell (https://github.com/NVIDIA/TransformerEngine/pull/2584)."""
 _HEAD_DIM = 128
 _MASKED = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 """The least bias in each dtype that it computes in. The kernels scale scores by log2(e), and compute differences of
@@ -54,9 +58,21 @@ def device_lacks() -> str | None:
         return None
     if "cuda" not in gpu.client.platform_version:
         return f"{gpu.device_kind} is no GPU of NVIDIA"
-    if tuple(map(int, gpu.compute_capability.split("."))) < _LEAST_CAPABILITY:
+    capability, version = tuple(map(int, gpu.compute_capability.split("."))), cudnn_version()
+    if capability < _LEAST_CAPABILITY:
         return f"{gpu.device_kind} is of compute capability {gpu.compute_capability}, and it needs 8.0 (Ampere) or more"
+    if capability >= _BLACKWELL and version is not None and version < _REPEATS_ON_BLACKWELL:
+        text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        return f"cuDNN {text} has no backward pass for {gpu.device_kind} that repeats its bits, as 9.18.1 has"
     return None
+
+
+def cudnn_version() -> int | None:
+    """The version of cuDNN that JAX runs with, such as 91801 for 9.18.1; None where there is none."""
+    # JAX has no public way to ask.
+    from jax._src.lib import cuda_versions
+
+    return None if cuda_versions is None else int(cuda_versions.cudnn_get_version())
 
 
 def compute(spec: AttentionSpec, inputs: AttentionInputs) -> jax.Array:

@@ -13,6 +13,7 @@ import pytest
 from jax.typing import DTypeLike
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.nn import cudnn_attention
 from lm_trainer.nn.attention import causal_bias
 from lm_trainer.nn.attention_dispatch import BackendChoice, choose_backend, dispatch_attention
 from lm_trainer.nn.attention_kernel import AttentionMetadata
@@ -92,18 +93,25 @@ def test_xla_decodes_where_another_backend_cannot(backend):
     assert choose(scored(backend="cudnn"), "cpu", cached=True, queries=1).backend == "xla"
 
 
+CUDA = "PJRT C API\ncuda 12080"
+
+
 @pytest.mark.parametrize(
-    ("version", "capability", "reason"),
+    ("version", "capability", "cudnn", "reason"),
     [
-        ("PJRT C API\nrocm 60300", "gfx90a", "Some GPU is no GPU of NVIDIA"),
-        ("PJRT C API\ncuda 12080", "7.5", "Some GPU is of compute capability 7.5, and it needs 8.0 (Ampere) or more"),
-        ("PJRT C API\ncuda 12080", "8.0", None),
-        ("PJRT C API\ncuda 12080", "12.0", None),
+        ("PJRT C API\nrocm 60300", "gfx90a", None, "Some GPU is no GPU of NVIDIA"),
+        (CUDA, "7.5", 91801, "Some GPU is of compute capability 7.5, and it needs 8.0 (Ampere) or more"),
+        (CUDA, "8.0", 90800, None),
+        (CUDA, "9.0", 91800, None),
+        (CUDA, "10.0", 91002, "cuDNN 9.10.2 has no backward pass for Some GPU that repeats its bits, as 9.18.1 has"),
+        (CUDA, "10.0", 91801, None),
+        (CUDA, "12.0", None, None),
     ],
 )
 def test_a_gpu_without_the_kernels_takes_xla(
-    monkeypatch: pytest.MonkeyPatch, version: str, capability: str, reason: str | None
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: str, cudnn: int | None, reason: str | None
 ):
+    monkeypatch.setattr(cudnn_attention, "cudnn_version", lambda: cudnn)
     gpu = mock.Mock(platform="gpu", device_kind="Some GPU", compute_capability=capability)
     gpu.client.platform_version = version
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
