@@ -7,7 +7,7 @@ import ctypes
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from lm_trainer.core.xla_flags import set_gpu_flags
 
 # Of glibc's malloc.h, which Python does not know.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel0", "/dev/vfio")
+_GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+_TPU_FILES = ("/dev/accel0", "/dev/vfio")
 
 
 def available_cores() -> int:
@@ -34,7 +35,7 @@ def prepare_process() -> list[str]:
     Returns:
         Each change in words.
     """
-    if not _cpu_only():
+    if _has((*_GPU_FILES, *_TPU_FILES)):
         return set_gpu_flags()
     done = []
     if keep_freed_memory(one_arena=True):
@@ -111,10 +112,9 @@ def _asked_threads() -> int | None:
     return next((int(text) for text in found if text.isdecimal() and int(text)), None)
 
 
-def _cpu_only() -> bool:
+def _has(files: Sequence[str]) -> bool:
     # By the device files: asking JAX would start its backends.
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    return platforms == "cpu" or not any(Path(p).exists() for p in _ACCELERATOR_FILES)
+    return os.environ.get("JAX_PLATFORMS", "") != "cpu" and any(Path(file).exists() for file in files)
 
 
 def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_threads: int | None = None) -> None:
@@ -127,12 +127,14 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
     set_cpu_threads(cpu_threads)
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
-    if _cpu_only():
+    if not _has((*_GPU_FILES, *_TPU_FILES)):
         # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
         # them: with another number of threads one would run, and record the hash of, a program that was not made here.
         directory = f"{directory}/{_asked_threads() or available_cores()}-threads"
-    # Programs that compile faster than this are compiled again sooner than they are read.
-    values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": 0.5}
+    # Programs that compile faster than this are compiled again sooner than they are read. Not on GPUs, whose compiler
+    # chooses kernels by timing them: there all are kept, or a sum might be in another order at each start.
+    least = 0.0 if _has(_GPU_FILES) else 0.5
+    values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": least}
     for name, value in {**values, **settings}.items():
         # Some settings may not be touched once the backends run, not even to the value that they have.
         if jax.config.values[name] == value:

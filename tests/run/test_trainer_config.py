@@ -305,6 +305,24 @@ def test_a_program_is_not_read_that_was_compiled_for_another_number_of_threads(t
     assert text("shared", 8) == text("other", 8) != first
 
 
+KEPT = """
+import sys
+from lm_trainer.core import runtime
+
+runtime._GPU_FILES = (sys.argv[2],)
+runtime.configure_jax({}, sys.argv[1])
+import jax
+print(jax.config.jax_persistent_cache_min_compile_time_secs)
+"""
+
+
+@pytest.mark.parametrize(("file", "least"), [("/dev/null", "0.0\n"), ("/dev/absent", "0.5\n")])
+def test_each_program_is_kept_where_kernels_are_chosen_by_timing_them(tmp_path: Path, file: str, least: str) -> None:
+    env = {name: value for name, value in lmt_environment().items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", KEPT, str(tmp_path), file]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == least
+
+
 def test_directories_may_be_paths() -> None:
     config = TrainerConfig.model_validate(
         {"log_dir": Path("a/b"), "initialize_from": Path("c"), "checkpointer": {"base_path": Path("d")}}
