@@ -134,7 +134,14 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     # Programs that compile faster than this are compiled again sooner than they are read. Not on GPUs, whose compiler
     # chooses kernels by timing them: there all are kept, or a sum might be in another order at each start.
     least = 0.0 if _has(_GPU_FILES) else 0.5
-    values = {"jax_compilation_cache_dir": str(directory), "jax_persistent_cache_min_compile_time_secs": least}
+    values: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": least,
+    }
+    if "://" in str(directory):
+        # JAX has XLA keep its choice of kernels in the same directory, and XLA writes to local ones alone: it would
+        # make one here whose name begins with `gs:`, or fail. The programs themselves hold the choice.
+        values["jax_persistent_cache_enable_xla_caches"] = "none"
     for name, value in {**values, **settings}.items():
         # Some settings may not be touched once the backends run, not even to the value that they have.
         if jax.config.values[name] == value:

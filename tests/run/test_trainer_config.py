@@ -323,6 +323,25 @@ def test_each_program_is_kept_where_kernels_are_chosen_by_timing_them(tmp_path: 
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == least
 
 
+XLA = """
+import sys
+from lm_trainer.core.runtime import configure_jax
+
+configure_jax({}, sys.argv[1])
+import jax
+print(jax.config.jax_persistent_cache_enable_xla_caches)
+"""
+
+
+@pytest.mark.parametrize(
+    ("directory", "kept"), [("gs://bucket/compiled", "none"), ("compiled", "xla_gpu_per_fusion_autotune_cache_dir")]
+)
+def test_xla_keeps_no_choice_of_kernels_in_a_bucket(tmp_path: Path, directory: str, kept: str) -> None:
+    command = [sys.executable, "-c", XLA, directory]
+    done = subprocess.run(command, cwd=tmp_path, env=lmt_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{kept}\n"
+
+
 def test_directories_may_be_paths() -> None:
     config = TrainerConfig.model_validate(
         {"log_dir": Path("a/b"), "initialize_from": Path("c"), "checkpointer": {"base_path": Path("d")}}
