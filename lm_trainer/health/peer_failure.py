@@ -176,9 +176,11 @@ class FailureDetector:
                 return
             else:
                 self._record_failure(index)
-                text = f"{self._names[index]} stopped: {message['end']}"
-                # A thread of its own: this one has to read on, for word that all have failed.
-                threading.Thread(target=self._follow, args=(text, message["code"]), daemon=True).start()
+                # A process that has failed itself ends anyway, and may be past the point where threads can be started.
+                if not self._reported:
+                    text = f"{self._names[index]} stopped: {message['end']}"
+                    # A thread of its own: this one has to read on, for word that all have failed.
+                    threading.Thread(target=self._follow, args=(text, message["code"]), daemon=True).start()
         # The connection closed without a goodbye, and not by this process.
         if index not in self._failed and not connection.closed:
             text = f"{self._names[index]} is gone: it was killed, or its machine was lost"
