@@ -72,8 +72,11 @@ class FailureDetector:
         self._failed: set[int] = set()
         # Process 0 has one listening thread for each connection, and they share `_failed`.
         self._lock = threading.Lock()
+        # Threads may still ask while the process ends, when JAX has forgotten.
+        self._leads = False
 
     def __enter__(self) -> Self:
+        self._leads = is_lead()
         if jax.process_count() > 1:
             host = socket.gethostname()
             self._names = [
@@ -107,7 +110,7 @@ class FailureDetector:
         self._reported = True
         code = error.exit_code if isinstance(error, UserError) else EXIT_CRASH
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        if is_lead():
+        if self._leads:
             self._record_failure(0)
         for connection in self._connections.values():
             connection.send(end=reason.splitlines()[0] if reason else type(error).__name__, code=code)
@@ -190,9 +193,10 @@ class FailureDetector:
     def _record_failure(self, index: int) -> None:
         with self._lock:
             self._failed.add(index)
-            if is_lead() and len(self._failed) == len(self._names):
-                self._all_failed.set()
+            if self._leads and len(self._failed) == len(self._names):
+                # First the others, who wait for it: with the event this process begins to end.
                 self._forward(all=True)
+                self._all_failed.set()
 
     def _follow(self, text: str, code: int) -> None:
         """Ends this process as well, unless it fails by itself within `GRACE`: its own error says more."""
@@ -202,7 +206,7 @@ class FailureDetector:
 
     def _forward(self, **message: Any) -> None:
         """Passes a message on from process 0 to the others, which are connected to it alone."""
-        if is_lead():
+        if self._leads:
             for connection in self._connections.values():
                 connection.send(**message)
 
