@@ -144,10 +144,12 @@ def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path
         if "=" in word or word.startswith("-"):
             break
         found = source_file(ctx, Path(word))
-        # A word that names no file may be a setting without its value, of which the loader knows more.
-        if not (found.is_file() or word.endswith((".yaml", ".yml"))):
-            break
-        files.append(found if found.is_file() else config_file(ctx, found))
+        if not found.is_file():
+            # It may be a setting without its value, of which the loader knows more.
+            if not word.endswith((".yaml", ".yml")):
+                break
+            found = config_file(ctx, found)
+        files.append(found)
     return files, words[len(files) - 1 :]
 
 

@@ -35,7 +35,7 @@ def prepare_process() -> list[str]:
     Returns:
         Each change in words.
     """
-    if _has((*_GPU_FILES, *_TPU_FILES)):
+    if not _cpu_only():
         return set_gpu_flags()
     done = []
     if keep_freed_memory(one_arena=True):
@@ -112,6 +112,10 @@ def _asked_threads() -> int | None:
     return next((int(text) for text in found if text.isdecimal() and int(text)), None)
 
 
+def _cpu_only() -> bool:
+    return not _has((*_GPU_FILES, *_TPU_FILES))
+
+
 def _has(files: Sequence[str]) -> bool:
     # By the device files: asking JAX would start its backends.
     return os.environ.get("JAX_PLATFORMS", "") != "cpu" and any(Path(file).exists() for file in files)
@@ -127,7 +131,7 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
 
     set_cpu_threads(cpu_threads)
     directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
-    if not _has((*_GPU_FILES, *_TPU_FILES)):
+    if _cpu_only():
         # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
         # them: with another number of threads one would run, and record the hash of, a program that was not made here.
         directory = f"{directory}/{_asked_threads() or available_cores()}-threads"

@@ -103,17 +103,13 @@ def check_programs(program: str) -> list[str]:
 
 
 def _differences(configs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    keys = dict.fromkeys(key for other in configs[1:] for key in changed_keys(configs[0], other))
-    told = [key for key in keys if not key.startswith(_OF_EACH) and key.rsplit(".", 1)[-1] != _CACHE]
+    changed = [changed_keys(configs[0], config) for config in configs]
+    firsts = {key: first for each in changed for key, (first, _) in each.items()}
+    told = [key for key in firsts if not key.startswith(_OF_EACH) and key.rsplit(".", 1)[-1] != _CACHE]
     # Made of the numbers, unless it is given: one more difference that follows from the others.
     for key in [key for key in told if key != "trainer.id"] or told:
-        yield f"{key}: {_by_value([json.dumps(_at(config, key)) for config in configs])}"
-
-
-def _at(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = config.get(name) if isinstance(config, dict) else None
-    return config
+        values = [each[key][1] if key in each else firsts[key] for each in changed]
+        yield f"{key}: {_by_value([json.dumps(value) for value in values])}"
 
 
 def _by_value(values: Sequence[str]) -> str:

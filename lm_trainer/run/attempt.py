@@ -8,6 +8,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.config import Config
 from lm_trainer.core.runtime import configure_jax
@@ -59,8 +61,10 @@ class Attempt:
         Raises:
             UserError: as `check_data` and `start_state`.
         """
-        for note in check_data(fingerprint(self.config.num_train_steps)):
-            self.progress.note(note)
+        # One process alone has nothing to compare, and would hash its data for nothing.
+        if jax.process_count() > 1:
+            for note in check_data(fingerprint(self.config.num_train_steps)):
+                self.progress.note(note)
         allow = self.directory.allow_change
         state = start_state(Request(config or self.config, program, self.store, init, fingerprint, allow))
         if state.step:

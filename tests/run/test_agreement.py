@@ -59,6 +59,12 @@ def test_different_configurations_are_refused_with_their_keys(others: Others) ->
     assert "trainer.seed: 0 in processes 0, 1, 2, 7 in process 3" in str(refused.value)
 
 
+def test_a_key_with_a_dot_in_it_has_its_values(others: Others) -> None:
+    others(with_value(2, "config", "trainer", "layers.0"))
+    with pytest.raises(UserError, match=r"trainer\.layers\.0: null in process 0, 2 in process 1"):
+        check_agreement(CONFIG)
+
+
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
