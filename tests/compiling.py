@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import zstandard
 
 
 @functools.cache
@@ -35,6 +41,73 @@ class _Compiler:
         return cls.given(*args, **options)
 
 
+class _Serialized:
+    """Programs that are compiled past JAX's own cache, kept on disk beside it.
+
+    On a CPU, what was read from JAX's cache cannot be serialized again, so `compile_on_each` does without it. Here the
+    serialized form is what is kept, and what is handed out when the program that was made of it is serialized.
+    """
+
+    compile: Callable[..., Any] | None = None
+    identify: Callable[..., Any] | None = None
+    read: deque[tuple[Any, bytes]] = deque(maxlen=8)
+    """The programs that were read last, each with its serialized form."""
+
+    @classmethod
+    def compile_and_load(cls, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
+        import jax
+        import numpy as np
+        from jax._src import cache_key
+
+        assert cls.compile is not None
+        cached = jax.config.values["jax_compilation_cache_dir"] is not None
+        if cached or host_callbacks or backend.platform != "cpu":
+            return cls.compile(backend, module, devices, options, host_callbacks)
+        key = cache_key.get(module, np.array(list(devices)), options, backend)
+        path = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "serialized" / key
+        if content := _read(path):
+            program = backend.deserialize_executable(content, devices, options)
+            cls.read.append((program, content))
+            return program
+        program = cls.compile(backend, module, devices, options, host_callbacks)
+        _write(path, program.serialize())
+        return program
+
+    @classmethod
+    def persistent_id(cls, pickler: Any, item: Any) -> Any:
+        assert cls.identify is not None
+        content = next((content for program, content in cls.read if program is item), None)
+        return cls.identify(pickler, item) if content is None else ("exec", content)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    except (OSError, zstandard.ZstdError):
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk costs time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_name(f"{path.name}.{os.getpid()}")
+        written.write_bytes(zstandard.ZstdCompressor().compress(content))
+        written.replace(path)
+
+
+def keep_serialized_programs() -> None:
+    """Keeps what is compiled without JAX's cache in the directory of that cache as well."""
+    from jax._src import compiler
+    from jax.experimental import serialize_executable
+
+    if _Serialized.compile is None:
+        _Serialized.compile = compiler.backend_compile_and_load
+        compiler.backend_compile_and_load = _Serialized.compile_and_load
+        pickler = serialize_executable._JaxPjrtPickler
+        _Serialized.identify = pickler.persistent_id
+        pickler.persistent_id = lambda self, item: _Serialized.persistent_id(self, item)
+
+
 def compile_quickly(quick: bool) -> None:
     """Lets JAX compile without XLA's expensive optimisations (a third of the time, slower code), or with them again.
 
@@ -47,6 +120,7 @@ def compile_quickly(quick: bool) -> None:
         _unoptimised()  # which compiles by itself
         _Compiler.given = compiler.get_compile_options
         compiler.get_compile_options = _Compiler.options
+        keep_serialized_programs()
     if _Compiler.quick != quick:
         _Compiler.quick = quick
         jax.clear_caches()

@@ -5,6 +5,7 @@ The environment is set before anything imports jax, which reads it only once.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,20 +36,25 @@ def _xla_flags(devices: int, *more: str) -> str:
     return " ".join([*kept, f"{_DEVICE_FLAG}={devices}", *more])
 
 
-# Programs that the command line runs again and again (resume, kill) compile once in a session: the workers of
-# pytest-xdist inherit the directory. Where several sessions follow one another, as in .ci/run, their caller names it.
-if "LMT_TEST_CACHE" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="lmt-test-")
-    os.environ["LMT_TEST_CACHE"] = _CACHE.name
-_SHARED = os.environ["LMT_TEST_CACHE"]
-_OWN = f"{_SHARED}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not _IS_WORKER:
+    # Workers and the processes of tests inherit both: what one of them has compiled is compiled for all, and for later
+    # sessions.
+    _SESSION = tempfile.TemporaryDirectory(prefix="lmt-test-")
+    _CACHES = os.environ.get("LMT_TEST_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    _KEPT = open_cache(Path(_CACHES) / "lm_trainer" / "tests")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_KEPT or f"{_SESSION.name}/compiled")
+    os.environ["LMT_TEST_SESSION"] = _SESSION.name
+_OWN = f"{os.environ['LMT_TEST_SESSION']}/{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
 
 os.environ.update(
     {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": _xla_flags(DEVICES),
-        "JAX_COMPILATION_CACHE_DIR": f"{_SHARED}/compiled",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        # Thousands of programs of tests compile within milliseconds each, which are a third of the time of all.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # The Python lines of each operation, which no test reads, would be a third of the time of lowering.
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Arrays of different ranks in one operation are mostly a forgotten axis, which broadcasting would hide.
         "JAX_NUMPY_RANK_PROMOTION": "raise",
         "HF_HUB_OFFLINE": "1",
@@ -62,6 +69,23 @@ os.environ.update(
 )
 for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
     os.environ.pop(_secret, None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector all that was imported, which it would visit hundreds of times."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    if not _IS_WORKER and _KEPT:
+        seal_cache(_KEPT)
+
+
+def pytest_report_header() -> str:
+    return f"compiled programs: {os.environ['JAX_COMPILATION_CACHE_DIR']}{'' if _KEPT else ' (for this session only)'}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,6 +18,8 @@ from lm_trainer.core.xla_flags import set_gpu_flags
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _TPU_FILES = ("/dev/accel0", "/dev/vfio")
+_LEAST_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+"""JAX's own variable, by which a user says from which time of compilation a program is kept."""
 
 
 def available_cores() -> int:
@@ -135,13 +137,13 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
         # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
         # them: with another number of threads one would run, and record the hash of, a program that was not made here.
         directory = f"{directory}/{_asked_threads() or available_cores()}-threads"
-    # Programs that compile faster than this are compiled again sooner than they are read. Not on GPUs, whose compiler
-    # chooses kernels by timing them: there all are kept, or a sum might be in another order at each start.
-    least = 0.0 if _has(_GPU_FILES) else 0.5
-    values: dict[str, Any] = {
-        "jax_compilation_cache_dir": str(directory),
-        "jax_persistent_cache_min_compile_time_secs": least,
-    }
+    values: dict[str, Any] = {"jax_compilation_cache_dir": str(directory)}
+    # GPUs' compiler chooses kernels by timing them: all programs are kept, or a sum might be in another order at each
+    # start. Elsewhere a program that compiles faster than this is compiled again sooner than it is read.
+    if _has(_GPU_FILES):
+        values["jax_persistent_cache_min_compile_time_secs"] = 0.0
+    elif _LEAST_TIME not in os.environ:
+        values["jax_persistent_cache_min_compile_time_secs"] = 0.5
     if "://" in str(directory):
         # JAX has XLA keep its choice of kernels in the same directory, and XLA writes to local ones alone: it would
         # make one here whose name begins with `gs:`, or fail. The programs themselves hold the choice.

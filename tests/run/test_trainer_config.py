@@ -316,9 +316,20 @@ print(jax.config.jax_persistent_cache_min_compile_time_secs)
 """
 
 
-@pytest.mark.parametrize(("file", "least"), [("/dev/null", "0.0\n"), ("/dev/absent", "0.5\n")])
-def test_each_program_is_kept_where_kernels_are_chosen_by_timing_them(tmp_path: Path, file: str, least: str) -> None:
-    env = {name: value for name, value in lmt_environment().items() if name != "JAX_PLATFORMS"}
+@pytest.mark.parametrize(
+    ("file", "own", "least"),
+    [
+        ("/dev/null", {}, "0.0\n"),
+        ("/dev/null", {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}, "0.0\n"),
+        ("/dev/absent", {}, "0.5\n"),
+        ("/dev/absent", {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "7"}, "7.0\n"),
+    ],
+)
+def test_each_program_is_kept_where_kernels_are_chosen_by_timing_them(
+    tmp_path: Path, file: str, own: dict[str, str], least: str
+) -> None:
+    ours = ("JAX_PLATFORMS", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
+    env = {name: value for name, value in lmt_environment().items() if name not in ours} | own
     command = [sys.executable, "-c", KEPT, str(tmp_path), file]
     assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == least
 

@@ -1,0 +1,171 @@
+"""The test files that a change can affect, by the graph of imports: `python -m tests.selection` prints them.
+
+A file is selected when itself, its wing (`lm_trainer/step/` for `tests/step/`), or anything that either imports has
+changed since the last full run, whose record `.ci/run --all` writes. What no graph of imports shows selects more: a
+test that starts `lmt` depends on the whole command line, one that starts a benchmark on all benchmarks, and a file that
+no rule names selects everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path("benchmarks/results/full_run.json")
+PACKAGES = ("lm_trainer", "cli", "benchmarks", "tests")
+IRRELEVANT = re.compile(
+    r"CHANGELOG\.md|CITATION\.cff|LICENSE|CONTRIBUTING\.md|\.github/.*|\.gitignore|\.dockerignore|Dockerfile"
+    r"|\.pre-commit-config\.yaml|\.ci/.*|mkdocs\.yml|benchmarks/results/.*"
+)
+"""Files that no slow test reads; the static checks and the quick tests, which always run, read some of them."""
+STARTS_LMT = re.compile(r"run_lmt|lmt_command|lmt_environment|builder_command|run_here|cli\.main|subprocess")
+STARTS_BENCHMARK = re.compile(r"benchmarks")
+READS_DOCUMENTS = re.compile(r"docs/|\"docs\"|README")
+READS_CONFIGS = re.compile(r"configs")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Test files that run, with those left out; paths from the root of the project."""
+
+    selected: list[str]
+    left_out: list[str]
+    reason: str
+
+
+class ImportGraph:
+    """Imports between the modules of the project, those inside of functions too."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
+        self._graph = grimp.build_graph(*packages, cache_dir=None)
+
+    @cached_property
+    def _everything_of_lmt(self) -> set[str]:
+        return self.reached_from("cli.main")
+
+    def reached_from(self, module: str) -> set[str]:
+        """Returns the module and all that it imports, directly or not; nothing for a module that is not there."""
+        if module not in self._graph.modules:
+            return set()
+        return {module} | self._graph.find_upstream_modules(module)
+
+    def package(self, name: str) -> set[str]:
+        """Returns all modules of a package and all that they import."""
+        if name not in self._graph.modules:
+            return set()
+        return set().union(*map(self.reached_from, {name} | self._graph.find_descendants(name)))
+
+    def modules_behind(self, test: str) -> set[str]:
+        """Returns every module that the test file of that path depends on."""
+        path = Path(test)
+        shared = [parent / "conftest.py" for parent in path.parents if (self._root / parent / "conftest.py").exists()]
+        modules = set().union(*(self.reached_from(module_of(str(file))) for file in (path, *shared)))
+        if len(path.parts) > 2:
+            modules |= self.package(f"lm_trainer.{path.parts[1]}")
+        text = "".join((self._root / file).read_text(encoding="utf-8") for file in (path, *shared[:-1]))
+        if STARTS_LMT.search(text):
+            modules |= self._everything_of_lmt
+        if STARTS_BENCHMARK.search(text):
+            modules |= self.package("benchmarks")
+        return modules
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def affects(path: str, test: str, text: str, modules: set[str]) -> bool:
+    """Tells whether a changed file, known to be relevant, can affect a test file with that text and those modules."""
+    if path.endswith(".py") and path.split("/")[0] in PACKAGES:
+        return module_of(path) in modules
+    if path.startswith("tests/"):
+        return Path(path).parts[:2] == Path(test).parts[:2]  # golden numbers, samples
+    if path.endswith(".md") or path.startswith("docs/"):
+        return bool(READS_DOCUMENTS.search(text))
+    if path.startswith(("configs/", "benchmarks/")):
+        return bool(READS_CONFIGS.search(text) or STARTS_BENCHMARK.search(text) or STARTS_LMT.search(text))
+    return True  # constraints.txt, pyproject.toml, data of the package, a kind of file that is new
+
+
+def select(root: Path, tests: Iterable[str], changed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Splits test files into those that any of the changed files can affect and all others."""
+    graph, relevant = ImportGraph(root), [path for path in changed if not IRRELEVANT.fullmatch(path)]
+    selected, left_out = [], []
+    for test in tests:
+        text, modules = (root / test).read_text(encoding="utf-8"), graph.modules_behind(test)
+        hit = any(affects(path, test, text, modules) for path in relevant)
+        (selected if hit else left_out).append(test)
+    return selected, left_out
+
+
+def changed_since(root: Path, commit: str) -> list[str] | None:
+    """Returns the paths that differ from that commit, under their old and new names; None where git does not know it.
+
+    A clone without history does not know it.
+    """
+    command = ["git", "diff", "--name-only", "--no-renames", "-z", commit, "HEAD", "--"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return [path for path in done.stdout.split("\0") if path] if done.returncode == 0 else None
+
+
+def recorded_commit(root: Path) -> str | None:
+    """Returns the commit of the last full run on file."""
+    try:
+        commit = json.loads((root / RECORD).read_text(encoding="utf-8"))["commit"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return commit if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{40}", commit) else None
+
+
+def marked_files(root: Path, marker: str) -> list[str]:
+    """Returns the test files that name this marker."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    word = re.compile(rf"mark\.{marker}\b")
+    return [file.relative_to(root).as_posix() for file in files if word.search(file.read_text(encoding="utf-8"))]
+
+
+def selection(root: Path, marker: str, everything: bool = False) -> Selection:
+    """Returns which files of tests with this marker a run of them needs, and the reason."""
+    tests = marked_files(root, marker)
+    if everything:
+        return Selection(tests, [], "all were asked for")
+    commit = recorded_commit(root)
+    if commit is None:
+        return Selection(tests, [], f"{RECORD} names no commit of a full run")
+    changed = changed_since(root, commit)
+    if changed is None:
+        return Selection(tests, [], f"git does not know {commit[:8]}, the commit of the last full run")
+    selected, left_out = select(root, tests, changed)
+    return Selection(selected, left_out, f"changed since {commit[:8]}, the commit of the last full run")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("marker", help="the marker of the tests: slow, aot")
+    parser.add_argument("--all", action="store_true", help="select every file")
+    parser.add_argument("--shard", default="1/1", help="the part of the files to print: 2/3 is the second of three")
+    options = parser.parse_args()
+    index, count = map(int, options.shard.split("/"))
+    chosen = selection(ROOT, options.marker, options.all)
+    print(f"tests marked {options.marker}: {len(chosen.selected)} files are selected ({chosen.reason})", file=sys.stderr)
+    for test in chosen.left_out:
+        print(f"  left out, nothing that it depends on has changed: {test}", file=sys.stderr)
+    if not chosen.selected:
+        print("  nothing to run", file=sys.stderr)
+    print("\n".join(chosen.selected[index - 1 :: count]))
+
+
+if __name__ == "__main__":
+    main()
