@@ -45,7 +45,9 @@ def seal_cache(directory: Path) -> None:
     """
     try:
         known = _sealed(directory)
-        new = [path for path in _entries(directory) if str(path.relative_to(directory)) not in known and _complete(path)]
+        new = [
+            path for path in _entries(directory) if str(path.relative_to(directory)) not in known and _complete(path)
+        ]
         digests = known | {str(path.relative_to(directory)): _digest(path) for path in new}
         written = directory / f"{_SEALS}.{os.getpid()}"
         written.write_text(json.dumps(digests))

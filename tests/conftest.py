@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -167,6 +167,46 @@ def run_lmt(tmp_path: Path) -> RunLmt:
     return run
 
 
+class Outcome(NamedTuple):
+    """The outcome of a command, with the fields of a finished process."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Lmt = Callable[..., Outcome]
+
+
+def run_here(*args: str | Path) -> Outcome:
+    """Runs `lmt` in this process; a crash is raised."""
+    from typer.testing import CliRunner
+
+    from cli.main import app
+
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.fixture
+def lmt(in_tmp_path: Path) -> Lmt:
+    """`lmt("export-hf", ...)`: runs a command in this process, in an empty directory; a crash is raised.
+
+    What depends on the environment, on signals or on a fresh process needs `run_lmt` instead.
+    """
+    return run_here
+
+
+def refused(result: Outcome | subprocess.CompletedProcess[str], *words: str) -> None:
+    """Exit code 2, an explanation, and no traceback."""
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
 MakeHfModel = Callable[..., Path]
 
 
@@ -237,3 +277,16 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs the test in an empty working directory, where relative paths of a configuration do no harm."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def hf_model(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a tokenizer."""
+    from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+
+    out = tmp_path_factory.mktemp("hf") / "tiny"
+    out.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (out / name).write_bytes((tiny_gpt2 / name).read_bytes())
+    ByteTokenizer().save(out)
+    return out

@@ -159,7 +159,9 @@ def main() -> None:
     options = parser.parse_args()
     index, count = map(int, options.shard.split("/"))
     chosen = selection(ROOT, options.marker, options.all)
-    print(f"tests marked {options.marker}: {len(chosen.selected)} files are selected ({chosen.reason})", file=sys.stderr)
+    print(
+        f"tests marked {options.marker}: {len(chosen.selected)} files are selected ({chosen.reason})", file=sys.stderr
+    )
     for test in chosen.left_out:
         print(f"  left out, nothing that it depends on has changed: {test}", file=sys.stderr)
     if not chosen.selected:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.cli.conftest import Lmt, refused
-from tests.conftest import RunLmt
+from tests.conftest import Lmt, RunLmt, refused
 
 CONFIG = """
 model: {type: gpt2, seq_len: 32, hidden_dim: 16, num_layers: 1, num_heads: 2}

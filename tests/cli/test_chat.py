@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lm_trainer.generate.text import for_terminal
-from tests.cli.conftest import Lmt, refused
+from tests.conftest import Lmt, refused
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"

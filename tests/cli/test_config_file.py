@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Lmt, refused
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Lmt, refused
 
 SHIPPED = ROOT / "configs" / "gpt2_nano.yaml"
 

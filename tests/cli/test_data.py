@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Lmt, refused
+from tests.conftest import Lmt, refused
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Lmt
+from tests.conftest import Lmt
 
 WORDS = "der Hund frisst am Abend noch einen Knochen aus dem Garten und legt sich unter den alten Baum".split()  # noqa: SIM905
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Lmt
+from tests.conftest import Lmt
 
 FILE = """\
 model: {num_layers: 2, hidden_dim: 64, num_heads: 4}

@@ -12,7 +12,7 @@ import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.generate.text import Sampling, for_terminal, read_prompts, stream_tokens
-from tests.cli.conftest import Lmt, refused
+from tests.conftest import Lmt, refused
 
 
 def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(

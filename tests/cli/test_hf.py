@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.cli.conftest import Lmt, refused
-from tests.conftest import RunLmt, lmt_command, lmt_environment
+from tests.conftest import Lmt, RunLmt, lmt_command, lmt_environment, refused
 from tests.export.fake_hub import TOKEN, Repo, fake_hub
 
 

@@ -14,7 +14,7 @@ import typer
 from cli.main import app
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.cli.conftest import Lmt
+from tests.conftest import Lmt
 
 URL = "gs://b/x"
 NOWHERE = "az://b/x"

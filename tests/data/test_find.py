@@ -19,7 +19,7 @@ from lm_trainer.data.find import Match, Needle, Tracer, find_text, search_stream
 from lm_trainer.data.pipeline import open_data
 from lm_trainer.data.tokenizer.token_bytes import token_texts
 from lm_trainer.data.verbatim import longest_spans
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 
 SCHEDULE, STEPS = BatchSchedule(Piecewise.make([(0, 3), (4, 6)])), 150
 
@@ -194,7 +194,7 @@ def test_spans_are_the_longest_there_are(seed: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_the_command_finds_what_replay_shows(
-    run_lmt: RunLmt, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    lmt: Lmt, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {
         "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
@@ -202,20 +202,20 @@ def test_the_command_finds_what_replay_shows(
         "trainer": {"id": "run", "num_train_steps": 40, "train_batch_size": 4, "sample_tokens": 0, "tracker": []},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    done = run_lmt("train", "run.yaml", "trainer.num_train_steps=20")
+    done = lmt("train", "run.yaml", "trainer.num_train_steps=20")
     assert done.returncode == 0, done.stderr
-    done = run_lmt("data", "find", "run", "Kanarienvogel", "--json")
+    done = lmt("data", "find", "run", "Kanarienvogel", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["occurrences"], found["last_step"]) == (3, 20)
     first = next(each for each in found["found"] if each["trained_at"])
     at = first["trained_at"][0]
-    shown = run_lmt("replay", "run", "--step", str(at["step"]), "--show-batch", "--chars", "0")
+    shown = lmt("replay", "run", "--step", str(at["step"]), "--show-batch", "--chars", "0")
     assert shown.returncode == 0, shown.stderr
     row = shown.stdout.partition(f"row {at['row']}: ")[2].partition(f"row {at['row'] + 1}: ")[0]
     assert "vogel" in row or "Kanar" in row
     assert first["where"] in row
-    done = run_lmt("generate", "run", "--prompt", "Zeile 3: ", "--temperature", "0", "--trace", "--json")
+    done = lmt("generate", "run", "--prompt", "Zeile 3: ", "--temperature", "0", "--trace", "--json")
     assert done.returncode == 0, done.stderr
     assert "trace" in json.loads(done.stdout)
     monkeypatch.chdir(tmp_path)
@@ -225,10 +225,10 @@ def test_the_command_finds_what_replay_shows(
     assert (span["text"], span["where"], span["character"]) == (told, f"{corpus}/b.jsonl:31", 0)
     assert span["trained_at"] == next(each["trained_at"] for each in found["found"] if each["where"] == span["where"])
     assert trace.spans(trace.tokenizer.encode("anders ist es hier")) == []
-    done = run_lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
+    done = lmt("data", "find", "run.yaml", "Kanarienvogel", "--limit", "1")
     assert "3 occurrences, of which 1 are listed" in done.stdout
     (tmp_path / "empty.txt").write_text("\n")
     for arguments in (("run",), ("run", "--file", "nowhere.txt"), ("run", "--file", "empty.txt"), ("nothing", "x")):
-        done = run_lmt("data", "find", *arguments)
+        done = lmt("data", "find", *arguments)
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ from lm_trainer.data.pipeline import open_data
 from lm_trainer.data.provenance import documents_of_step, passages
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 from tests.data.conftest import MakeBuild
 
 SCHEDULE = BatchSchedule(Piecewise.make([(0, 3), (4, 6)]))
@@ -99,7 +99,7 @@ def test_the_documents_of_a_step_are_those_in_its_batch(make_config: Callable[..
         list(documents_of_step(ending, SCHEDULE, most + 1))
 
 
-def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: RunLmt) -> None:
+def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, lmt: Lmt) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "first document"}\n{"text": "the second one"}\n')
     keys = {
         "data": {"train_urls": "a.jsonl", "tokenizer": "bytes", "shuffle": False, "cache_dir": "cache"},
@@ -108,7 +108,7 @@ def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: Ru
     }
     config = tmp_path / "c.yaml"
     config.write_text(json.dumps(keys))
-    result = run_lmt("data", "at", str(config), "--step", "1", "--row", "1", "data.on_bad_row=skip")
+    result = lmt("data", "at", str(config), "--step", "1", "--row", "1", "data.on_bad_row=skip")
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "step 1, row 1: row 1, epoch 0",
@@ -118,7 +118,7 @@ def test_the_command_prints_sources_offsets_and_text(tmp_path: Path, run_lmt: Ru
         "    | t",
     ]
     assert "tokenising the train text" in result.stderr
-    result = run_lmt("data", "at", str(config), "--step", "4")
+    result = lmt("data", "at", str(config), "--step", "4")
     assert "step 4, row 0:" in result.stdout
     assert result.stderr == "the run ends after step 3; a longer one would go on so:\n"
-    assert "--step" in run_lmt("data", "at", str(config), "--step", "0").stderr
+    assert "--step" in lmt("data", "at", str(config), "--step", "0").stderr

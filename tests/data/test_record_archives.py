@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import webdataset
 from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import ValidationError
 
@@ -70,6 +69,8 @@ def samples_of(path: Path, text_key: str = "text", start: int = 0) -> list[Row |
 
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
+    import webdataset  # which imports torch
+
     with webdataset.TarWriter(str(path)) as writer:  # pyright: ignore[reportAttributeAccessIssue]
         for sample in samples:
             writer.write(sample)

@@ -1,4 +1,4 @@
-"""A tiny model with a tokenizer, a short run, and texts of several scripts."""
+"""A short run, and texts of several scripts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.cli.conftest import Lmt, run_here
+from tests.conftest import run_here
 
 TEXTS = {
     "greek": ["Ὅμηρος· ἄνδρα μοι ἔννεπε, Μοῦσα", "γνῶθι σεαυτόν"],
@@ -30,23 +29,6 @@ optimizer: {{learning_rate: 3e-3, warmup: 0}}
 trainer: {{id: run, num_train_steps: 6, steps_per_eval: 3, train_batch_size: 8, sample_tokens: 0, tracker: [],
           max_devices: 1, model_averaging: {{type: ema, beta: 0.9}}}}
 """
-
-
-@pytest.fixture
-def lmt(in_tmp_path: Path) -> Lmt:
-    """As the fixture of the command line's tests."""
-    return run_here
-
-
-@pytest.fixture(scope="package")
-def hf_model(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A transformers checkpoint with a tokenizer."""
-    out = tmp_path_factory.mktemp("hf") / "tiny"
-    out.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (out / name).write_bytes((tiny_gpt2 / name).read_bytes())
-    ByteTokenizer().save(out)
-    return out
 
 
 @pytest.fixture(scope="package")

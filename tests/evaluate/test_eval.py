@@ -14,7 +14,7 @@ import pytest
 from lm_trainer.evaluate.losses import ratio
 from lm_trainer.run.set_groups import groups_of
 from lm_trainer.trackers import read_metrics
-from tests.cli.conftest import Lmt, refused
+from tests.conftest import Lmt, refused
 from tests.evaluate.conftest import TEXTS
 
 

@@ -17,8 +17,6 @@ from lm_trainer.export.huggingface import read_hf
 from lm_trainer.run.open_model import open_model
 from tests.conftest import TINY_GPT2, MakeHfModel
 
-peft = pytest.importorskip("peft", reason="compares with PEFT, which is not installed")
-
 LLAMA: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -49,6 +47,7 @@ def adapter(base: Path, out: Path, **settings: Any) -> tuple[Any, Path]:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
+    peft = pytest.importorskip("peft", reason="compares with PEFT, which is not installed")
     config = peft.LoraConfig(r=3, lora_alpha=7, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
     model.save_pretrained(out)

@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import read_hf
 from lm_trainer.trackers import read_metrics
-from tests.cli.conftest import Lmt, refused, run_here
+from tests.conftest import Lmt, refused, run_here
 from tests.harness.tasks import write_tasks
 
 pytest.importorskip("lm_eval")

@@ -13,7 +13,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
 from lm_trainer.ladder.metrics import rows_of, write
-from tests.cli.conftest import run_here
+from tests.conftest import run_here
 from tests.harness.tasks import write_tasks
 
 

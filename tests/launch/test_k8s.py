@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.launch.k8s import Gpus, KubernetesJob, apply, manifest
 from lm_trainer.launch.tpu_slices import tpu_slice, usual_topology
 from lm_trainer.launch.volumes import parse_volumes
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 
 # The fields that the manifest may use, from api/jobset/v1alpha2/jobset_types.go of JobSet 0.10.1 and from the reference
 # of Kubernetes 1.31 (batch/v1 JobSpec, v1 PodSpec and Container); "*": each element of a list, "": any value.
@@ -287,8 +287,8 @@ def test_a_refusal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         apply("text")
 
 
-def test_the_command(run_lmt: RunLmt) -> None:
-    done = run_lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-16", "trainer.seed=7")
+def test_the_command(lmt: Lmt) -> None:
+    done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-16", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)
     assert unknown(job_set, JOB_SET) == []
@@ -296,7 +296,7 @@ def test_the_command(run_lmt: RunLmt) -> None:
     assert job_set["metadata"]["name"] == "lmt-gpt2-nano"
 
 
-def test_an_accelerator_that_is_not_known(run_lmt: RunLmt) -> None:
-    done = run_lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "h100")
+def test_an_accelerator_that_is_not_known(lmt: Lmt) -> None:
+    done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "h100")
     assert done.returncode == 2
     assert "neither a TPU" in done.stderr

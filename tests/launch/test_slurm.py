@@ -14,7 +14,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.launch.slurm import SlurmJob, batch_script, submit
 from lm_trainer.parallel.distributed import DistributedConfig, find_cluster
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 
 STEP = {
     "SLURM_JOB_ID": "812",
@@ -100,18 +100,18 @@ def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> Non
         SlurmJob("nano", **fields)
 
 
-def test_the_command_writes_prints_and_submits(run_lmt: RunLmt, tmp_path: Path, bin_first: Path) -> None:
+def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_first: Path) -> None:
     config = tmp_path / "nano.yaml"
     config.write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
     fake(bin_first, "sbatch", 'cat > "$0.got"; echo "Submitted batch job 812"')
     options = ("-n", "4", "--nodes", "2", "--time", "10", "--submit", "--output", "job.sh")
-    done = run_lmt("launch", "slurm", "nano.yaml", *options, "trainer.seed=3", "--trainer.num_train_steps", "7")
+    done = lmt("launch", "slurm", "nano.yaml", *options, "trainer.seed=3", "--trainer.num_train_steps", "7")
     assert (done.returncode, done.stdout) == (0, "Submitted batch job 812\n"), done.stderr
     script = (tmp_path / "job.sh").read_text()
     assert (bin_first / "sbatch.got").read_text() == script
     assert f"-m lm_trainer train {config} trainer.seed=3 --trainer.num_train_steps 7" in script
     assert f"#SBATCH --chdir={tmp_path}\n" in script
-    wrong = run_lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
+    wrong = lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
     assert wrong.returncode == 2
     assert "did you mean" in wrong.stderr
 

@@ -12,7 +12,7 @@ import pytest
 
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.launch.tpu import TpuJob, TpuRun, describe_commands
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 
 CONFIG = "trainer:\n  num_train_steps: 3\n"
 
@@ -255,8 +255,8 @@ def test_the_software_of_each_generation(accelerator: str, kind: str, runtime: s
     assert f"--accelerator-type={kind} --runtime-version={runtime}" in commands[1]
 
 
-def test_a_dry_run_prints_the_commands_and_runs_none(cloud: Cloud, run_lmt: RunLmt) -> None:
-    done = run_lmt(
+def test_a_dry_run_prints_the_commands_and_runs_none(cloud: Cloud, lmt: Lmt) -> None:
+    done = lmt(
         *("launch", "tpu", "gpt2_nano", "--accelerator", "v5p-16", "--zone", "z", "--project", "p"),
         *("--spot", "--gcloud=--network=n", "--dry-run", "trainer.num_train_steps=5"),
     )

@@ -24,9 +24,24 @@ from tests.nn.common import init, make_batch, make_spec
 DRAWS = 2000
 BLOCK = BlockSpec(AttentionSpec(num_heads=1, head_dim=3), MlpSpec(hidden_dim=4), pre_norm=NormSpec())
 SPEC = make_spec(blocks=(BLOCK,), vocab_size=5, hidden_dim=3, num_positions=3)
-GRAPHDEF, PARAMS = init(SPEC)
-FLAT_P, UNRAVEL = ravel_pytree(PARAMS)
 BATCH = make_batch(2, 3, 5)
+
+
+@functools.cache
+def initial() -> tuple[Any, jax.Array, Any]:
+    """The definition of the model, its flat parameters, and the function that gives them their shapes."""
+    graphdef, params = init(SPEC)
+    return graphdef, *ravel_pytree(params)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _initialised() -> None:
+    """Makes the parameters before a function is traced, which would keep tracers of them."""
+    initial()
+
+
+def flat_params_P() -> jax.Array:
+    return initial()[1]
 
 
 def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, ...]:
@@ -34,14 +49,15 @@ def loss(model: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, ...]:
 
 
 def model_of(flat_P: jax.Array) -> Any:
-    return nnx.merge(GRAPHDEF, UNRAVEL(flat_P))
+    graphdef, _, unravel = initial()
+    return nnx.merge(graphdef, unravel(flat_P))
 
 
 def draws(estimate: Any) -> np.ndarray:
     """[K, P]"""
 
     def one(key: jax.Array) -> jax.Array:
-        return ravel_pytree(estimate(model_of(FLAT_P), BATCH, key))[0]
+        return ravel_pytree(estimate(model_of(flat_params_P()), BATCH, key))[0]
 
     keys = jax.random.split(jax.random.key(1), DRAWS)
     return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=200))(keys), np.float64)
@@ -54,7 +70,7 @@ def hessian_PP() -> np.ndarray:
         picked_BS = jnp.take_along_axis(log_p_BSV, jnp.asarray(BATCH.targets)[..., None], axis=-1)[..., 0]
         return -jnp.sum(picked_BS * BATCH.weights)
 
-    return np.asarray(jax.jit(jax.hessian(total))(FLAT_P), np.float64)
+    return np.asarray(jax.jit(jax.hessian(total))(flat_params_P()), np.float64)
 
 
 def gauss_newton_P() -> np.ndarray:
@@ -63,8 +79,8 @@ def gauss_newton_P() -> np.ndarray:
     def logits(flat_P: jax.Array) -> jax.Array:
         return model_of(flat_P)(BATCH.tokens, BATCH.positions, BATCH.segments).reshape(-1, 5)
 
-    p_NV = np.asarray(jax.nn.softmax(logits(FLAT_P)), np.float64)
-    j_NVP = np.asarray(jax.jit(jax.jacrev(logits))(FLAT_P), np.float64)
+    p_NV = np.asarray(jax.nn.softmax(logits(flat_params_P())), np.float64)
+    j_NVP = np.asarray(jax.jit(jax.jacrev(logits))(flat_params_P()), np.float64)
     centred_NVP = j_NVP - np.einsum("nv,nvp->np", p_NV, j_NVP)[:, None]
     return np.einsum("n,nv,nvp->p", BATCH.weights.reshape(-1).astype(np.float64) ** 2, p_NV, centred_NVP**2)
 
@@ -96,7 +112,7 @@ def test_targets_are_drawn_in_blocks_of_tokens_too() -> None:
 
 @pytest.mark.parametrize("estimate", [hutchinson, gauss_newton_bartlett])
 def test_an_estimate_depends_on_its_key_alone(estimate: Any) -> None:
-    estimated = jax.jit(lambda key: ravel_pytree(estimate(loss, model_of(FLAT_P), BATCH, key))[0])
+    estimated = jax.jit(lambda key: ravel_pytree(estimate(loss, model_of(flat_params_P()), BATCH, key))[0])
 
     def one(seed: int) -> np.ndarray:
         return np.asarray(estimated(jax.random.key(seed)))
@@ -107,6 +123,6 @@ def test_an_estimate_depends_on_its_key_alone(estimate: Any) -> None:
 
 def test_targets_of_the_batch_do_not_matter_to_gauss_newton_bartlett() -> None:
     other = BATCH._replace(targets=(np.asarray(BATCH.targets) + 1) % 5)
-    estimated = jax.jit(lambda batch: gauss_newton_bartlett(loss, model_of(FLAT_P), batch, jax.random.key(0)))
+    estimated = jax.jit(lambda batch: gauss_newton_bartlett(loss, model_of(flat_params_P()), batch, jax.random.key(0)))
     one, two = estimated(BATCH), estimated(other)
     jax.tree.map(np.testing.assert_array_equal, one, two)

@@ -16,7 +16,7 @@ from lm_trainer.report.page import report_page
 from lm_trainer.report.run import ReportedRun, read_run
 from lm_trainer.report.saved import tokens_saved
 from lm_trainer.report.thin import thin
-from tests.cli.conftest import Lmt, refused, run_here
+from tests.conftest import Lmt, refused, run_here
 from tests.run.test_token_probabilities import page_data
 
 CONFIG = """

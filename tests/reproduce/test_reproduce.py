@@ -15,8 +15,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from tests.cli.conftest import Outcome, refused, run_here
-from tests.conftest import RunLmt
+from tests.conftest import Outcome, RunLmt, refused, run_here
 from tests.run.conftest import Plain, merged
 
 STEPS = 6

@@ -32,7 +32,7 @@ from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.saved_model import load_model, write_model
 from lm_trainer.step.state import TrainState, to_host
 from lm_trainer.trackers import Progress
-from tests.cli.conftest import run_here
+from tests.conftest import run_here
 from tests.run.conftest import MakeConfig
 
 MODEL: dict[str, Any] = {"seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2}

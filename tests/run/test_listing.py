@@ -14,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.run.find import find_checkpoints, find_run, log_directories
 from lm_trainer.run.listing import list_runs
 from lm_trainer.run.trainer import Trainer
-from tests.conftest import RunLmt
+from tests.conftest import Lmt
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 
@@ -85,24 +85,24 @@ def test_runs_are_found_where_configurations_say() -> None:
         find_run("c")
 
 
-def test_the_command(run_lmt: RunLmt, tmp_path: Path) -> None:
+def test_the_command(lmt: Lmt, tmp_path: Path) -> None:
     make_run(tmp_path / "logs/a", logged=40)
     make_run(tmp_path / "elsewhere/b")
     (tmp_path / "my.yaml").write_text("trainer: {log_dir: elsewhere}\n")
-    done = run_lmt("runs")
+    done = lmt("runs")
     assert done.returncode == 0, done.stderr
     assert [line.split()[:4] for line in done.stdout.splitlines()] == [
         ["run", "state", "step", "loss"],
         ["a", "stopped", "40/100", "8.6000"],
         ["elsewhere/b", "not", "begun", "0/100"],
     ]
-    done = run_lmt("runs", "my.yaml", "--json")
+    done = lmt("runs", "my.yaml", "--json")
     (run,) = json.loads(done.stdout)
     assert (run["id"], run["state"], run["loss"]) == ("b", "not begun", None)
-    assert run_lmt("runs", "elsewhere/b").stdout.count("elsewhere/b") == 1
-    assert run_lmt("runs", "nowhere").returncode == 2
+    assert lmt("runs", "elsewhere/b").stdout.count("elsewhere/b") == 1
+    assert lmt("runs", "nowhere").returncode == 2
     (tmp_path / "empty").mkdir()
-    assert run_lmt("runs", "empty").stdout == "no runs in empty\n"
+    assert lmt("runs", "empty").stdout == "no runs in empty\n"
 
 
 def fail_at_the_start(look: Callable[[], object] = lambda: None) -> None:

@@ -17,7 +17,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.open_model import open_model
 from lm_trainer.trackers.token_page import FILE, MAX_STEPS, PAGE, Scored, TokenFile, TokenHistory, token_page
-from tests.cli.conftest import Lmt, refused, run_here
+from tests.conftest import Lmt, refused, run_here
 
 CONFIG = """
 model: {type: llama, hidden_dim: 32, num_layers: 2, num_heads: 4, num_kv_heads: 2, intermediate_dim: 64, seq_len: 32}
