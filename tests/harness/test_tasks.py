@@ -64,6 +64,7 @@ def _answer_loss(samples: list[Any]) -> tuple[float, float]:
     return float(np.mean(bits)), float(np.std(bits, ddof=1)) / len(bits) ** 0.5
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tasks: Path) -> None:
     from lm_eval import evaluator
     from lm_eval.models import huggingface
@@ -114,6 +115,7 @@ def test_answers_are_those_of_the_harness_with_transformers(directory: Path, tas
     assert [each.metrics for each in asked.ask(model)] == [each.metrics for each in ours]
 
 
+@pytest.mark.slow
 def test_command_and_training_give_the_same_figures(lmt: Lmt, tasks: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("import os\nimport sys\n\ndef f(x):\n    return x\n" * 40)
     (tmp_path / "run.yaml").write_text(f"""

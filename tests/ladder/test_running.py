@@ -92,6 +92,7 @@ def test_a_run_made_longer_is_the_longer_run(done: ModelLadder, tmp_path: Path) 
     assert done.run("2k").step == max(losses(whole, "2k"))
 
 
+@pytest.mark.slow
 def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
     found = done.get_checkpoints("2k")
     assert [c.name for c in found] == [
@@ -123,6 +124,7 @@ def test_checkpoints_and_metrics(done: ModelLadder, tmp_path: Path) -> None:
     assert json.loads(write(rows, "json", None) or "") == rows
 
 
+@pytest.mark.slow
 def test_what_is_found_elsewhere(done: ModelLadder, root: Path, tmp_path: Path) -> None:
     moved = ModelLadder.model_validate(small(root, dir=str(tmp_path)))
     assert not any(c.exists for c in moved.get_checkpoints("2k"))
@@ -135,6 +137,7 @@ def test_what_is_found_elsewhere(done: ModelLadder, root: Path, tmp_path: Path) 
     assert len(rows_of(moved, "2k", alternative_dirs=[pruned])) == 4
 
 
+@pytest.mark.slow
 def test_another_ladder_in_the_directory(done: ModelLadder, root: Path) -> None:
     other = ModelLadder.model_validate(small(root, trainer={"elastic_shards": 2, "mp": "bfloat16"}))
     with pytest.raises(UserError, match=r"holds a run of another ladder[\s\S]*trainer\.mp"):

@@ -176,6 +176,7 @@ def test_the_product_is_that_of_the_platform_that_is_compiled_for() -> None:
     assert traced(run) == before
 
 
+@pytest.mark.slow
 def test_losses_fall_as_those_of_bfloat16_do() -> None:
     def losses(**trainer: Any) -> np.ndarray:
         run = config_of(mp="p=f32,c=bfloat16", **trainer)

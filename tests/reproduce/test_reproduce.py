@@ -26,6 +26,7 @@ TINY: Plain = {
         "id": "run",
         "train_batch_size": 8,
         "num_train_steps": STEPS,
+        "max_devices": 1,
         "sample_tokens": 0,
         "tracker": [],
         "watch": {"interval": 0},
@@ -230,7 +231,7 @@ def test_a_run_goes_on_with_another_configuration_when_told_to(copied: Path) -> 
 @pytest.mark.optimised
 @pytest.mark.slow
 def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
-    config = write(tmp_path, model={"resid_pdrop": 0.1})
+    config = write(tmp_path, model={"resid_pdrop": 0.1}, trainer={"max_devices": None})
     assert run_lmt("train", config, devices=4).returncode == 0
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
     assert result.returncode == 0, result.stdout + result.stderr

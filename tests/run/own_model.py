@@ -65,6 +65,7 @@ def settings(**changes: Any) -> TrainerConfig:
         "steps_per_eval": 4,
         "tracker": (),
         "elastic_shards": 8,
+        "max_devices": 1,
         "checkpointer": {"save_interval": "1h", "keep": [{"every": 3}]},
     }
     return TrainerConfig.model_validate({**base, **changes})

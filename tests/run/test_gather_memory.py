@@ -51,6 +51,7 @@ def chosen(trainer: TrainerConfig, memory: Callable[[], int | None]) -> tuple[in
     return program.step.devices.shares(program.step.plans.at(0)).most, "".join(notes)
 
 
+@pytest.mark.slow
 def test_as_many_microbatches_share_a_gather_as_the_memory_holds() -> None:
     two, four = planned(2), planned(None)
     assert two < 0.9 * four

@@ -62,6 +62,7 @@ def test_bits_do_not_depend_on_devices(make_config: MakeConfig, in_tmp_path: Pat
     np.testing.assert_array_equal(one["encoder.positions"], first.frozen["encoder.positions"])
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_path: Path) -> None:
     """Only the features tell texts apart: without them the loss stays above the logarithm of the number of texts."""
     config = write(make_config)

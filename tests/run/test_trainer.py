@@ -53,7 +53,7 @@ def close_to(params: Any, expected: dict[str, np.ndarray]) -> None:
 
 def test_a_model_and_a_loss_of_ones_own() -> None:
     seen: list[tuple[str, int]] = []
-    with Trainer(settings(), OPTIMIZER, loss) as trainer:
+    with Trainer(settings(max_devices=None), OPTIMIZER, loss) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         trainer.add_hook(lambda info: seen.append(("often", info.step)))
 

@@ -41,7 +41,8 @@ def test_random_language_models(number: int) -> None:
     assert found is None, f"{run}: {found}"
 
 
-@pytest.mark.parametrize("determinism", ["elastic", pytest.param("layerwise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("determinism", ["elastic", "layerwise"])
 def test_products_in_blocks_that_share_a_scale(determinism: str) -> None:
     model = {"type": "llama", "seq_len": 24, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 1,
              "num_kv_heads": 1}  # fmt: skip

@@ -86,9 +86,8 @@ def kind(config: Optimizer) -> str:
     return config.model_dump()["type"]
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(c, id=kind(c), marks=() if c == MuonConfig() else pytest.mark.slow) for c in CONFIGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CONFIGS, ids=kind)
 def test_each_weight_is_updated_as_among_all(config: OptimizerConfig) -> None:
     digest, params, metrics = run(config, 1)
     # Two devices leave one of three layers over, and four have nothing to do for one of them.

@@ -22,8 +22,8 @@ from tests.step.test_layerwise import GEMMA2, GPT2, LLAMA, MIXTRAL, VOCAB, confi
 
 MIXED = {"mp": "p=f32,c=bfloat16"}
 SETTINGS = [
-    False,
     "dots_no_batch",
+    pytest.param(False, marks=pytest.mark.slow),
     pytest.param("dots", marks=[pytest.mark.slow, pytest.mark.optimised]),
     pytest.param({"save_block_internals": ["attention", "mlp"]}, marks=[pytest.mark.slow, pytest.mark.optimised]),
 ]

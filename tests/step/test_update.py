@@ -124,19 +124,12 @@ def test_products_are_rounded_alike_in_halves_and_in_the_whole() -> None:
 IN_8_BITS = (AdamConfig, LionConfig, CautiousConfig, AdoptConfig, AdanConfig, RmsPropConfig)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "meshes"),
     [
-        pytest.param(AdamConfig, [(2, "embed")], id="quick"),
-        *(
-            pytest.param(
-                kind,
-                [(d, axis) for d in (2, 3, 4, 8) for axis in ("embed", "mlp")],
-                id=kind().type,
-                marks=pytest.mark.slow,
-            )
-            for kind in IN_8_BITS
-        ),
+        pytest.param(kind, [(d, axis) for d in (2, 3, 4, 8) for axis in ("embed", "mlp")], id=kind().type)
+        for kind in IN_8_BITS
     ],
 )
 def test_blocks_of_8_bits_are_the_same_on_every_mesh(
