@@ -18,6 +18,7 @@ import pytest
 
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
+from tests.warm_lmt import WarmLmt
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
@@ -139,11 +140,17 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_RANK_PROMOTION"}
 
 
+_warm_lmt: list[WarmLmt] = []
+"""The server of this process, once there is one."""
+
+
 @pytest.fixture
 def run_lmt(tmp_path: Path) -> RunLmt:
     """`run_lmt("train", "c.yaml", cwd=..., env=..., devices=1, timeout=300)`: runs `lmt` to its end in a subprocess.
 
-    The working directory is `tmp_path` unless given. The exit code is for the test to look at.
+    The working directory is `tmp_path` unless given. The exit code is for the test to look at. The process has
+    imported JAX already, unless the test has changed environment variables: see `tests/warm_lmt.py`. A test of what
+    happens at the start runs `lmt_command`.
     """
 
     def run(
@@ -153,10 +160,15 @@ def run_lmt(tmp_path: Path) -> RunLmt:
         devices: int = 1,
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
+        environment = lmt_environment(devices=devices, env=env)
+        if not _warm_lmt:
+            _warm_lmt.append(WarmLmt(lmt_environment()))
+        if _warm_lmt[0].takes(environment):
+            return _warm_lmt[0].run([*map(str, args)], cwd=cwd, env=environment, timeout=timeout)
         return subprocess.run(
             lmt_command(*args),
             cwd=cwd,
-            env=lmt_environment(devices=devices, env=env),
+            env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
