@@ -81,6 +81,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
+    for server in _warm_lmt:
+        server.close()
     if not _IS_WORKER and _KEPT:
         seal_cache(_KEPT)
 

@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import grimp
@@ -30,7 +29,7 @@ IRRELEVANT = re.compile(
 """Files that no slow test reads; the static checks and the quick tests, which always run, read some of them."""
 STARTS_LMT = re.compile(r"run_lmt|lmt_command|lmt_environment|builder_command|run_here|cli\.main|subprocess")
 STARTS_BENCHMARK = re.compile(r"benchmarks")
-READS_DOCUMENTS = re.compile(r"docs/|\"docs\"|README")
+READS_DOCUMENTS = re.compile(r"\bdocs\b|README")
 READS_CONFIGS = re.compile(r"configs")
 
 
@@ -51,32 +50,31 @@ class ImportGraph:
         packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
         self._graph = grimp.build_graph(*packages, cache_dir=None)
 
-    @cached_property
-    def _everything_of_lmt(self) -> set[str]:
-        return self.reached_from("cli.main")
-
-    def reached_from(self, module: str) -> set[str]:
-        """Returns the module and all that it imports, directly or not; nothing for a module that is not there."""
-        if module not in self._graph.modules:
-            return set()
-        return {module} | self._graph.find_upstream_modules(module)
+    def reached_from(self, *modules: str) -> set[str]:
+        """Returns these modules and all that is imported with them; nothing for a module that is not there."""
+        reached, waiting = set[str](), [module for module in modules if module in self._graph.modules]
+        while waiting:
+            if (module := waiting.pop()) not in reached:
+                reached.add(module)
+                waiting += self._graph.find_modules_directly_imported_by(module)
+                # Python runs the `__init__` of each package on the way to a module.
+                waiting += [package for package in (module.rpartition(".")[0],) if package]
+        return reached
 
     def package(self, name: str) -> set[str]:
         """Returns all modules of a package and all that they import."""
-        if name not in self._graph.modules:
-            return set()
-        return set().union(*map(self.reached_from, {name} | self._graph.find_descendants(name)))
+        return self.reached_from(name, *self._graph.find_descendants(name)) if name in self._graph.modules else set()
 
     def modules_behind(self, test: str) -> set[str]:
         """Returns every module that the test file of that path depends on."""
         path = Path(test)
         shared = [parent / "conftest.py" for parent in path.parents if (self._root / parent / "conftest.py").exists()]
-        modules = set().union(*(self.reached_from(module_of(str(file))) for file in (path, *shared)))
+        modules = self.reached_from(*(module_of(str(file)) for file in (path, *shared)))
         if len(path.parts) > 2:
             modules |= self.package(f"lm_trainer.{path.parts[1]}")
         text = "".join((self._root / file).read_text(encoding="utf-8") for file in (path, *shared[:-1]))
         if STARTS_LMT.search(text):
-            modules |= self._everything_of_lmt
+            modules |= self.reached_from("cli.main")
         if STARTS_BENCHMARK.search(text):
             modules |= self.package("benchmarks")
         return modules
@@ -130,10 +128,14 @@ def recorded_commit(root: Path) -> str | None:
 
 
 def marked_files(root: Path, marker: str) -> list[str]:
-    """Returns the test files that name this marker."""
-    files = sorted((root / "tests").rglob("test_*.py"))
+    """Returns the test files that name this marker, themselves or in the fixtures of their directory."""
     word = re.compile(rf"mark\.{marker}\b")
-    return [file.relative_to(root).as_posix() for file in files if word.search(file.read_text(encoding="utf-8"))]
+
+    def named(file: Path) -> bool:
+        return file.exists() and bool(word.search(file.read_text(encoding="utf-8")))
+
+    files = sorted((root / "tests").rglob("test_*.py"))
+    return [file.relative_to(root).as_posix() for file in files if named(file) or named(file.parent / "conftest.py")]
 
 
 def selection(root: Path, marker: str, everything: bool = False) -> Selection:

@@ -34,6 +34,11 @@ class WarmLmt:
         self._process = subprocess.Popen(command, env=dict(environment), pass_fds=[theirs.fileno()])
         theirs.close()
 
+    def close(self) -> None:
+        """Ends the server."""
+        self._socket.close()
+        self._process.wait()
+
     def takes(self, env: Mapping[str, str]) -> bool:
         """Tells whether a fork does as a new process with that environment would."""
         return {name: value for name, value in env.items() if name not in READ_LATE} == self._environment

@@ -1,0 +1,1 @@
+"""Measurements of speed and memory, each a program: `python -m benchmarks.NAME`."""
