@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import Any
 
 READ_LATE = ("COLUMNS", "PATH", "PYTEST_CURRENT_TEST", "XLA_FLAGS")
-"""Variables that nothing reads while it is imported, so that a fork may have others than the server."""
+SET_BY_IMPORTS = ("TF_CPP_MIN_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "TPU_SKIP_MDS_QUERY")
+IGNORED = (*READ_LATE, *SET_BY_IMPORTS)
+"""Variables that may differ between the server and its forks: nothing reads them while it is imported, or JAX and torch
+set them then."""
 
 
 class WarmLmt:
     """The server of one process, which starts with the first command and ends with that process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = {name: value for name, value in environment.items() if name not in READ_LATE}
+        self._environment = {name: value for name, value in environment.items() if name not in IGNORED}
         self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tests.warm_lmt", str(theirs.fileno())]
         self._process = subprocess.Popen(command, env=dict(environment), pass_fds=[theirs.fileno()])
@@ -41,7 +44,7 @@ class WarmLmt:
 
     def takes(self, env: Mapping[str, str]) -> bool:
         """Tells whether a fork does as a new process with that environment would."""
-        return {name: value for name, value in env.items() if name not in READ_LATE} == self._environment
+        return {name: value for name, value in env.items() if name not in IGNORED} == self._environment
 
     def run(
         self, args: list[str], *, cwd: Path, env: Mapping[str, str], timeout: float
