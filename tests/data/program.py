@@ -12,8 +12,8 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
 
-def builder_command(corpus: Path, directory: Path, *, delay: float = 0.0) -> list[str]:
-    return [sys.executable, __file__, str(corpus), str(directory), str(delay)]
+def builder_command(corpus: Path, directory: Path, *, delay: float = 0.0, dead_seconds: float = 30) -> list[str]:
+    return [sys.executable, __file__, str(corpus), str(directory), str(delay), str(dead_seconds)]
 
 
 class SlowBytes(ByteTokenizer):
@@ -32,16 +32,17 @@ class Sleepy(SlowBytes):
     delay = 0.5
 
 
-def main(corpus: Path, directory: Path, delay: float) -> None:
+def main(corpus: Path, directory: Path, delay: float, dead_seconds: float) -> None:
     """Builds `corpus` as `make_build` does, in a process that can be killed."""
+    from lm_trainer.data.tokenize import lock
     from lm_trainer.data.tokenize.build import BuildOptions
     from tests.data.conftest import PART_BYTES, one_per_file
 
-    SlowBytes.delay = delay
+    SlowBytes.delay, lock.DEAD_SECONDS = delay, dead_seconds
     shards = one_per_file(DataConfig(train_urls=[str(corpus / "*.jsonl*")]))
     options = BuildOptions(num_workers=0, part_bytes=PART_BYTES)
     Build("train", KvStore(str(directory)), shards, SlowBytes(), options).run()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -275,9 +274,7 @@ def test_the_source_is_packed_for_a_pip_that_builds_it(cloud: Cloud) -> None:
     import tarfile
 
     cloud.training("exit 0")
-    started = time.monotonic()
     assert run(job(install=None))[0] == 0
-    assert time.monotonic() - started < 20
     with tarfile.open(cloud.directory / "home/t/source.tar.gz") as archive:
         names = archive.getnames()
     assert {"lm_trainer/pyproject.toml", "lm_trainer/lm_trainer/__init__.py", "lm_trainer/cli/main.py"} <= {*names}
