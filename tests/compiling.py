@@ -105,7 +105,7 @@ def keep_serialized_programs() -> None:
         compiler.backend_compile_and_load = _Serialized.compile_and_load
         pickler = serialize_executable._JaxPjrtPickler
         _Serialized.identify = pickler.persistent_id
-        pickler.persistent_id = lambda self, item: _Serialized.persistent_id(self, item)
+        pickler.persistent_id = lambda self, obj: _Serialized.persistent_id(self, obj)
 
 
 def compile_quickly(quick: bool) -> None:
