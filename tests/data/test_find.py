@@ -199,8 +199,9 @@ def test_the_command_finds_what_replay_shows(
     config = {
         "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
         "data": mixture(corpus).model_dump(mode="json", exclude_unset=True),
-        "trainer": {"id": "run", "num_train_steps": 40, "train_batch_size": 4, "sample_tokens": 0, "tracker": []},
-    }
+        "trainer": {"id": "run", "num_train_steps": 40, "train_batch_size": 4, "max_devices": 1, "sample_tokens": 0,
+                    "tracker": []},
+    }  # fmt: skip
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     done = lmt("train", "run.yaml", "trainer.num_train_steps=20")
     assert done.returncode == 0, done.stderr
