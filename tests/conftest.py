@@ -38,6 +38,7 @@ def _xla_flags(devices: int, *more: str) -> str:
 
 
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+_KEPT: Path | None = None
 if not _IS_WORKER:
     # Workers and the processes of tests inherit both: what one of them has compiled is compiled for all, and for later
     # sessions.
@@ -88,7 +89,7 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_report_header() -> str:
-    return f"compiled programs: {os.environ['JAX_COMPILATION_CACHE_DIR']}{'' if _KEPT else ' (for this session only)'}"
+    return f"compiled programs: {os.environ['JAX_COMPILATION_CACHE_DIR']}"
 
 
 @pytest.hookimpl(tryfirst=True)
