@@ -1,4 +1,4 @@
-"""A directory of compiled programs that outlives a session of tests: whatever is wrong with it costs time, no verdict.
+"""A directory of compiled programs that outlives a session of tests: a fault in it costs time and changes no result.
 
 JAX reads an entry without checking it. So entries are sealed at the end of a session, with a digest of each, and the
 next session removes all that have none or another one: what a kill cut off, what a disk has changed.
@@ -44,11 +44,10 @@ def seal_cache(directory: Path) -> None:
     An entry may be incomplete because a test has killed the process that wrote it.
     """
     try:
-        known = _sealed(directory)
-        new = [
-            path for path in _entries(directory) if str(path.relative_to(directory)) not in known and _complete(path)
-        ]
-        digests = known | {str(path.relative_to(directory)): _digest(path) for path in new}
+        digests = _sealed(directory)
+        for name, path in _entries(directory).items():
+            if name not in digests and read_program(path) is not None:
+                digests[name] = _digest(path)
         written = directory / f"{_SEALS}.{os.getpid()}"
         written.write_text(json.dumps(digests))
         written.replace(directory / _SEALS)
@@ -79,8 +78,10 @@ def _probe(directory: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _entries(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(_SEALS)]
+def _entries(directory: Path) -> dict[str, Path]:
+    """Returns the file of each entry by its path within the directory."""
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(_SEALS))
+    return {str(path.relative_to(directory)): path for path in files}
 
 
 def _sealed(directory: Path) -> dict[str, str]:
@@ -94,19 +95,18 @@ def _sealed(directory: Path) -> dict[str, str]:
 
 def _remove_unsealed(directory: Path) -> None:
     digests, total = _sealed(directory), 0
-    for path in sorted(_entries(directory), key=lambda path: path.stat().st_mtime, reverse=True):
+    for name, path in sorted(_entries(directory).items(), key=lambda entry: entry[1].stat().st_mtime, reverse=True):
         total += path.stat().st_size
-        if digests.get(str(path.relative_to(directory))) != _digest(path) or total > MAX_BYTES:
+        if digests.get(name) != _digest(path) or total > MAX_BYTES:
             path.unlink()
 
 
-def _complete(path: Path) -> bool:
-    """Tells whether an entry can be decompressed to its end, as JAX does when it reads it."""
+def read_program(path: Path) -> bytes | None:
+    """Returns what an entry holds, None where it cannot be read or decompressed to its end."""
     try:
-        zstandard.ZstdDecompressor().decompress(path.read_bytes())
-    except zstandard.ZstdError:
-        return False
-    return True
+        return zstandard.ZstdDecompressor().decompress(path.read_bytes())
+    except (OSError, zstandard.ZstdError):
+        return None
 
 
 def _digest(path: Path) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import zstandard
 
+from tests.compile_cache import read_program
+
 
 @functools.cache
 def _unoptimised() -> dict[str, Any]:
@@ -65,7 +67,7 @@ class _Serialized:
             return cls.compile(backend, module, devices, options, host_callbacks)
         key = cache_key.get(module, np.array(list(devices)), options, backend)
         path = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "serialized" / key
-        if content := _read(path):
+        if content := read_program(path):
             program = backend.deserialize_executable(content, devices, options)
             cls.read.append((program, content))
             return program
@@ -78,13 +80,6 @@ class _Serialized:
         assert cls.identify is not None
         content = next((content for program, content in cls.read if program is item), None)
         return cls.identify(pickler, item) if content is None else ("exec", content)
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return zstandard.ZstdDecompressor().decompress(path.read_bytes())
-    except (OSError, zstandard.ZstdError):
-        return None
 
 
 def _write(path: Path, content: bytes) -> None:

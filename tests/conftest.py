@@ -296,7 +296,7 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def hf_model(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a tokenizer."""
+    """The tiny GPT-2 checkpoint with a tokenizer."""
     from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 
     out = tmp_path_factory.mktemp("hf") / "tiny"

@@ -58,7 +58,8 @@ class ImportGraph:
                 reached.add(module)
                 waiting += self._graph.find_modules_directly_imported_by(module)
                 # Python runs the `__init__` of each package on the way to a module.
-                waiting += [package for package in (module.rpartition(".")[0],) if package]
+                if package := module.rpartition(".")[0]:
+                    waiting.append(package)
         return reached
 
     def package(self, name: str) -> set[str]:
@@ -119,12 +120,13 @@ def changed_since(root: Path, commit: str) -> list[str] | None:
 
 
 def recorded_commit(root: Path) -> str | None:
-    """Returns the commit of the last full run on file."""
+    """Returns the commit of the last full run on file; None for the record of a part."""
     try:
-        commit = json.loads((root / RECORD).read_text(encoding="utf-8"))["commit"]
+        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
+        commit, full = record["commit"], record["all"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return commit if isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{40}", commit) else None
+    return commit if full is True and isinstance(commit, str) and re.fullmatch(r"[0-9a-f]{40}", commit) else None
 
 
 def marked_files(root: Path, marker: str) -> list[str]:

@@ -214,8 +214,8 @@ class Project:
         self.git("commit", "-q", "--allow-empty", "-m", "x")
         return self.git("rev-parse", "HEAD")
 
-    def record(self, commit: str) -> None:
-        self.write("benchmarks/results/full_run.json", json.dumps({"commit": commit}))
+    def record(self, commit: str, full: bool = True) -> None:
+        self.write("benchmarks/results/full_run.json", json.dumps({"commit": commit, "all": full}))
 
     def selected(self, *options: str) -> tuple[set[str], str]:
         command = [sys.executable, "-m", "tests.selection", "slow", *options]
@@ -278,6 +278,13 @@ def test_all_are_selected_where_the_commit_of_the_last_full_run_is_not_known(
     selected, said = project.selected()
     assert selected == {PART, COMMAND, ALONE}
     assert "names no commit" in said or "git does not know" in said
+
+
+def test_the_record_of_a_part_selects_all(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.record(project.git("rev-parse", "HEAD"), full=False)
+    project.commit()
+    assert project.selected()[0] == {PART, COMMAND, ALONE}
 
 
 def test_a_record_says_what_ran(tmp_path: Path) -> None:

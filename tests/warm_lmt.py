@@ -107,13 +107,12 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 def main() -> None:
     # Imported for what they bring along. Nothing here may start a thread, which a fork would be without.
-    import grain
+    import grain  # noqa: F401
     import orbax.checkpoint  # noqa: F401
 
     import lm_trainer.run.train  # noqa: F401
     from cli.main import main as lmt
 
-    del grain
     with contextlib.closing(socket.socket(fileno=int(sys.argv[1]))) as connection:
         request = _serve(connection)
     if request is not None:

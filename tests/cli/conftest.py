@@ -11,7 +11,7 @@ from tests.conftest import run_here
 
 @pytest.fixture(scope="package")
 def checkpoint(hf_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, imported by the command."""
+    """The tiny GPT-2 model, imported by the command."""
     out = tmp_path_factory.mktemp("imported") / "tiny"
     result = run_here("import-hf", hf_model, out)
     assert result.returncode == 0, result.stderr
