@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,12 @@ import pytest
 
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
-from tests.warm_lmt import WarmLmt
+from tests.warm_lmt import WarmLmt, WarmProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
-COMPILING = {
-    *("cli", "evaluate", "generate", "harness", "ladder", "models"),
-    *("nn", "optim", "plan", "report", "reproduce", "run", "step"),
-}
-"""Rooms where most of the time is compiling, so that it is done without XLA's optimisations."""
 OPTIMISED = ("optimised", "gpu", "tpu", "aot")
-"""Markers of tests in them whose programs are compiled as those of a run."""
+"""Markers of tests whose programs are compiled as those of a run: equality of bits, memory, speed."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -82,8 +77,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    for server in _warm_lmt:
-        server.close()
     if not _IS_WORKER and _KEPT:
         seal_cache(_KEPT)
 
@@ -96,7 +89,7 @@ def pytest_report_header() -> str:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lets XLA optimise what tests that are marked `optimised` compile, and saves the time in all others."""
     optimised = any(item.get_closest_marker(name) for name in OPTIMISED)
-    compile_quickly(item.path.parent.name in COMPILING and not optimised)
+    compile_quickly(not optimised)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -143,12 +136,16 @@ def users_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "JAX_NUMPY_RANK_PROMOTION"}
 
 
-_warm_lmt: list[WarmLmt] = []
-"""The server of this process, once there is one."""
+@pytest.fixture(scope="session")
+def warm_lmt() -> Iterator[WarmLmt]:
+    """The server of this process, from which processes of `lmt` fork."""
+    server = WarmLmt(lmt_environment())
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def run_lmt(tmp_path: Path) -> RunLmt:
+def run_lmt(warm_lmt: WarmLmt, tmp_path: Path) -> RunLmt:
     """`run_lmt("train", "c.yaml", cwd=..., env=..., devices=1, timeout=300)`: runs `lmt` to its end in a subprocess.
 
     The working directory is `tmp_path` unless given. The exit code is for the test to look at. The process has
@@ -164,10 +161,8 @@ def run_lmt(tmp_path: Path) -> RunLmt:
         timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
         environment = lmt_environment(devices=devices, env=env)
-        if not _warm_lmt:
-            _warm_lmt.append(WarmLmt(lmt_environment()))
-        if _warm_lmt[0].takes(environment):
-            return _warm_lmt[0].run([*map(str, args)], cwd=cwd, env=environment, timeout=timeout)
+        if warm_lmt.takes(environment):
+            return warm_lmt.run([*map(str, args)], cwd=cwd, env=environment, timeout=timeout)
         return subprocess.run(
             lmt_command(*args),
             cwd=cwd,
@@ -180,6 +175,47 @@ def run_lmt(tmp_path: Path) -> RunLmt:
         )
 
     return run
+
+
+Running = WarmProcess | subprocess.Popen[bytes]
+StartLmt = Callable[..., Running]
+
+
+@pytest.fixture
+def start_lmt(warm_lmt: WarmLmt, tmp_path: Path) -> Iterator[StartLmt]:
+    """`start_lmt("train", "c.yaml", output=..., cwd=..., env=..., devices=1)`: starts `lmt` as `run_lmt` does.
+
+    All that it prints is appended to the file `output`. What still runs at the end of the test is killed.
+    """
+    started: list[Running] = []
+
+    def start(
+        *args: str | Path,
+        output: Path,
+        cwd: Path = tmp_path,
+        env: Mapping[str, str] | None = None,
+        devices: int = 1,
+    ) -> Running:
+        environment = lmt_environment(devices=devices, env=env)
+        with output.open("ab") as stream:
+            if warm_lmt.takes(environment):
+                process = warm_lmt.start([*map(str, args)], cwd=cwd, env=environment, stdout=stream, stderr=stream)
+            else:
+                process = subprocess.Popen(
+                    lmt_command(*args),
+                    cwd=cwd,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 class Outcome(NamedTuple):

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,7 +48,13 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imported_modules(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file, with those inside of others."""
+    return [*ast.walk(parse(path))]
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -65,12 +71,12 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def unsafe_constructs(tree: ast.Module) -> Iterator[str]:
+def unsafe_constructs(nodes: list[ast.AST]) -> Iterator[str]:
     """Everything through which a file that is only data could run code."""
     banned_modules = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
     banned_calls = {"eval", "exec", "compile", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
-    yield from (f"imports {m}" for m in imported_modules(ast.walk(tree)) if m.split(".")[0] in banned_modules)
-    for node in ast.walk(tree):
+    yield from (f"imports {m}" for m in imported_modules(nodes) if m.split(".")[0] in banned_modules)
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         if dotted(node.func) in banned_calls:
@@ -86,21 +92,21 @@ def unsafe_constructs(tree: ast.Module) -> Iterator[str]:
     ["import pickle", "from dill import loads", "eval('1')", "torch.load(f)", "np.load(f, allow_pickle=True)"],
 )
 def test_unsafe_constructs_are_noticed(source: str):
-    assert list(unsafe_constructs(ast.parse(source)))
+    assert list(unsafe_constructs([*ast.walk(ast.parse(source))]))
 
 
 def test_nothing_reads_code_from_data():
     found = {
         name_of(path): problems
         for path in python_files("lm_trainer", "cli")
-        if (problems := [*unsafe_constructs(parse(path))])
+        if (problems := [*unsafe_constructs(nodes(path))])
     }
     assert found == {}
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a file: of the module, its classes, functions and attributes."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         text = ast.get_docstring(node)
@@ -120,7 +126,7 @@ def attribute_docstrings(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 def help_texts(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each `help=` of a file."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         match node:
             case ast.keyword(arg="help", value=ast.Constant(value=str(text)) as value):
                 yield value.lineno, text
@@ -243,7 +249,7 @@ def test_every_import_is_a_declared_dependency():
     declared |= {"jaxlib", "ml-dtypes", "pydantic-core"}
     missing = {}
     for path in python_files("lm_trainer", "cli"):
-        for module in imported_modules(ast.walk(parse(path))):
+        for module in imported_modules(nodes(path)):
             package = module.split(".")[0]
             providers = {requirement_name(name) for name in distributions.get(package, [package])}
             if package not in own and not providers & declared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import re
@@ -17,6 +18,7 @@ from lm_trainer.run.trainer_config import TrainerConfig
 
 _COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
 """Packages whose version may change a run's bits."""
+_HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
 def environment() -> dict[str, Any]:
@@ -27,7 +29,7 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": dict(sorted((d.name.lower(), d.version) for d in metadata.distributions() if d.name)),
+        "packages": dict(_packages()),
         "git": _git_commit(),
         "code": _code_hash(),
         "devices": [d.device_kind for d in jax.devices()],
@@ -44,6 +46,23 @@ def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> in
     return trainer.cpu_threads or attempt.get("cpu_threads")
 
 
+# What a process has imported stays, whatever is installed or edited while it runs: the three are read once.
+
+
+@functools.cache
+def _packages() -> list[tuple[str, str]]:
+    """Lists the names, in lower case, and versions of all installed packages."""
+    packages = []
+    for distribution in metadata.distributions():
+        # `distribution.name` and `.version` each parse the whole file with its long description.
+        content = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        headers = dict(_HEADER.findall(content.split("\n\n", 1)[0]))
+        if headers.keys() == {"Name", "Version"}:
+            packages.append((headers["Name"].lower(), headers["Version"]))
+    return sorted(packages)
+
+
+@functools.cache
 def _git_commit() -> str | None:
     """The commit of the checkout that this code runs from, marked when it has changes; None outside one."""
     here = Path(__file__).resolve().parents[1]
@@ -60,6 +79,7 @@ def _git_commit() -> str | None:
     return commit.stdout.strip()
 
 
+@functools.cache
 def _code_hash() -> str:
     """A hash of this package's source files, 16 hexadecimal digits."""
     # A checkout with uncommitted changes has the same commit for many states of the code.

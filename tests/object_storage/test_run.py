@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from lm_trainer.core.bucket import Bucket
+from tests.conftest import Running, StartLmt
 from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
 from tests.object_storage.servers import environment
 
-ROOT = Path(__file__).parents[2]
 STEPS = 40
 pytestmark = pytest.mark.slow
 
@@ -30,22 +27,22 @@ class Runs(NamedTuple):
     directory: Path
     base: Bucket
     endpoint: str
+    start_lmt: StartLmt
 
-    def start(self, machine: str, *overrides: str) -> subprocess.Popen[str]:
+    def start(self, machine: str, *overrides: str) -> Running:
         here = self.directory / machine
         here.mkdir(exist_ok=True)
-        env = {**os.environ, **environment("s3", self.endpoint), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "cli", "train", str(self.directory / "run.yaml"), *overrides]
-        return subprocess.Popen(command, cwd=here, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        config, output = self.directory / "run.yaml", self.directory / f"{machine}.out"
+        env = environment("s3", self.endpoint)
+        return self.start_lmt("train", config, *overrides, cwd=here, env=env, devices=2, output=output)
+
+    def said(self, machine: str) -> str:
+        """Returns all that the attempts on a machine have printed."""
+        return (self.directory / f"{machine}.out").read_text()
 
     def complete(self, machine: str, *overrides: str) -> str:
-        process = self.start(machine, *overrides)
-        try:
-            said = process.communicate(timeout=600)[0]
-        finally:
-            process.kill()
-            process.communicate()
-        assert process.returncode == 0, said[-3000:]
+        code, said = self.start(machine, *overrides).wait(timeout=600), self.said(machine)
+        assert code == 0, said[-3000:]
         return said
 
     def metrics(self, machine: str) -> list[dict[str, Any]]:
@@ -60,7 +57,7 @@ class Runs(NamedTuple):
 
 
 @pytest.fixture
-def runs(behind: Bucket, proxy: Proxy, tmp_path: Path) -> Runs:
+def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> Runs:
     text = " ".join(f"{word} {word * word}" for word in range(4000))
     (tmp_path / "train.txt").write_text(text)
     config = {
@@ -82,7 +79,7 @@ def runs(behind: Bucket, proxy: Proxy, tmp_path: Path) -> Runs:
         },
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    return Runs(tmp_path, behind, proxy.endpoint)
+    return Runs(tmp_path, behind, proxy.endpoint, start_lmt)
 
 
 def newly(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
@@ -108,8 +105,8 @@ def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_nu
         process = runs.start(f"machine-{number}", "trainer.steps_per_log=1")
         while process.poll() is None and not reached():
             time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        process.kill()
+        process.wait()
         shutil.rmtree(runs.directory / f"machine-{number}")
     proxy.fault = sometimes(PASSING, share=0.1)
     # Faults cost seconds each: here they meet the permanent steps alone, not a step for every 50 ms of the machine.
@@ -137,18 +134,17 @@ def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_st
     while process.poll() is None and not saved():
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=100)[0]
-    assert process.returncode == 75, said[-2000:]
-    assert "everything is saved" in said
+    assert process.wait(timeout=100) == 75, runs.said("a")[-2000:]
+    assert "everything is saved" in runs.said("a")
 
     saved = newly(proxy, "PUT", "/steps/", 1)
     process = runs.start("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     while process.poll() is None and not saved():
         time.sleep(0.01)
     proxy.fault = refuse(503)
-    said = process.communicate(timeout=100)[0]
+    code, said = process.wait(timeout=100), runs.said("b")
     proxy.fault = None
-    assert process.returncode == 1, said[-2000:]
+    assert code == 1, said[-2000:]
     assert "a checkpoint could not be written" in said.splitlines()[-1]
     assert "Traceback" not in said
 
@@ -159,13 +155,9 @@ def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) 
     first = runs.start("a", *flat)
     while first.poll() is None and not saved():
         time.sleep(0.01)
-    second = runs.start("b", *flat)
-    said = second.communicate(timeout=100)[0]
-    assert second.returncode == 2, said
-    assert "is in use by process" in said
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    other = runs.start("c", *flat, "trainer.id=other")
-    said = other.communicate(timeout=100)[0]
-    assert other.returncode == 2
-    assert "holds the checkpoints of the run run" in said
+    assert runs.start("b", *flat).wait(timeout=100) == 2, runs.said("b")
+    assert "is in use by process" in runs.said("b")
+    first.kill()
+    first.wait()
+    assert runs.start("c", *flat, "trainer.id=other").wait(timeout=100) == 2
+    assert "holds the checkpoints of the run run" in runs.said("c")

@@ -19,6 +19,8 @@ from jax.sharding import SingleDeviceSharding
 from lm_trainer.parallel import compile_per_device
 from lm_trainer.parallel.compile_per_device import close_cache_for, compile_on_each
 
+pytestmark = pytest.mark.optimised
+
 UNKNOWN = (
     f"lm_trainer/parallel/compile_per_device.py uses private parts of JAX, and jax {jax.__version__} has changed one: "
     "read jax.experimental.serialize_executable again and adapt `_DeviceRemapper` and `_load_on`, or do not allow "

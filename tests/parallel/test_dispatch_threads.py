@@ -9,6 +9,8 @@ import pytest
 from lm_trainer.parallel import dispatch_threads
 from lm_trainer.parallel.dispatch_threads import DispatchThreads, programs_at_once
 
+pytestmark = pytest.mark.optimised
+
 
 def test_calls_take_turns_among_threads():
     two = DispatchThreads(2)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lm_trainer.parallel.no_fma import without_fma
+
+pytestmark = pytest.mark.optimised
 
 
 def mix(tree: dict[str, jax.Array], scale: jax.Array) -> dict[str, jax.Array]:

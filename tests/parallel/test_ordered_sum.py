@@ -17,6 +17,8 @@ from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.profile.collectives import bytes_sent
 from tests.parallel.test_tree_sum import brute_force_tree, random
 
+pytestmark = pytest.mark.optimised
+
 SHAPES = {
     "matrix": ((24, 16), ("mlp", "embed")),
     "stacked": ((3, 16, 10), ("layers", "embed", "mlp")),

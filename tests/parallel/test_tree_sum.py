@@ -9,6 +9,8 @@ import pytest
 
 from lm_trainer.parallel.tree_sum import Shares, TreeSum, tree_sum
 
+pytestmark = pytest.mark.optimised
+
 
 def brute_force_tree(items: list[np.ndarray]) -> np.ndarray:
     if len(items) % 2 or len(items) == 1:

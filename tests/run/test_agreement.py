@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.run import agreement
 from lm_trainer.run.agreement import check_agreement, check_data, check_programs
 from lm_trainer.run.config import RunConfig
-from tests.conftest import lmt_command, lmt_environment
+from tests.conftest import StartLmt
 from tests.run.conftest import MakeConfig
 from tests.run.test_processes import free_port
 
@@ -121,29 +120,25 @@ def test_files_whose_tokens_are_not_known_yet_may_be_copies(others: Others) -> N
 
 
 @pytest.mark.slow
-def test_two_processes_with_different_settings_end_at_once(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_processes_with_different_settings_end_at_once(
+    make_config: MakeConfig, start_lmt: StartLmt, tmp_path: Path
+) -> None:
     config, address = make_config(trainer={"num_train_steps": 4}), f"127.0.0.1:{free_port()}"
     running = [
-        subprocess.Popen(
-            lmt_command(
-                "train",
-                config,
-                f"trainer.distributed.coordinator_address={address}",
-                "trainer.distributed.num_processes=2",
-                f"trainer.distributed.process_id={index}",
-                f"optimizer.learning_rate=0.0{index + 1}",
-            ),
-            cwd=tmp_path,
-            env=lmt_environment(devices=1),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        start_lmt(
+            "train",
+            config,
+            f"trainer.distributed.coordinator_address={address}",
+            "trainer.distributed.num_processes=2",
+            f"trainer.distributed.process_id={index}",
+            f"optimizer.learning_rate=0.0{index + 1}",
+            output=tmp_path / f"out.{index}",
         )
         for index in range(2)
     ]
-    for process in running:
-        printed, _ = process.communicate(timeout=300)
-        assert process.returncode == 2, printed
+    for index, process in enumerate(running):
+        code, printed = process.wait(timeout=300), (tmp_path / f"out.{index}").read_text()
+        assert code == 2, printed
         assert "optimizer.learning_rate: 0.01 in process 0, 0.02 in process 1" in printed
         assert "Traceback" not in printed
     assert not (tmp_path / "logs").exists(), "nothing is left behind"

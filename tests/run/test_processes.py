@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import lmt_command, lmt_environment
+from tests.conftest import StartLmt, lmt_command, lmt_environment
 from tests.run.conftest import MakeConfig
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
@@ -29,22 +30,29 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def train(config: Path, directory: Path, *, processes: int, devices: int, overrides: tuple[str, ...] = ()) -> None:
-    directory.mkdir(exist_ok=True)
-    port = free_port()
-    running = []
-    for index in range(processes):
-        together = (
-            f"trainer.distributed.coordinator_address=127.0.0.1:{port}",
-            f"trainer.distributed.num_processes={processes}",
-            f"trainer.distributed.process_id={index}",
-        )
-        command = lmt_command("train", config, *overrides, *(together if processes > 1 else ()))
-        env = lmt_environment(devices=devices)
-        with (directory / f"out.{index}").open("wb") as output:
-            running.append(subprocess.Popen(command, cwd=directory, env=env, stdout=output, stderr=output))
-    codes = [process.wait(timeout=600) for process in running]
-    assert codes == [0] * processes, "\n".join((directory / f"out.{i}").read_text() for i in range(processes))
+Train = Callable[..., None]
+
+
+@pytest.fixture
+def train(start_lmt: StartLmt) -> Train:
+    """`train(config, directory, processes=1, devices=1, overrides=())`: a run of several processes, to its end."""
+
+    def run(config: Path, directory: Path, *, processes: int, devices: int, overrides: tuple[str, ...] = ()) -> None:
+        directory.mkdir(exist_ok=True)
+        port = free_port()
+        running = []
+        for index in range(processes):
+            together = (
+                f"trainer.distributed.coordinator_address=127.0.0.1:{port}",
+                f"trainer.distributed.num_processes={processes}",
+                f"trainer.distributed.process_id={index}",
+            )
+            settings, output = (*overrides, *(together if processes > 1 else ())), directory / f"out.{index}"
+            running.append(start_lmt("train", config, *settings, cwd=directory, devices=devices, output=output))
+        codes = [process.wait(timeout=600) for process in running]
+        assert codes == [0] * processes, "\n".join((directory / f"out.{i}").read_text() for i in range(processes))
+
+    return run
 
 
 def numbers(directory: Path) -> list[tuple[Any, ...]]:
@@ -55,7 +63,7 @@ def numbers(directory: Path) -> list[tuple[Any, ...]]:
 
 @SLOW
 @pytest.mark.optimised
-def test_two_processes_are_one_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_two_processes_are_one_run(make_config: MakeConfig, train: Train, tmp_path: Path) -> None:
     watch = {"interval": 5, "include_per_parameter_norms": False, "watch_targets": ["params"]}
     config = make_config(
         trainer={
@@ -99,7 +107,7 @@ def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
 @pytest.mark.optimised
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process to kill in /proc")
 def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, train: Train, tmp_path: Path
 ) -> None:
     keep = {"save_interval": "1h", "keep": [{"every": 8}]}
     config = make_config(trainer={"num_train_steps": 160, "steps_per_eval": 80, "checkpointer": keep})
@@ -151,7 +159,7 @@ def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig
     ids=lambda overrides: " ".join(overrides),
 )
 def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
-    make_config: MakeConfig, tmp_path: Path, overrides: tuple[str, ...]
+    make_config: MakeConfig, train: Train, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2})
     train(config, tmp_path / "one", processes=1, devices=2, overrides=overrides)
@@ -161,7 +169,9 @@ def test_a_microbatch_may_be_shared_by_devices_of_two_processes(
 
 @SLOW
 @pytest.mark.optimised
-def test_turns_of_microbatches_are_the_same_in_two_processes(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_turns_of_microbatches_are_the_same_in_two_processes(
+    make_config: MakeConfig, train: Train, tmp_path: Path
+) -> None:
     """Each process then needs rows that are no neighbours."""
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": "layerwise"})
     train(config, tmp_path / "one", processes=1, devices=1)
@@ -187,7 +197,7 @@ def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_p
     "determinism", [pytest.param("elastic", marks=SLOW), pytest.param("layerwise", marks=EXHAUSTIVE)]
 )
 def test_processes_with_unequal_numbers_of_microbatches_are_one_run(
-    make_config: MakeConfig, tmp_path: Path, determinism: str
+    make_config: MakeConfig, train: Train, tmp_path: Path, determinism: str
 ) -> None:
     """8 microbatches on 6 devices: 4 in one process, 2 in each of two others."""
     config = make_config(trainer={"num_train_steps": 4, "steps_per_eval": 2, "determinism": determinism})
