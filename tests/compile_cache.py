@@ -6,6 +6,8 @@ next session removes all that have none or another one: what a kill cut off, wha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -13,6 +15,7 @@ import os
 import platform
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import zstandard
 
@@ -21,6 +24,9 @@ from lm_trainer.core.runtime import available_cores
 MAX_BYTES = 2 * 2**30
 """The size beyond which the entries that were written first are removed."""
 _SEALS = "digests.json"
+_LOCK = "lock"
+_locks: dict[Path, IO[bytes]] = {}
+"""Locks of the directories that this process uses, until it ends."""
 
 
 def open_cache(base: Path) -> Path | None:
@@ -31,7 +37,14 @@ def open_cache(base: Path) -> Path | None:
     directory = base / _key()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _remove_unsealed(directory)
+        if directory not in _locks:
+            _locks[directory] = (directory / _LOCK).open("ab")
+        lock = _locks[directory]
+        # What another session has written is sealed at its end, and spared until then.
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_unsealed(directory)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         _probe(directory)
     except OSError:
         return None
@@ -80,7 +93,7 @@ def _probe(directory: Path) -> None:
 
 def _entries(directory: Path) -> dict[str, Path]:
     """Returns the file of each entry by its path within the directory."""
-    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.startswith(_SEALS))
+    files = (path for path in directory.rglob("*") if path.is_file() and not path.name.startswith((_SEALS, _LOCK)))
     return {str(path.relative_to(directory)): path for path in files}
 
 

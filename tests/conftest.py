@@ -54,6 +54,9 @@ os.environ.update(
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Arrays of different ranks in one operation are mostly a forgotten axis, which broadcasting would hide.
         "JAX_NUMPY_RANK_PROMOTION": "raise",
+        # There is a worker for each core: threads of NumPy and torch would wait for one another.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -70,9 +73,10 @@ for _secret in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector all that was imported, which it would visit hundreds of times."""
+    """Spares the garbage collector all that was imported, and most of its visits while JAX traces programs."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)

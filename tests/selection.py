@@ -27,7 +27,9 @@ IRRELEVANT = re.compile(
     r"|\.pre-commit-config\.yaml|\.ci/.*|mkdocs\.yml|benchmarks/results/.*"
 )
 """Files that no slow test reads; the static checks and the quick tests, which always run, read some of them."""
-STARTS_LMT = re.compile(r"run_lmt|lmt_command|lmt_environment|builder_command|run_here|cli\.main|subprocess")
+STARTS_LMT = re.compile(
+    r"(run|start)_lmt|lmt_(command|environment)|start_builder|run_fork|run_here|cli\.main|subprocess"
+)
 STARTS_BENCHMARK = re.compile(r"benchmarks")
 READS_DOCUMENTS = re.compile(r"\bdocs\b|README")
 READS_CONFIGS = re.compile(r"configs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -47,6 +48,17 @@ def test_intact_programs_are_kept_and_damaged_ones_removed(tmp_path: Path) -> No
     assert opened(tmp_path) == directory
     assert intact.exists()
     assert not any(path.exists() for path in (flipped, cut, cut_before_the_end, of_a_session_that_was_killed))
+
+
+def test_what_another_session_is_writing_is_spared(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    written = entry(directory, "a")
+    with (directory / "lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        opened(tmp_path)
+        assert written.exists()
+    opened(tmp_path)
+    assert not written.exists()
 
 
 @pytest.mark.parametrize("digests", ["", "{", "[1]", '{"a": 1}'])

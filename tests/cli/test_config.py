@@ -95,7 +95,7 @@ def test_an_attention_that_cannot_be_had_is_found_before_the_run(config: str) ->
     assert (done.exit_code, "the platform is cpu" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("command", [["check"], ["show", "--decays"]])
+@pytest.mark.parametrize("command", [["check"], pytest.param(["show", "--decays"], marks=pytest.mark.slow)])
 def test_configurations_are_read_without_jax_unless_it_is_needed(config: str, command: list[str]) -> None:
     program = """
 import sys
@@ -116,7 +116,8 @@ finally:
     assert done.stdout == here.stdout
 
 
-@pytest.mark.parametrize("file", ["run.yaml", pytest.param("/dev/stdin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["run.yaml", "/dev/stdin"])
 def test_a_second_attempt_reads_and_writes_nothing_twice(in_tmp_path: Path, file: str) -> None:
     text = "optimizer: {weight_decay_modules: [embeddings]}\ntrainer: {tracker: {type: tensorboard, logdir: x}}\n"
     Path("run.yaml").write_text(text)

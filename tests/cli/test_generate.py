@@ -99,11 +99,9 @@ def test_a_terminal_gets_no_control_sequences() -> None:
 
 
 def test_a_text_ends_a_continuation(lmt: Lmt, hf_model: Path) -> None:
-    for seed in range(20):
-        options = ("generate", hf_model, "--prompt", "def main", "--max-new-tokens", "40", "--seed", str(seed))
-        whole = json.loads(lmt(*options, "--json").stdout)
-        if len(whole["text"]) > 14:
-            break
+    options = ("generate", hf_model, "--prompt", "def main", "--max-new-tokens", "40", "--seed", "7")
+    whole = json.loads(lmt(*options, "--json").stdout)
+    assert len(whole["text"]) > 14, "the document ends early; choose another seed"
     # A text that spans several tokens, in the middle of what was written.
     end = whole["text"][9:12]
     at = whole["text"].index(end)

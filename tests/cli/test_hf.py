@@ -16,9 +16,9 @@ from tests.export.fake_hub import TOKEN, Repo, fake_hub
 
 
 def test_import_then_export_keeps_every_tensor_to_the_bit(
-    run_lmt: RunLmt, checkpoint: Path, hf_model: Path, tmp_path: Path
+    lmt: Lmt, checkpoint: Path, hf_model: Path, tmp_path: Path
 ) -> None:
-    result = run_lmt("export-hf", checkpoint, "out")
+    result = lmt("export-hf", checkpoint, "out")
     assert result.returncode == 0, result.stderr
     before, after = (load_file(path / "model.safetensors") for path in (hf_model, tmp_path / "out"))
     assert before.keys() == after.keys()

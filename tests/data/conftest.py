@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,16 +11,12 @@ import pytest
 
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.kvstore import KvStore
-from lm_trainer.data.sources import Row, Shard
+from lm_trainer.data.sources import Row
 from lm_trainer.data.sources.embedded import Embedded
-from lm_trainer.data.sources.urls import list_files
 from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.tokenizer import Tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.conftest import lmt_environment
-from tests.data.program import builder_command
-
-PART_BYTES = (20_000, 40_000)
+from tests.data.program import PART_BYTES, finish, one_per_file, start_builder
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +41,7 @@ def corpus(documents: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Returns the files of an undisturbed build in one process."""
     directory = tmp_path_factory.mktemp("reference")
-    subprocess.run(builder_command(corpus, directory), env=lmt_environment(), check=True)
+    finish(start_builder(corpus, directory))
     return contents(directory)
 
 
@@ -73,12 +68,6 @@ def make_build(corpus: Path, tmp_path: Path) -> MakeBuild:
         return Build("train", store, shards, tokenizer or ByteTokenizer(), chosen)
 
     return make
-
-
-def one_per_file(config: DataConfig) -> list[Shard]:
-    """Lists the shards of the configuration as if each file were large."""
-    files = [file.url for file in list_files(config.train_urls or [], "data.train_urls")]
-    return [shard for file in files for shard in config.model_copy(update={"train_urls": [file]}).shards("train")]
 
 
 def contents(directory: Path) -> dict[str, bytes]:

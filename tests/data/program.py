@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from lm_trainer.data import DataConfig
 from lm_trainer.data.cache.kvstore import KvStore
-from lm_trainer.data.tokenize.build import Build
+from lm_trainer.data.sources import Shard
+from lm_trainer.data.sources.urls import list_files
+from lm_trainer.data.tokenize import lock
+from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from tests.core.forks import start_fork
+
+PART_BYTES = (20_000, 40_000)
 
 
-def builder_command(corpus: Path, directory: Path, *, delay: float = 0.0, dead_seconds: float = 30) -> list[str]:
-    return [sys.executable, __file__, str(corpus), str(directory), str(delay), str(dead_seconds)]
+def start_builder(corpus: Path, directory: Path, *, delay: float = 0.0, dead_seconds: float = 30) -> BaseProcess:
+    """Starts to build `corpus` as `make_build` does, in a process that can be killed."""
+    return start_fork(_build, corpus, directory, delay, dead_seconds)
+
+
+def finish(builder: BaseProcess) -> None:
+    """Waits until the process has ended well."""
+    builder.join(60)
+    assert builder.exitcode == 0
+
+
+def one_per_file(config: DataConfig) -> list[Shard]:
+    """Lists the shards of the configuration as if each file were large."""
+    files = [file.url for file in list_files(config.train_urls or [], "data.train_urls")]
+    return [shard for file in files for shard in config.model_copy(update={"train_urls": [file]}).shards("train")]
 
 
 class SlowBytes(ByteTokenizer):
@@ -32,17 +51,8 @@ class Sleepy(SlowBytes):
     delay = 0.5
 
 
-def main(corpus: Path, directory: Path, delay: float, dead_seconds: float) -> None:
-    """Builds `corpus` as `make_build` does, in a process that can be killed."""
-    from lm_trainer.data.tokenize import lock
-    from lm_trainer.data.tokenize.build import BuildOptions
-    from tests.data.conftest import PART_BYTES, one_per_file
-
+def _build(corpus: Path, directory: Path, delay: float, dead_seconds: float) -> None:
     SlowBytes.delay, lock.DEAD_SECONDS = delay, dead_seconds
     shards = one_per_file(DataConfig(train_urls=[str(corpus / "*.jsonl*")]))
     options = BuildOptions(num_workers=0, part_bytes=PART_BYTES)
     Build("train", KvStore(str(directory)), shards, SlowBytes(), options).run()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

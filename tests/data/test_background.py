@@ -34,7 +34,7 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.run.train import describe_build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
-from tests.data.program import builder_command
+from tests.data.program import start_builder
 
 SEQ_LEN, BATCH, STEPS = 64, 8, 100
 ERAS = {"type": "era", "first": 16, "growth": 2, "largest": 64}
@@ -287,7 +287,7 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
 ) -> None:
     """Two runs on one cache: one builds, the other reads its parts, and goes on in its place."""
     directory = tmp_path / "cache"
-    other = subprocess.Popen(builder_command(corpus, directory, delay=0.2), env=lmt_environment())
+    other = start_builder(corpus, directory, delay=0.1)
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
     build = make_build()
     ledger = build.look()
@@ -295,10 +295,10 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
     builds = BackgroundBuilds([BackgroundBuild(build, cache)], one_by_one=False)
     builds.start()
     until(lambda: len(cache.stream) > 0, "what the other one writes is read")
-    assert other.poll() is None, "the other one was to be killed at work"
+    assert other.exitcode is None, "the other one was to be killed at work"
     assert not cache.finished
     other.kill()
-    other.wait()
+    other.join()
     until(lambda: cache.finished, "the build is taken over")
     builds.close()
     assert len(cache.stream) == Ledger.read(build.store).num_tokens
@@ -312,7 +312,7 @@ from lm_trainer.data import DataConfig, open_data
 from tests.data.program import SlowBytes
 
 class VerySlow(SlowBytes):
-    delay = 0.3
+    delay = 0.2
 
 if __name__ == "__main__":
     from functools import partial

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,9 +22,8 @@ from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.progress import BuildCallbacks, BuildProgress
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import EOS_ID, ByteTokenizer
-from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
-from tests.data.program import builder_command
+from tests.data.program import finish, start_builder
 
 
 def tokens_of(build: Build) -> np.ndarray:
@@ -79,7 +77,7 @@ def test_parts_grow_to_their_largest_size(make_build: MakeBuild) -> None:
             assert least <= size < least + 20_000, "no document here has more than 20,000 letters, but some bytes more"
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_any_number_of_workers_gives_the_same_bytes(
     make_build: MakeBuild, reference: dict[str, bytes], workers: int
 ) -> None:
@@ -93,30 +91,28 @@ def test_kills_change_nothing_and_cost_no_committed_part(
 ) -> None:
     directory = tmp_path / "cache"
     for kill in range(4):
-        builder = subprocess.Popen(builder_command(corpus, directory, delay=0.02), env=lmt_environment())
+        builder = start_builder(corpus, directory, delay=0.02)
         deadline = time.monotonic() + 60
         # Two more parts each time, so that every builder has committed something that the next one may lose.
         while len(list(directory.glob("parts/*.json"))) < 2 * (kill + 1) and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert builder.poll() is None, "the builder was to be killed at work"
+        assert builder.exitcode is None, "the builder was to be killed at work"
         builder.kill()
-        builder.wait()
+        builder.join()
     assert json.loads((directory / "builder.json").read_text())["pid"] == builder.pid
     committed = {path: path.stat().st_mtime_ns for path in directory.glob("parts/*.json")}
     assert len(committed) >= 8
     # By the heartbeat alone, as between machines, it would be taken for dead after an hour.
-    next_builder = builder_command(corpus, directory, dead_seconds=3600)
-    subprocess.run(next_builder, env=lmt_environment(), check=True, timeout=600)
+    finish(start_builder(corpus, directory, dead_seconds=3600))
     assert contents(directory) == reference
     assert all(path.stat().st_mtime_ns == changed for path, changed in committed.items())
 
 
 def test_two_builders_at_once_give_the_same_bytes(corpus: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
     directory = tmp_path / "cache"
-    builders = [
-        subprocess.Popen(builder_command(corpus, directory, delay=0.01), env=lmt_environment()) for _ in range(2)
-    ]
-    assert [builder.wait(60) for builder in builders] == [0, 0]
+    builders = [start_builder(corpus, directory, delay=0.01) for _ in range(2)]
+    for builder in builders:
+        finish(builder)
     assert contents(directory) == reference
 
 
@@ -128,7 +124,7 @@ def test_two_builders_in_one_process_do_the_work_once(
 
     def slow_write(store: KvStore, key: str, value: bytes, **options: Any) -> bool:
         written = write(store, key, value, **options)
-        time.sleep(0.3 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
+        time.sleep(0.1 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
         return written
 
     monkeypatch.setattr(KvStore, "write", slow_write)
@@ -136,7 +132,7 @@ def test_two_builders_in_one_process_do_the_work_once(
     class Counting(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[Any]:
             # The other builder comes while this one is at work.
-            time.sleep(0.1)
+            time.sleep(0.02)
             encoded.extend(texts)
             return super().encode_batch(texts)
 

@@ -10,7 +10,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,9 +27,8 @@ from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.tokenize.progress import BuildCallbacks
 from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
-from tests.data.program import Sleepy, builder_command
+from tests.data.program import Sleepy, start_builder
 
 
 class TestBadRows:
@@ -313,7 +311,7 @@ class TestFailures:
 
         run_in_processes = builder.run_in_processes
         monkeypatch.setattr(builder, "run_in_processes", kill_children)
-        build = make_build(num_workers=2, tokenizer=Sleepy())
+        build = make_build(num_workers=1, tokenizer=Sleepy())
         with pytest.raises(MachineError, match="was killed"):
             build.run()
 
@@ -322,7 +320,7 @@ class TestFailures:
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path, reference: dict[str, bytes]
     ) -> None:
         directory = tmp_path / "cache"
-        builder = subprocess.Popen(builder_command(corpus, directory, delay=0.2), env=lmt_environment())
+        builder = start_builder(corpus, directory, delay=0.2)
         deadline = time.monotonic() + 60
         while not list(directory.glob("parts/*.json")) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -333,7 +331,8 @@ class TestFailures:
         callbacks = BuildCallbacks(on_progress=lambda at: seen.append(at.tokens))
         killer.start()
         ledger = waiting.run(callbacks)
-        assert builder.wait() == -signal.SIGKILL, "it was to be killed while it built"
+        builder.join()
+        assert builder.exitcode == -signal.SIGKILL, "it was to be killed while it built"
         assert seen[0] < ledger.num_tokens, "the progress of the other one is shown"
         assert contents(directory) == reference
 

@@ -6,14 +6,12 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.core.forks import run_fork
 from tests.data.fake_datasets import COMMIT, FakeDatasets, fake_datasets
 
 PROGRAM = """
@@ -87,15 +85,8 @@ except UserError as error:
 
 def run(program: str, argument: str, tmp_path: Path, endpoint: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    settings = {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint}
-    done = subprocess.run(
-        [sys.executable, "-c", program, argument],
-        env={**clean, **settings, "HF_HUB_DISABLE_XET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+    done = run_fork(program, argument, env={**clean, **settings})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

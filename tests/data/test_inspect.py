@@ -16,13 +16,16 @@ from lm_trainer.data import inspect as report
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.provenance import documents_of_step
-from lm_trainer.data.sources.text import PIECE_BYTES
 from lm_trainer.data.tokenize.build import BuildOptions
+
+PIECE_BYTES = 1 << 15
+"""Bytes of a file that are read as one row, fewer than in a run."""
 
 
 @pytest.fixture
 def long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DataConfig, list[str]]:
     """Small texts around one that spans several parts, built; and all of them."""
+    monkeypatch.setattr("lm_trainer.data.sources.text.PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr("lm_trainer.data.tokenize.plan.BuildOptions", partial(BuildOptions, part_bytes=(1000, 1000)))
     large = "".join(f"line {i} of the large one\n" for i in range(5 * PIECE_BYTES // 24))
     texts = ["before " * 20, "next to it", large, "right after it", "the end " * 200]

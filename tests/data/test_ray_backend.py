@@ -23,7 +23,7 @@ from lm_trainer.data import DataConfig, RayConfig
 from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from tests.data.conftest import PART_BYTES, one_per_file
+from tests.data.program import PART_BYTES, one_per_file
 
 def build(directory, urls):
     shards = one_per_file(DataConfig(train_urls=urls))

@@ -14,7 +14,7 @@ import pytest
 from lm_trainer.evaluate.losses import ratio
 from lm_trainer.run.set_groups import groups_of
 from lm_trainer.trackers import read_metrics
-from tests.conftest import Lmt, refused
+from tests.conftest import Lmt, refused, run_here
 from tests.evaluate.conftest import TEXTS
 
 
@@ -22,6 +22,10 @@ def evaluated(lmt: Lmt, *args: str | Path) -> dict[str, Any]:
     result = lmt("eval", *args, "--json")
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
+
+
+SMALL_BATCH = ("trainer.max_devices=1", "trainer.train_batch_size=8")
+"""A few short documents do not fill the batches that eight devices compute by default."""
 
 
 def by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -33,19 +37,19 @@ def torch_model(directory: Path) -> Any:
     return pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(directory)
 
 
-def torch_nats(directory: Path, ids: list[int]) -> float:
-    """Nats of all ids but the first, by transformers."""
+def torch_nats(directory: Path, ids: list[int], start: int = 1) -> float:
+    """Nats of the ids from `start` on, by transformers; nothing predicts the first."""
     torch = pytest.importorskip("torch")
     with torch.no_grad():
-        logits = torch_model(directory)(torch.tensor([ids])).logits[0, :-1].double()
-    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+        logits = torch_model(directory)(torch.tensor([ids])).logits[0, start - 1 : -1].double()
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum"))
 
 
 def test_bits_per_byte_are_those_of_transformers_and_of_the_text(
     lmt: Lmt, hf_model: Path, texts: dict[str, Path]
 ) -> None:
     files = [part for name in texts for part in ("--data", texts[name])]
-    found = by_name(evaluated(lmt, hf_model, *files, "--context", "128"))
+    found = by_name(evaluated(lmt, hf_model, *files, "--context", "128", *SMALL_BATCH))
     for name, documents in TEXTS.items():
         # The first byte of a document is predicted from nothing, and the end of the document is predicted.
         nats = [torch_nats(hf_model, [*text.encode(), 256]) for text in documents]
@@ -86,24 +90,36 @@ def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
     assert groups["web"]["micro_loss"] == pytest.approx(micro)
 
 
-def test_devices_change_no_bit_and_axes_of_the_mesh_no_figure(lmt: Lmt, trained: Path) -> None:
+@functools.cache
+def on_one_device(run: Path) -> dict[str, Any]:
+    """The evaluation of a run on the device that trained it."""
+    return evaluated(run_here, run)
+
+
+@pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_devices_change_no_bit(lmt: Lmt, trained: Path, devices: int) -> None:
     run = trained / "logs" / "run"
-    one = evaluated(lmt, run)
-    assert evaluated(lmt, run, "trainer.max_devices=4") == one == evaluated(lmt, run, "trainer.max_devices=8")
-    for others in (("trainer.determinism=layerwise",), ("trainer.context_axis_size=2",)):
-        found = evaluated(lmt, run, *others, "trainer.max_devices=4")
-        assert evaluated(lmt, run, *others, "trainer.max_devices=2")["sets"] == found["sets"]
-        for a, b in zip(found["sets"], one["sets"], strict=True):
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-            assert a["tokens"] == b["tokens"]
+    assert evaluated(lmt, run, f"trainer.max_devices={devices}") == on_one_device(run)
+
+
+@pytest.mark.parametrize(
+    "setting", ["trainer.context_axis_size=2", pytest.param("trainer.determinism=layerwise", marks=pytest.mark.slow)]
+)
+def test_axes_of_the_mesh_change_no_figure(lmt: Lmt, trained: Path, setting: str) -> None:
+    run = trained / "logs" / "run"
+    found = evaluated(lmt, run, setting, "trainer.max_devices=4")
+    assert evaluated(lmt, run, setting, "trainer.max_devices=2")["sets"] == found["sets"]
+    for a, b in zip(found["sets"], on_one_device(run)["sets"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+        assert a["tokens"] == b["tokens"]
 
 
 def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
     lmt: Lmt, hf_model: Path, tmp_path: Path
 ) -> None:
-    text, context, stride = "a stream of words that is longer than a row; " * 5, 48, 20
+    text, context, stride = "a stream of words that is longer than a row; " * 2, 48, 20
     (tmp_path / "long.txt").write_text(text)
-    options = ("--data", "long.txt", "--context", str(context))
+    options = ("--data", "long.txt", "--context", str(context), *SMALL_BATCH)
     found = by_name(evaluated(lmt, hf_model, *options, "--stride", str(stride)))["long"]
     ids = [*text.encode(), 256]
     rows, nats, done = range(0, len(ids), stride), 0.0, 1
@@ -111,8 +127,7 @@ def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
         end = min(start + context + 1, len(ids))
         if end > done:
             # Of a window, only what no earlier one has predicted.
-            window = ids[start:end]
-            nats += torch_nats(hf_model, window) - (torch_nats(hf_model, window[: done - start]) if start else 0.0)
+            nats += torch_nats(hf_model, ids[start:end], done - start)
             done = end
     assert found["tokens"] == len(ids) - 1
     assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
@@ -149,9 +164,10 @@ def test_a_model_does_not_differ_from_itself_and_is_told_from_another(
     run, data = trained / "logs" / "run", ("--data", trained / "code.jsonl", "--data", texts["greek"])
     same = evaluated(lmt, run, "--compare", run, *data)["differences"]
     assert [(each["difference"], each["interval"]) for each in same] == [(0, [0, 0])] * 2
-    code, greek = evaluated(lmt, run, "--step", "6", "--weights", "raw", "--compare", run, *data)["differences"]
+    found = evaluated(lmt, run, "--step", "6", "--weights", "raw", "--compare", run, *data)
+    code, greek = found["differences"]
     assert code["unit"] == greek["unit"] == "bits per byte"
-    other = by_name(evaluated(lmt, run, *data))["code"]
+    other = by_name(found["compared_with"])["code"]
     assert code["second"] == pytest.approx(code["first"] - code["difference"]) != code["first"]
     assert other["documents"] == code["num_documents"] == 6
     low, high = code["interval"]

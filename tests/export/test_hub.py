@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.hub import check_push
-from tests.conftest import ROOT
+from tests.core.forks import run_fork
 from tests.export.fake_hub import TOKEN, FakeHub, Repo, fake_hub
 
 PATTERNS = ["README.md", "config.json", "model*.safetensors", "model.safetensors.index.json"]
@@ -34,7 +33,7 @@ def exported(tmp_path: Path) -> Path:
     return out
 
 
-def client(code: str, env: dict[str, str], tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def client(code: str, env: dict[str, str], tmp_path: Path) -> CompletedProcess[str]:
     """Runs `code` with the functions of the hub module, and reports an error as the command line would."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom lm_trainer.core.errors import UserError\n"
@@ -43,17 +42,10 @@ def client(code: str, env: dict[str, str], tmp_path: Path) -> subprocess.Complet
         "except UserError as error:\n    print('error:', error, file=sys.stderr); sys.exit(error.exit_code)\n"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env={**clean, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path), **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_fork(program, env={**clean, "HF_HOME": str(tmp_path / "hf"), "HOME": str(tmp_path), **env})
 
 
-def push(exported: Path, env: dict[str, str], *, public: bool = False) -> subprocess.CompletedProcess[str]:
+def push(exported: Path, env: dict[str, str], *, public: bool = False) -> CompletedProcess[str]:
     code = f"push(Path({str(exported)!r}), 'org/nano', public={public}, patterns={PATTERNS!r})"
     return client(code, env, exported.parent)
 

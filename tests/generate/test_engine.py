@@ -59,13 +59,14 @@ def test_greedy(model, forward):
 
 
 def test_sampling(model, forward):
-    def choose(row: int):
-        def draw_one(logits: np.ndarray, step: int) -> int:
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), row), step)
-            filtered = filter_logits(jnp.asarray(logits)[None], temperature=1.3, top_k=12, top_p=0.9)
-            return int(draw(key[None], filtered)[0])
+    @jax.jit
+    def draw_one(logits: jax.Array, row: int, step: int) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), row), step)
+        filtered = filter_logits(logits[None], temperature=1.3, top_k=12, top_p=0.9)
+        return draw(key[None], filtered)[0]
 
-        return draw_one
+    def choose(row: int):
+        return lambda logits, step: draw_one(logits, row, step)
 
     settings = {"max_new_tokens": 8, "temperature": 1.3, "top_k": 12, "top_p": 0.9}
     found = generate(model, PROMPTS, GenerateSettings(seed=7, **settings))

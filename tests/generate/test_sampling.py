@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +32,17 @@ def brute_force(logits: np.ndarray, temperature: float, top_k: int, top_p: float
     return out
 
 
+@functools.partial(jax.jit, static_argnames="top_k")
+def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> jax.Array:
+    return jax.nn.softmax(filter_logits(jnp.asarray(logits), temperature=temperature, top_k=top_k, top_p=top_p))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("top_k", [0, 1, 4, 100])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.77, 1.0])
 def test_filter(temperature, top_k, top_p):
     logits = 3 * np.random.default_rng(0).standard_normal((5, 23)).astype(np.float32)
-    found = jax.nn.softmax(filter_logits(jnp.asarray(logits), temperature=temperature, top_k=top_k, top_p=top_p))
+    found = probabilities(logits, temperature, top_k, top_p)
     for row, probs in zip(logits, np.asarray(found), strict=True):
         np.testing.assert_allclose(probs, brute_force(row, temperature, top_k, top_p), atol=1e-6)
 

@@ -94,7 +94,7 @@ def test_tokens_are_those_of_transformers(models: tuple[Any, Any], timestamps: b
         pytest.param(False, 4, 22, None, id="words"),
         pytest.param(True, 3, 22, None, id="timestamps"),
         pytest.param(False, 4, 10, -2.0, id="short texts"),
-        pytest.param(False, 4, 22, 3.0, id="long texts"),
+        pytest.param(False, 4, 22, 3.0, id="long texts", marks=pytest.mark.slow),
         pytest.param(False, 7, 18, 0.0, id="no penalty", marks=pytest.mark.slow),
     ],
 )

@@ -6,6 +6,7 @@ refused with the name of what stands in its place.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from lm_trainer.ladder import (
 )
 from lm_trainer.models import LlamaConfig
 from lm_trainer.optim import AdamConfig, OptimizerConfig
+from lm_trainer.profile.matmul import MatmulProbe
 
 H100 = "NVIDIA H100 80GB HBM3"
 SIZE = {"size_spec": "190M", "sequence_length": 8192, "device_type": H100}
@@ -262,6 +264,7 @@ def own(tmp_path: Path) -> ModelLadder:
         name="own",
         dir=tmp_path,  # pyright: ignore[reportArgumentType]
         sizes=["1"],  # pyright: ignore[reportArgumentType]
+        max_devices=1,
         sequence_length=16,
         tokenizer="bytes",
         model_configurator=OwnModels(),  # pyright: ignore[reportArgumentType]
@@ -278,7 +281,10 @@ def test_subclasses_of_ones_own(own: ModelLadder) -> None:
 
 
 @pytest.mark.parametrize("call", [lambda ladder: ladder.run("1", True), lambda ladder: ladder.run_benchmark("1")])
-def test_a_benchmark_trains_nothing(call: Callable[[ModelLadder], dict], own: ModelLadder) -> None:
+def test_a_benchmark_trains_nothing(
+    call: Callable[[ModelLadder], dict], own: ModelLadder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_trainer.ladder.running.MatmulProbe", functools.partial(MatmulProbe, size=64, products=3))
     report = call(own)
     assert report["tokens_per_second"] > 0
     assert not Path(own.get_save_folder("1")).exists()

@@ -8,6 +8,7 @@ evaluations) and HellaSwag accuracy.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -71,9 +72,10 @@ def test_small_models_are_fitted_as_well_as_by_brute_force() -> None:
     def objective(x: np.ndarray) -> float:
         """Huber's function of the errors of log L, term by term."""
         total = 0.0
-        for size, tokens, measured in zip(n, d, loss, strict=True):
-            predicted = x[4] + np.exp(x[0]) / size ** x[2] + np.exp(x[1]) / tokens ** x[3]
-            error = abs(np.log(predicted / measured))
+        log_a, log_b, alpha, beta, lowest = x.tolist()
+        for size, tokens, measured in zip(n.tolist(), d.tolist(), loss.tolist(), strict=True):
+            predicted = lowest + math.exp(log_a) / size**alpha + math.exp(log_b) / tokens**beta
+            error = abs(math.log(predicted / measured))
             total += error**2 / 2 if error <= DELTA else DELTA * (error - DELTA / 2)
         return total
 

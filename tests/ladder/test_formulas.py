@@ -208,7 +208,7 @@ def test_phases_that_do_not_fit() -> None:
         ladder(device_type="cpu").batch_shape("190M", vocab_size=VOCABULARY, compat="olmo")
 
 
-@pytest.mark.parametrize("determinism", ["elastic", "layerwise"])
+@pytest.mark.parametrize("determinism", ["elastic", pytest.param("layerwise", marks=pytest.mark.slow)])
 def test_memory_is_estimated_close_to_what_xla_says(determinism: str) -> None:
     settings = [f"trainer.determinism={determinism}"]
     found = load(ROOT / "configs" / "ladder_nano.yaml", settings, ModelLadder).config

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -123,7 +124,9 @@ def disturbed(weights: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
 
     def disturb(path: Any, leaf: jax.Array) -> Any:
-        return leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32) if path[-1].key in ("bias", "scale") else leaf
+        if path[-1].key not in ("bias", "scale"):
+            return leaf
+        return jnp.asarray(np.asarray(leaf) + 0.2 * rng.standard_normal(leaf.shape, np.float32))
 
     return jax.tree_util.tree_map_with_path(disturb, weights)
 

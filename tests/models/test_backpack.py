@@ -99,7 +99,7 @@ def test_there_is_no_hugging_face_format():
     with pytest.raises(UserError, match=message):
         hf.config_to_hf(CONFIG, vocab_size=VOCAB, eos_id=0, bos_id=None)
     with pytest.raises(UserError, match=message):
-        hf.params_to_hf(CONFIG, params(CONFIG))
+        hf.params_to_hf(CONFIG, {})
     with pytest.raises(UserError, match=message):
         hf.config_from_hf({"model_type": "backpack-gpt2", "vocab_size": VOCAB})
     with pytest.raises(UserError, match=r"'x' is not supported; supported: gemma.*gpt2") as unknown:

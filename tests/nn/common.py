@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +28,27 @@ def make_spec(*, blocks: tuple[BlockSpec, ...] = (BLOCK,) * 2, **fields: Any) ->
     return DecoderSpec(blocks=blocks, **{**values, **fields})
 
 
+M = TypeVar("M", bound=nnx.Module)
+
+
+def built(make: Callable[[], M]) -> M:
+    """The module that `make` makes, with parameters that are computed under jit."""
+    graphdef, _ = nnx.split(nnx.eval_shape(make))
+    return nnx.merge(graphdef, jax.jit(lambda: nnx.state(make()))())
+
+
 def make_init(std: float = 1.0) -> Initializer:
     return Initializer(nnx.Rngs(0), std=std, residual_std=std)
 
 
 def context(segments: np.ndarray, attention: AttentionSpec = BLOCK.attention) -> ForwardContext:
     """For rows of one or more documents, with positions from the start of each row."""
-    positions = jnp.tile(jnp.arange(segments.shape[1], dtype=jnp.int32), (len(segments), 1))
-    return make_context((dataclasses.replace(BLOCK, attention=attention),), positions, jnp.asarray(segments))
+    positions = np.tile(np.arange(segments.shape[1], dtype=np.int32), (len(segments), 1))
+    block = dataclasses.replace(BLOCK, attention=attention)
+    return jax.jit(lambda *rows: make_context((block,), *rows))(positions, segments)
 
 
+@functools.cache
 def init(spec: DecoderSpec, seed: int = 0) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """The structure, and parameters made under jit with random norms and biases in place of ones and zeros."""
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))), nnx.Param)[0]
@@ -43,7 +56,9 @@ def init(spec: DecoderSpec, seed: int = 0) -> tuple[nnx.GraphDef, dict[str, Any]
     rng = np.random.default_rng(seed)
 
     def disturb(path: Any, leaf: jax.Array) -> Any:
-        return leaf + 0.2 * rng.standard_normal(leaf.shape, np.float32) if path[-1].key in ("bias", "scale") else leaf
+        if path[-1].key not in ("bias", "scale"):
+            return leaf
+        return jnp.asarray(np.asarray(leaf) + 0.2 * rng.standard_normal(leaf.shape, np.float32))
 
     return graphdef, jax.tree_util.tree_map_with_path(disturb, params)
 

@@ -10,7 +10,7 @@ import numpy as np
 from lm_trainer.nn.attention import Attention, causal_bias
 from lm_trainer.nn.spec import AttentionSpec, ScoreSpec
 from lm_trainer.nn.xla_attention import dot_product_attention
-from tests.nn.common import context, make_init
+from tests.nn.common import built, context, make_init
 
 B, S, N, H = 2, 10, 3, 4
 SEGMENTS = np.array([[0] * 4 + [1] * 5 + [-1], [7] * 10], np.int32)
@@ -57,9 +57,9 @@ def test_dropout_of_probabilities_keeps_the_mean():
 
 
 def attend(spec: AttentionSpec, *, layer: int = 0) -> np.ndarray:
-    module = Attention(spec, 16, init=make_init())
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
-    return np.asarray(module(x, context(SEGMENTS, spec), layer)[0])
+    module = built(lambda: Attention(spec, 16, init=make_init()))
+    x = np.random.default_rng(1).standard_normal((B, S, 16)).astype(np.float32)
+    return np.asarray(jax.jit(lambda x: module(x, context(SEGMENTS, spec), layer)[0])(x))
 
 
 def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
@@ -70,18 +70,20 @@ def test_scale_is_the_root_of_the_head_size_and_optionally_the_layer():
 
 
 def test_the_first_token_of_a_segment_sees_itself_alone():
-    module = Attention(SPEC, 16, init=make_init())
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, 16)), jnp.float32)
-    out = module(x, context(SEGMENTS, SPEC), 0)[0]
-    np.testing.assert_allclose(out[:, 0], module.out(module.v(x))[:, 0], atol=1e-5)
-    np.testing.assert_allclose(out[0, 4], module.out(module.v(x))[0, 4], atol=1e-5)
+    module = built(lambda: Attention(SPEC, 16, init=make_init()))
+    x = np.random.default_rng(1).standard_normal((B, S, 16)).astype(np.float32)
+    program = jax.jit(lambda x: (module(x, context(SEGMENTS, SPEC), 0)[0], module.out(module.v(x))))
+    out, itself = map(np.asarray, program(x))
+    np.testing.assert_allclose(out[:, 0], itself[:, 0], atol=1e-5)
+    np.testing.assert_allclose(out[0, 4], itself[0, 4], atol=1e-5)
 
 
 def test_upcast_keeps_scores_in_float32():
     x = jnp.asarray(np.random.default_rng(1).standard_normal((B, S, N * H)), jnp.bfloat16)
     errors = {}
     for upcast in (False, True):
-        module = Attention(dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast)), N * H, init=make_init(2.0))
+        spec = dataclasses.replace(SPEC, scores=ScoreSpec(upcast=upcast))
+        module = built(lambda spec=spec: Attention(spec, N * H, init=make_init(2.0)))
         module.out.weight[...] = jnp.eye(N * H).reshape(N, H, N * H)
         q, k, v = (np.asarray(linear(x), np.float32) for linear in (module.q, module.k, module.v))
         exact = brute_force(q / math.sqrt(H), k, v, SEGMENTS).reshape(B, S, N * H)

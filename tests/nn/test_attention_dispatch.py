@@ -183,15 +183,16 @@ def brute_force(spec: AttentionSpec) -> np.ndarray:
 def test_groups_windows_softcaps_and_blocks(block_size, softcap):
     scores = ScoreSpec(softcap=softcap, block_size=block_size)
     spec = AttentionSpec(N, H, num_kv_heads=K, window=3, scores=scores)
-    found = dispatch_attention(spec, Q, KEYS, V, causal_bias(SEGMENTS, 3))
+    program = jax.jit(lambda q, k, v, segments: dispatch_attention(spec, q, k, v, causal_bias(segments, 3)))
+    found = program(Q, KEYS, V, SEGMENTS)
     np.testing.assert_allclose(found, brute_force(spec), atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "window"), [(150, None), (600, None), (600, 40)])
 def test_keys_that_no_query_of_a_block_sees_are_left_out_and_change_nothing(length: int, window: int | None):
     q, k, v = (jnp.asarray(RNG.standard_normal((1, length, heads, H)), jnp.float32) for heads in (N, K, K))
-    segments = jnp.asarray([[0] * 100 + [1] * (length - 100)])
-    bias = causal_bias(segments, window or 0)
+    segments = jnp.asarray([[0] * 100 + [1] * (length - 100)], jnp.int32)
+    bias = jax.jit(causal_bias, static_argnums=1)(segments, window or 0)
     spec = AttentionSpec(N, H, num_kv_heads=K, window=window, scores=ScoreSpec(softcap=3.0))
 
     def found(itself: bool):

@@ -9,7 +9,7 @@ import numpy as np
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.mlp import Mlp
 from lm_trainer.nn.spec import BlockSpec, NormSpec
-from tests.nn.common import BLOCK, context, make_init
+from tests.nn.common import BLOCK, built, context, make_init
 
 S = 6
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, S, 16)), jnp.float32)
@@ -17,7 +17,7 @@ CONTEXT = context(np.zeros((2, S), np.int32))
 
 
 def build(spec: BlockSpec) -> Block:
-    return Block(spec, 16, init=make_init(0.3))
+    return built(lambda: Block(spec, 16, init=make_init(0.3)))
 
 
 def mlp(block: Block) -> Mlp:

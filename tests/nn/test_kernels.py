@@ -37,7 +37,7 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
     rng = np.random.default_rng(0)
     heads = (spec.num_heads, spec.kv_heads, spec.kv_heads)
     q, k, v = (rng.standard_normal((B, length, n, spec.head_dim)) for n in heads)
-    return [jnp.asarray(x, dtype) for x in (2 * spec.head_dim**-0.5 * q, k, v)]
+    return [jnp.asarray(x.astype(dtype)) for x in (2 * spec.head_dim**-0.5 * q, k, v)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
 def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
     # Narrow heads have six blocks, which are more than the parts of a gradient that one kernel writes.
     length = 3 * S if spec.head_dim == 8 else S
-    segments = jnp.tile(SEGMENTS, (1, length // S))
+    segments = jnp.asarray(np.tile(SEGMENTS, (1, length // S)))
 
     def results(attention: AttentionFn) -> Any:
         def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +72,7 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
     plain = dataclasses.replace(spec, scores=dataclasses.replace(spec.scores, block_size=None))
     expected = results(lambda q, k, v: dispatch_attention(plain, q, k, v, causal_bias(segments, spec.window or 0)))
     # The kernel has masks of its own: if it read this bias, everything would be nan.
-    unread = jnp.full((1, 1, length, length), jnp.nan)
+    unread = jnp.asarray(np.full((1, 1, length, length), np.nan, np.float32))
     found = results(
         lambda q, k, v: splash_attention.compute(spec, AttentionInputs(q, k, v, unread, segments), interpret=True)
     )
@@ -83,7 +83,7 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
 def test_splash_is_divided_over_a_mesh():
     mesh = build_mesh(MeshShape(model=2), jax.devices()[:4])
     spec = AttentionSpec(2, 8, scores=ScoreSpec(block_size=128))
-    qkv = [x[:, :128] for x in operands(spec, jnp.float32)]
+    qkv = [np.asarray(x)[:, :128] for x in operands(spec, jnp.float32)]
     rows = NamedSharding(mesh, PartitionSpec("data"))
 
     def loss(compute: AttentionFn) -> AttentionFn:
@@ -100,7 +100,7 @@ def test_splash_is_divided_over_a_mesh():
             spec, AttentionInputs(q_BSNH, k_BSKH, v_BSKH, q_BSNH, segments_BS), interpret=True
         )
 
-    args = [*qkv, SEGMENTS[:, :128]]
+    args = [*qkv, np.asarray(SEGMENTS)[:, :128]]
     plain = jax.jit(
         jax.grad(loss(lambda q, k, v, s: dispatch_attention(spec, q, k, v, causal_bias(s))), argnums=(0, 1, 2))
     )(*args)
@@ -111,15 +111,15 @@ def test_splash_is_divided_over_a_mesh():
 
 def lowered(spec: AttentionSpec, platform: str, dtype: Any = jnp.bfloat16) -> str:
     """The gradient of an attention module, as it is handed to the platform's compiler."""
-    module = Attention(spec, 32, init=make_init())
+    graph, params = nnx.split(nnx.eval_shape(lambda: Attention(spec, 32, init=make_init())))
     block = BlockSpec(spec, MlpSpec(8))
 
-    def loss(x_BSD: jax.Array) -> jax.Array:
+    def loss(x_BSD: jax.Array, params: Any) -> jax.Array:
         context = make_context((block,), jnp.zeros((B, S), jnp.int32), SEGMENTS)
-        return jnp.sum(module(x_BSD, context, 0)[0].astype(jnp.float32))
+        return jnp.sum(nnx.merge(graph, params)(x_BSD, context, 0)[0].astype(jnp.float32))
 
     x = jax.ShapeDtypeStruct((B, S, 32), dtype)
-    return jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(jax.grad(loss)).trace(x, params).lower(lowering_platforms=(platform,)).as_text()
 
 
 def spec_for(backend: Backend, **scores: Any) -> AttentionSpec:
@@ -173,9 +173,13 @@ def test_cudnn_is_asked_for_the_values_of_xla(monkeypatch, window: int | None):
     asked = functools.partial(jax.nn.dot_product_attention)
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **kw: asked(*a, **{**kw, "implementation": "xla"}))
     spec = AttentionSpec(4, 64, num_kv_heads=2, window=window)
-    (q, k, v), bias = operands(spec, jnp.bfloat16), causal_bias(SEGMENTS, window or 0)
-    found = cudnn_attention.compute(spec, AttentionInputs(q, k, v, bias, SEGMENTS))
-    expected = dispatch_attention(spec, q, k, v, bias, segments_BS=SEGMENTS)
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bias = causal_bias(SEGMENTS, window or 0)
+        found = cudnn_attention.compute(spec, AttentionInputs(q, k, v, bias, SEGMENTS))
+        return found, dispatch_attention(spec, q, k, v, bias, segments_BS=SEGMENTS)
+
+    found, expected = jax.jit(both)(*operands(spec, jnp.bfloat16))
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, expected)), atol=0.02, rtol=0.02)
 
 

@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # Of clients that connect at once, one that finds no place in the queue tries again after a second.
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -26,6 +28,8 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # An answer is two writes, of which the second would wait some 40 ms for the client to confirm the first.
+    disable_nagle_algorithm = True
     server: _Server
 
     def do_GET(self) -> None:

@@ -24,6 +24,8 @@ class Proxy(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    # A client connects for all arrays at once; one that finds no place in the queue tries again after a second.
+    request_queue_size = 128
 
     def __init__(self, upstream: str):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -41,6 +43,8 @@ class Proxy(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # An answer is two writes, of which the second would wait some 40 ms for the client to confirm the first.
+    disable_nagle_algorithm = True
     server: Proxy
 
     def handle_one(self) -> None:
@@ -148,7 +152,8 @@ PASSING: list[Fault] = [drop, lose_answer, cut, delay(0.2), refuse(429), refuse(
 def proxied(upstream: str) -> Iterator[Proxy]:
     """Runs a proxy."""
     proxy = Proxy(upstream)
-    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    # It looks for its end as often as this, by default twice a second.
+    thread = threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield proxy

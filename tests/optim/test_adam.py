@@ -65,7 +65,7 @@ def test_equals_optax_adamw() -> None:
         optax.adamw(rate, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask),  # pyright: ignore[reportArgumentType]
     )
     params: Any = {name: jnp.asarray(x) for name, x in initial().items()}
-    state, update = reference.init(params), quick_jit(reference.update)
+    state, update = quick_jit(reference.init)(params), quick_jit(reference.update)
     for step in range(STEPS):
         updates, state = update(gradients(step), state, params)
         params = optax.apply_updates(params, updates)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lm_trainer.optim import AdoptConfig, Param
-from tests.optim.common import Run, assert_close, changes_the_result, gradients, initial, run, run_twin
+from tests.optim.common import FEW, Run, assert_close, changes_the_result, gradients, initial, run, run_twin
 
 
 def twin(config: AdoptConfig) -> Any:
@@ -33,9 +33,9 @@ def test_equals_the_numpy_twin(config: AdoptConfig) -> None:
 
 
 def test_the_first_step_only_measures() -> None:
-    training = Run(AdoptConfig(weight_decay=0.0), compiled=False)
-    assert_close(training.step(gradients(0)), initial(), rtol=0, atol=0)
-    assert not np.array_equal(training.step(gradients(1))["embed.tokens"], initial()["embed.tokens"])
+    training = Run(AdoptConfig(weight_decay=0.0), FEW, compiled=False)
+    assert_close(training.step(gradients(0, FEW)), initial(FEW), rtol=0, atol=0)
+    assert not np.array_equal(training.step(gradients(1, FEW))["embed.tokens"], initial(FEW)["embed.tokens"])
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,19 @@ HALF = 10**-0.5
 def run(config: KronConfig, *, steps: int = STEPS) -> Arrays:
     with jax.enable_x64(True):
         tx = config.build(PARAMS)
-        params: Any = {name: jnp.asarray(x, jnp.float64) for name, x in initial(PARAMS).items()}
-        state, update = tx.init(params), quick_jit(tx.update)
+        params: Any = {name: np.float64(x) for name, x in initial(PARAMS).items()}
+        state = quick_jit(tx.init)(params)
+
+        @quick_jit
+        def update(grads: Any, state: Any, params: Any, **given: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(grads, state, params, **given)
+            return optax.apply_updates(params, updates), state
+
         for step in range(steps):
             grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
-            scalars = {"learning_rate": jnp.float64(rate(step)), "grad_norm": jnp.float64(norm(grads))}
-            updates, state = update(grads, state, params, **scalars)
-            params = optax.apply_updates(params, updates)
+            params, state = update(
+                grads, state, params, learning_rate=np.float64(rate(step)), grad_norm=np.float64(norm(grads))
+            )
         return {name: np.asarray(x) for name, x in params.items()}
 
 

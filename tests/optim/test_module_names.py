@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.optim import AdamConfig
+from lm_trainer.optim import AdamConfig, Param
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import trace_model
 
@@ -26,9 +28,13 @@ PRE_NORMS = {f"{BLOCK}attention_pre_norm", f"{BLOCK}mlp_pre_norm"}
 
 def found(model: str, patterns: str | list[str]) -> set[str]:
     """The parameters that decay."""
-    params = trace_model(RunConfig.model_validate({"model": MODELS[model]}), 64).optimizer_params()
-    mask = AdamConfig.model_validate({"weight_decay_modules": patterns}).decay_mask(params)
+    mask = AdamConfig.model_validate({"weight_decay_modules": patterns}).decay_mask(params_of(model))
     return {name for name, decays in mask.items() if decays}
+
+
+@functools.cache
+def params_of(model: str) -> Mapping[str, Param]:
+    return trace_model(RunConfig.model_validate({"model": MODELS[model]}), 64).optimizer_params()
 
 
 def both(modules: set[str], *kinds: str) -> set[str]:

@@ -29,13 +29,19 @@ STEPS = 22
 def run(config: SoapConfig, *, steps: int = STEPS) -> Arrays:
     with jax.enable_x64(True):
         tx = config.build(PARAMS)
-        params: Any = {name: jnp.asarray(x, jnp.float64) for name, x in initial(PARAMS).items()}
-        state, update = tx.init(params), quick_jit(tx.update)
+        params: Any = {name: np.float64(x) for name, x in initial(PARAMS).items()}
+        state = quick_jit(tx.init)(params)
+
+        @quick_jit
+        def update(grads: Any, state: Any, params: Any, **given: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(grads, state, params, **given)
+            return optax.apply_updates(params, updates), state
+
         for step in range(steps):
             grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
-            scalars = {"learning_rate": jnp.float64(rate(step)), "grad_norm": jnp.float64(norm(grads))}
-            updates, state = update(grads, state, params, **scalars)
-            params = optax.apply_updates(params, updates)
+            params, state = update(
+                grads, state, params, learning_rate=np.float64(rate(step)), grad_norm=np.float64(norm(grads))
+            )
         return {name: np.asarray(x) for name, x in params.items()}
 
 
@@ -162,7 +168,7 @@ def test_an_ill_conditioned_quadratic_is_solved() -> None:
     config = SoapConfig(precondition_frequency=1, max_grad_norm=None, beta1=0.9)
     tx = config.build({"w": Param("w", (6, 6), ("embed", "mlp"))})
     params: Any = {"w": jnp.zeros((6, 6))}
-    state, update = tx.init(params), quick_jit(tx.update)
+    state, update = quick_jit(tx.init)(params), quick_jit(tx.update)
     for step in range(150):
         error = u.T @ (np.asarray(params["w"], np.float64) - target) @ v
         grads = {"w": (u @ (scale * error) @ v.T).astype(np.float32)}

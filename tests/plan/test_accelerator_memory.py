@@ -16,17 +16,17 @@ from lm_trainer.profile.flops import parameter_count
 from tests.plan.test_plan import FAST, LLAMA
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
-    phases = {}
+    phases, config = {}, config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}})
     for kind in ("cpu", "gpu"):
-        memory = StepMemory(
-            config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}}), VOCAB, jax.devices()[:1], kind
-        )
+        memory = StepMemory(config, VOCAB, jax.devices()[:1], kind)
         phases[kind] = {phase.name: phase.parts for phase in memory.plan(memory.compile()).phases}
     assert phases["gpu"]["update"]["temporary"] == 0 < phases["cpu"]["update"]["temporary"]
     assert phases["gpu"]["microbatch"]["temporary"] > 0
 
 
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize(
     ("trainer", "share"),
     [({"mp": "p=f32,c=bfloat16"}, 0.7), ({"mp": "p=f32,c=bfloat16", **FAST}, 0.85), ({"mp": "f32"}, 1.0)],
@@ -34,6 +34,9 @@ def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
 def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     trainer: dict[str, Any], share: float, monkeypatch: pytest.MonkeyPatch
 ):
+    # The largest microbatch that fits, which is not looked at here, would take further programs.
+    monkeypatch.setattr("lm_trainer.plan.run.find_fit", lambda *_: None)
+
     def temporary() -> int:
         config = config_of({"model": LLAMA, "trainer": {"train_batch_size": 8, **trainer}})
         found = plan_run(config, parse_devices("1xH100"), jax.devices()[:1], Assumptions(vocab_size=64))
@@ -46,6 +49,7 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     assert planned == round(share * temporary())
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
     model = {**LLAMA, "num_layers": 3, "scan_layers": True}
     config = config_of({"model": model, "trainer": {"train_batch_size": 8, "mp": "p=f32,c=bfloat16"}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+import yaml
 
 from benchmarks.plan_error import VOCAB, config_of
 from lm_trainer.config.loader import load
@@ -23,9 +25,11 @@ from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.model import trace_model
 from lm_trainer.run.program import build_program
 from lm_trainer.step.memory import PhaseBytes
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.model_def import ModelDef
 from tests.conftest import RunLmt
 
 CONFIG = """
@@ -36,6 +40,8 @@ trainer: {train_batch_size: 16, num_train_steps: 10, mp: "p=f32,c=bfloat16"}
 """
 MIXTRAL = {"type": "mixtral", "seq_len": 64, "hidden_dim": 32, "intermediate_dim": 64, "num_layers": 2, "num_heads": 2,
            "num_kv_heads": 2, "n_routed_experts": 4}  # fmt: skip
+SMALL_BATCH = 4
+"""A batch of few layouts: where none fits, a search estimates the memory of all."""
 
 
 @pytest.fixture
@@ -45,15 +51,37 @@ def path(in_tmp_path: Path) -> Path:
     return found
 
 
-def searched(config: RunConfig, devices: str = "4xH100", memory: int | None = None) -> Search:
+@functools.cache
+def searched(devices: str = "4xH100", memory: int | None = None, batch_size: int = 16) -> Search:
+    """The search for the small run, once for all tests that look at it."""
+    plain = yaml.safe_load(CONFIG)
+    plain["trainer"]["train_batch_size"] = batch_size
+    config = RunConfig.model_validate(plain)
     return search_layouts(config, parse_devices(devices), Assumptions(vocab_size=VOCAB, memory=memory))
 
 
-def test_every_layout_is_one_that_a_run_takes_by_its_overrides(path: Path):
+def trace_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets `build_program` trace each model section once, which takes it nearly all of its time."""
+    traced = dict[str, ModelDef]()
+
+    def trace(config: RunConfig, vocab_size: int) -> ModelDef:
+        key = config.model.model_dump_json()
+        if key not in traced:
+            traced[key] = trace_model(config, vocab_size)
+        return traced[key]
+
+    monkeypatch.setattr("lm_trainer.run.program.trace_model", trace)
+
+
+@pytest.mark.parametrize("samples", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
+    path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+):
+    trace_each_model_once(monkeypatch)
     config = load(path, [], RunConfig).config
     found = list(layouts(config, VOCAB, 4))
     assert len({layout.overrides for layout in found}) == len(found) > 100
-    for layout in found[:: len(found) // 25]:
+    for layout in found[:: len(found) // samples]:
         read = load(path, layout.overrides, RunConfig).config
         assert read.model_dump() == layout.config.model_dump()
         build_program(read, VOCAB, jax.devices()[:4])
@@ -62,12 +90,17 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(path: Path):
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
     config = load(path, [], RunConfig).config
     found = list(layouts(config, VOCAB, 4))
+
+    @functools.cache
+    def hash_with(overrides: tuple[str, ...]) -> str:
+        return config_hash(load(path, overrides, RunConfig).config)
+
     for layout in found:
         assert bool(layout.changes) == (config_hash(layout.config) != config_hash(config))
         # Without the settings that it names, it is the same run.
-        kept = [text for text in layout.overrides if text.split("=")[0] not in layout.changes]
+        kept = tuple(text for text in layout.overrides if text.split("=")[0] not in layout.changes)
         if "trainer.determinism" not in layout.changes:
-            assert config_hash(load(path, kept, RunConfig).config) == config_hash(config)
+            assert hash_with(kept) == config_hash(config)
     assert any(not layout.changes for layout in found)
 
 
@@ -102,32 +135,32 @@ def test_what_is_given_stays(path: Path):
     assert {layout.config.trainer.determinism for layout in layouts(config, VOCAB, 2)} == {"elastic", "layerwise"}
 
 
-def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(path: Path):
-    config = load(path, [], RunConfig).config
-    everything = searched(config, "2xH100")
+@pytest.mark.parametrize("batch_size", [SMALL_BATCH, pytest.param(16, marks=pytest.mark.slow)])
+def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(batch_size: int):
+    everything = searched("2xH100", batch_size=batch_size)
     assert [each.seconds for each in everything.ranked] == sorted(each.seconds for each in everything.ranked)
     assert all(each.fits for each in everything.ranked)
     assert everything.nearest is None
     # With less memory than the fastest takes, another one is found, or none.
     limit = everything.ranked[0].memory.bytes
-    tighter = searched(config, "2xH100", memory=limit)
+    tighter = searched("2xH100", memory=limit, batch_size=batch_size)
     assert all(each.memory.bytes < limit for each in tighter.ranked)
     assert tighter.ranked[0].seconds >= everything.ranked[0].seconds
-    none = searched(config, "2xH100", memory=1)
+    none = searched("2xH100", memory=1, batch_size=batch_size)
     assert none.ranked == ()
     assert none.nearest is not None
     assert none.nearest.memory.bytes <= min(each.memory.bytes for each in (*everything.ranked, *tighter.ranked))
 
 
-def test_the_fastest_with_the_same_numbers_is_named_beside_one_that_changes_them(path: Path):
-    found = searched(load(path, [], RunConfig).config)
+def test_the_fastest_with_the_same_numbers_is_named_beside_one_that_changes_them():
+    found = searched()
     assert found.ranked[0].layout.changes
     assert found.same_numbers is not None
     assert found.same_numbers.layout.changes == ()
     text = "\n".join(search_lines(found))
     assert "fastest; changes the numbers of the run, by " in text
     assert "fastest with the same numbers" in text
-    short = "\n".join(search_lines(searched(load(path, [], RunConfig).config, memory=1)))
+    short = "\n".join(search_lines(searched("2xH100", memory=1, batch_size=SMALL_BATCH)))
     assert "NO LAYOUT FITS: the nearest takes" in short
     assert "more than the" in short
 
@@ -229,10 +262,10 @@ def test_more_nodes_send_by_their_adapters():
 
 def test_devices_without_figures_are_refused(path: Path):
     with pytest.raises(UserError, match="no datasheet figure"):
-        searched(load(path, [], RunConfig).config, "4xcpu")
+        searched("4xcpu")
     many = load(path, ["trainer.elastic_shards=16"], RunConfig).config
     with pytest.raises(UserError, match="cannot share the batch"):
-        searched(many, "63xH100")
+        search_layouts(many, parse_devices("63xH100"), Assumptions(vocab_size=VOCAB))
 
 
 @pytest.mark.slow
@@ -253,7 +286,7 @@ def test_the_command_prints_settings_that_training_takes(run_lmt: RunLmt, path: 
 
 def test_the_compilers_word_decides(path: Path):
     config, group = load(path, [], RunConfig).config, parse_devices("4xH100")
-    guessed, asked = searched(config), list[tuple[str, ...]]()
+    guessed, asked = searched(), list[tuple[str, ...]]()
 
     def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
         asked.append(overrides)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_trainer.report.page import report_page
+from lm_trainer.report.page import GROUPS, report_page
 from lm_trainer.report.run import ReportedRun, read_run
 from lm_trainer.report.saved import tokens_saved
 from lm_trainer.report.thin import thin
@@ -155,8 +155,13 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, roo
     refused(lmt("report", "nowhere"), "no run of this name")
 
 
-def test_figures_are_written(lmt: Lmt, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "groups",
+    [pytest.param((("Loss", "(train|eval)/loss"),), id="loss"), pytest.param(GROUPS, id="all", marks=pytest.mark.slow)],
+)
+def test_figures_are_written(lmt: Lmt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: Any) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("lm_trainer.report.figures.GROUPS", groups)
     assert lmt("report", "a", "b", "--out", str(tmp_path / "x.html"), "--figures", str(tmp_path / "f")).returncode == 0
     assert (tmp_path / "f/train-loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "f/eval-loss.svg").read_text()

@@ -47,6 +47,7 @@ def first_steps(model: dict[str, Any], directory: Path) -> dict[str, list[float]
     settings = TrainerConfig.model_validate(
         {
             "id": model["type"],
+            "max_devices": 1,
             "num_train_steps": STEPS,
             "train_batch_size": 16,
             "tracker": (),

@@ -42,7 +42,7 @@ def train(in_tmp_path: Path, compilations: list[str]) -> Callable[..., dict[int,
 
     def train(optimizer: OptimizerConfig, **changes: Any) -> dict[int, list[str]]:
         steps: dict[int, list[str]] = {}
-        with Trainer(settings(**{"max_devices": None, **changes}), optimizer, loss) as trainer:
+        with Trainer(settings(**{"max_devices": 2, **changes}), optimizer, loss) as trainer:
             trainer.add_eval_hook(Numbered())
             state = trainer.initial_state(model_init=Bigrams)
             compilations.clear()

@@ -63,7 +63,7 @@ def run_guarded(optimizer: OptimizerConfig, **changes: Any) -> None:
         if info.step == 2:
             jax.config.update("jax_transfer_guard", "disallow")
 
-    with Trainer(settings(**{"max_devices": None, **changes}), optimizer, noisy) as trainer:
+    with Trainer(settings(**{"max_devices": 2, **changes}), optimizer, noisy) as trainer:
         state = trainer.initial_state(model_init=Bigrams)
         trainer.add_eval_hook(Numbered(), "held-out")
         trainer.add_hook(guard)

@@ -20,8 +20,6 @@ from tests.run.conftest import MakeConfig, Plain
 
 pytestmark = pytest.mark.optimised
 
-STEPS = 50
-
 
 def run(path: Path, devices: int, **trainer: Any) -> tuple[list[bytes], str, float]:
     """The bits of every loss and gradient norm, a hash of all weights and moments, and the validation loss."""
@@ -30,8 +28,8 @@ def run(path: Path, devices: int, **trainer: Any) -> tuple[list[bytes], str, flo
     program = build_program(config, data.tokenizer.vocab_size, jax.devices()[:devices])
     state = program.init()
     series, rate = [], config.learning_rate()
-    rows = program.step.local_rows()
-    for step, batch in enumerate(data.train(config.trainer.batch_schedule.at(0), rows=rows, num_steps=STEPS)):
+    rows, steps = program.step.local_rows(), config.trainer.num_train_steps
+    for step, batch in enumerate(data.train(config.trainer.batch_schedule.at(0), rows=rows, num_steps=steps)):
         if step == 0:
             program.step.compile(batch)
         state, metrics = program.step(state, program.step.put(batch), rate(step))
@@ -74,7 +72,8 @@ def check_all_equal(path: Path, variants: list[tuple[int, Plain]]) -> None:
 
 
 def test_one_device_and_two(make_config: MakeConfig, in_tmp_path: Path) -> None:
-    check_all_equal(make_config(), [(2, {})])
+    changes = {"trainer": {"num_train_steps": 20}, "optimizer": {"learning_rate": 1e-2}}
+    check_all_equal(make_config(**changes), [(2, {})])
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def assert_close(found: Any, expected: Any) -> None:
     "model",
     [
         LLAMA,
-        {**GPT2, **NO_DROPOUT},
+        # Of a tied head and learned positions the test of dropout tells as well.
+        pytest.param({**GPT2, **NO_DROPOUT}, marks=pytest.mark.slow),
         pytest.param(GEMMA2, marks=pytest.mark.slow),
         pytest.param({**BACKPACK, **NO_DROPOUT}, marks=pytest.mark.slow),
         pytest.param(MIXTRAL, marks=pytest.mark.slow),

@@ -95,8 +95,18 @@ def activations(config: RunConfig) -> int:
     return phase.parts["activations of layers"]
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2, GEMMA2, MIXTRAL], ids=lambda model: model["type"])
-@pytest.mark.parametrize("remat", [False, "dots_no_batch"], ids=str)
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        (LLAMA, False),
+        (GPT2, "dots_no_batch"),
+        (MIXTRAL, "dots_no_batch"),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in ((LLAMA, "dots_no_batch"), (GPT2, False))),
+        *(pytest.param(GEMMA2, remat, marks=pytest.mark.slow) for remat in (False, "dots_no_batch")),
+        pytest.param(MIXTRAL, False, marks=pytest.mark.slow),
+    ],
+    ids=lambda given: given["type"] if isinstance(given, dict) else str(given),
+)
 def test_what_is_handed_on_grows_with_the_rows(model: dict[str, Any], remat: Any) -> None:
     """So no weights are among it, of which each microbatch and layer would hold a copy."""
     first, second = (

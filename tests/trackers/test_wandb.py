@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
 from lm_trainer.trackers.wandb import tracked_sources
 from tests.conftest import ROOT
+from tests.trackers.two_steps import train_two_steps
 
 SECRET = "4f3c" * 10
 
@@ -90,31 +92,22 @@ def test_a_page_is_a_chart(wandb, tmp_path):
     assert "probabilities" in copy.read_text()
 
 
-RUN = """
-import contextlib, sys
-from pathlib import Path
-from lm_trainer.trackers import WandbConfig, open_trackers
-
-first = int(sys.argv[2])
-opened = open_trackers(
-    [WandbConfig(save_code=False)], run_dir=Path(sys.argv[1]), run_id="my-run", resume_step=first - 1
-)
-with contextlib.closing(opened) as trackers:
-    for step in range(first, first + 2):
-        trackers.log({"train/loss": 1 / step}, step=step)
-"""
-
-
 def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
     for first in (1, 2):
         (tmp_path / str(first)).mkdir()
-        # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
-        subprocess.run([sys.executable, "-c", RUN, tmp_path / str(first), str(first)], cwd=ROOT, check=True)
+    train_two_steps(tmp_path / "1", 1)
+    # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
+    resumed = [sys.executable, "-m", "tests.trackers.two_steps", tmp_path / "2", "2"]
+    # With a service of its own: the variable names that of this process.
+    env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    subprocess.run(resumed, cwd=ROOT, env=env, check=True)
     again = history(tmp_path / "2")
     assert [(row["global_step"], row["train/loss"]) for row in again] == [(2, 1 / 2), (3, 1 / 3)]
 
 
-def test_no_secret_is_written(wandb, tmp_path):
+def test_no_secret_is_written(wandb, tmp_path, monkeypatch):
+    few = dict(list(tracked_sources().items())[:9])
+    monkeypatch.setattr("lm_trainer.trackers.wandb.tracked_sources", lambda: few)
     with contextlib.closing(open_trackers([WandbConfig()], run_dir=tmp_path, run_id="r")) as trackers:
         trackers.log_config({"url": f"https://me:{SECRET}@host/x"})
         trackers.log({"train/loss": 2.5}, step=1)
