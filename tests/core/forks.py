@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 IMPORTED = ["tests.core.forks", "tests.data.program", "httpx2", "truststore", "yaml", "tqdm.auto"]
-"""What the forks have imported: nothing that reads an environment variable which a test sets, as the client of the hub
+"""Modules that the forks have imported. None reads an environment variable that a test sets, as the client of the hub
 does."""
 
 
