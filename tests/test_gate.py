@@ -165,9 +165,8 @@ print(json.dumps([name for name in sys.modules if name.split(".")[0] in names]))
 """
 
 
-@pytest.mark.parametrize(
-    "test", ["tests/plan/test_search.py", pytest.param("tests/optim/test_kron.py", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("test", ["tests/optim/test_kron.py", "tests/plan/test_search.py"])
 def test_the_graph_holds_what_python_imports(test: str) -> None:
     module = test.removesuffix(".py").replace("/", ".")
     command = [sys.executable, "-c", IMPORTED.format(module=module)]

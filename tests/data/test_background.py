@@ -330,7 +330,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["return", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["return", "wait"])
 def test_no_process_outlives_a_run(make_config: Callable[..., DataConfig], tmp_path: Path, end: str) -> None:
     """A run that returns without closing anything, and one that is killed."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -152,8 +152,10 @@ def test_flops_are_those_of_the_program() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"scan_layers": True, "gradient_checkpointing": "dots"}, {"gradient_checkpointing": True}],
-    ids=["scan", "remat"],
+    [
+        pytest.param({"scan_layers": True, "gradient_checkpointing": "dots"}, id="scan", marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, id="remat"),
+    ],
 )
 def test_execution_changes_no_number(fields: dict[str, Any]) -> None:
     found, wanted = loss_and_grads(change(TINY, **fields)), plain()

@@ -20,7 +20,7 @@ RTOL = 2e-5
 a formula shows from 1e-4 on."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "gpt2")])
 def test_the_first_steps_are_those_on_file(name: str, tmp_path: Path) -> None:
     golden = json.loads(FILE.read_text())[name]
     found = first_steps(MODELS[name], tmp_path)

@@ -68,7 +68,7 @@ def run(directory: Path, kind: str, *, stop_after: int | None = None, **flags: A
     return {name: np.asarray(x) for name, x in state.params.items()}
 
 
-@pytest.mark.parametrize("kind", ["map", "iter", "loader"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("iter", marks=pytest.mark.slow), "loader"])
 def test_a_resume_goes_on_where_the_loader_was(tmp_path: Path, kind: str) -> None:
     undisturbed = run(tmp_path / "a", kind)
     with pytest.raises(Preempted):

@@ -84,6 +84,7 @@ def test_fast_is_one_program_that_is_close_to_elastic() -> None:
     assert f"s32[{ROWS // 2},{SEQ}]" in text, "a device computes all its rows at once"
 
 
+@pytest.mark.slow
 def test_blocks_of_the_loss_are_of_a_devices_own_tokens() -> None:
     # 24 tokens do not divide the 32 of a device: each device fills up its own last block.
     fast = program(4, determinism="fast", block=24)

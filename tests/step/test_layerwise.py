@@ -135,9 +135,10 @@ def test_devices_share_the_rows_of_a_microbatch(model: dict[str, Any], axes: dic
     jax.tree.map(np.testing.assert_array_equal, grads, found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axes"),
-    [({**GPT2, "num_layers": 1}, ["context"]), pytest.param(MIXTRAL, ["expert", "context"], marks=pytest.mark.slow)],
+    [({**GPT2, "num_layers": 1}, ["context"]), (MIXTRAL, ["expert", "context"])],
     ids=["gpt2", "mixtral"],
 )
 def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes: list[str]) -> None:
