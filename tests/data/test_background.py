@@ -287,7 +287,7 @@ def test_another_builder_is_followed_and_replaced_when_it_is_killed(
 ) -> None:
     """Two runs on one cache: one builds, the other reads its parts, and goes on in its place."""
     directory = tmp_path / "cache"
-    other = start_builder(corpus, directory, delay=0.1)
+    other = start_builder(corpus, directory, delay=0.2)
     until(lambda: list(directory.glob("parts/*.json")), "the other one has begun")
     build = make_build()
     ledger = build.look()
@@ -312,7 +312,7 @@ from lm_trainer.data import DataConfig, open_data
 from tests.data.program import SlowBytes
 
 class VerySlow(SlowBytes):
-    delay = 0.2
+    delay = 0.3
 
 if __name__ == "__main__":
     from functools import partial

@@ -124,7 +124,7 @@ def test_two_builders_in_one_process_do_the_work_once(
 
     def slow_write(store: KvStore, key: str, value: bytes, **options: Any) -> bool:
         written = write(store, key, value, **options)
-        time.sleep(0.1 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
+        time.sleep(0.3 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
         return written
 
     monkeypatch.setattr(KvStore, "write", slow_write)
@@ -132,7 +132,7 @@ def test_two_builders_in_one_process_do_the_work_once(
     class Counting(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[Any]:
             # The other builder comes while this one is at work.
-            time.sleep(0.02)
+            time.sleep(0.1)
             encoded.extend(texts)
             return super().encode_batch(texts)
 
