@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 OPTIMISED = ("optimised", "gpu", "tpu", "aot")
 """Markers of tests whose programs are compiled as those of a run: equality of bits, memory, speed."""
+SET_BY_RUNS = ("NPROC", "WANDB_SERVICE", "CRC32C_SW_MODE")
+"""Variables that a run in this process leaves behind, for itself: the number of threads, W&B's service, TensorBoard."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -131,7 +133,7 @@ def lmt_environment(*, devices: int = 1, env: Mapping[str, str] | None = None) -
     """This process's environment with `devices` emulated devices, the checkout on the path and `env` on top."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     flags = _xla_flags(devices, *flags_of_processes())
-    inherited = {name: value for name, value in os.environ.items() if name != "NPROC"}  # a run in this process sets it
+    inherited = {name: value for name, value in os.environ.items() if name not in SET_BY_RUNS}
     return {**inherited, "XLA_FLAGS": flags, "PYTHONPATH": path, "COLUMNS": "120", **(env or {})}
 
 

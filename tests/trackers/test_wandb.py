@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers import WandbConfig, open_trackers, read_metrics
 from lm_trainer.trackers.wandb import tracked_sources
-from tests.conftest import ROOT
+from tests.conftest import ROOT, lmt_environment
 from tests.trackers.two_steps import train_two_steps
 
 SECRET = "4f3c" * 10
@@ -98,9 +97,7 @@ def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
     train_two_steps(tmp_path / "1", 1)
     # A resumed run is a process of its own; within one, W&B may confuse two runs of one id.
     resumed = [sys.executable, "-m", "tests.trackers.two_steps", tmp_path / "2", "2"]
-    # With a service of its own: the variable names that of this process.
-    env = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
-    subprocess.run(resumed, cwd=ROOT, env=env, check=True)
+    subprocess.run(resumed, cwd=ROOT, env=lmt_environment(), check=True)
     again = history(tmp_path / "2")
     assert [(row["global_step"], row["train/loss"]) for row in again] == [(2, 1 / 2), (3, 1 / 3)]
 
