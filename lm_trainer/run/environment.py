@@ -18,6 +18,8 @@ from lm_trainer.run.trainer_config import TrainerConfig
 
 _COMPUTES = re.compile(r"jax|nvidia-|libtpu|flax$|optax$|numpy$|ml.dtypes$|qwix$|tokenizers$|lm.trainer$")
 """Packages whose version may change a run's bits."""
+_METADATA = ("METADATA", "PKG-INFO", "")
+"""Files of an installed package that may name it; the last one is an old `.egg-info` file itself."""
 _HEADER = re.compile(r"^(Name|Version): *(\S+) *$", re.MULTILINE)
 
 
@@ -46,7 +48,7 @@ def pinned_cpu_threads(trainer: TrainerConfig, attempt: Mapping[str, Any]) -> in
     return trainer.cpu_threads or attempt.get("cpu_threads")
 
 
-# What a process has imported stays, whatever is installed or edited while it runs: the three are read once.
+# A process keeps the code that it has imported, so these three are read once.
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def _packages() -> list[tuple[str, str]]:
     packages = []
     for distribution in metadata.distributions():
         # `distribution.name` and `.version` each parse the whole file with its long description.
-        content = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        content = next(filter(None, map(distribution.read_text, _METADATA)), "")
         headers = dict(_HEADER.findall(content.split("\n\n", 1)[0]))
         if headers.keys() == {"Name", "Version"}:
             packages.append((headers["Name"].lower(), headers["Version"]))

@@ -174,7 +174,7 @@ def test_spans_are_the_longest_there_are(seed: int, monkeypatch: pytest.MonkeyPa
     text = np.concatenate([np.concatenate([part, rng.integers(0, 4, 1)]) for part in parts])
     data: Any = SimpleNamespace(caches={"train": SimpleNamespace(whole=Tokens(stream))})
     found = longest_spans(data, text.tolist(), least=least)
-    # As bytes, which hold every token: whether a part stands anywhere is then asked of Python.
+    # Each token fits in a byte, so Python can search for a part.
     whole, longest = bytes(stream.tolist()), list[tuple[int, int]]()
     for start in range(len(text)):
         stops = [stop for stop in range(start + least, len(text) + 1) if bytes(text[start:stop].tolist()) in whole]

@@ -76,6 +76,16 @@ def rate(step: int) -> float:
     return 0.01 * (1 + step % 7)
 
 
+def applied(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """`(gradients, state, weights, **scalars) -> (weights, state)`: an update that is added to the weights."""
+
+    def update(grads: Any, state: Any, weights: Any, **given: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, weights, **given)
+        return optax.apply_updates(weights, updates), state
+
+    return update
+
+
 class Run:
     """An optimizer at work on `params`: compiled once, stepped with any gradients.
 
@@ -87,17 +97,13 @@ class Run:
         self.tx = config.build(params)
         self.params: Any = {name: jnp.asarray(x) for name, x in initial(params).items()}
         self.state: Any = quick_jit(self.tx.init)(self.params)
-        self._update = quick_jit(self._one_step) if compiled else self._one_step
-
-    def _one_step(self, grads: Any, state: Any, params: Any, scalars: dict[str, jax.Array]) -> tuple[Any, Any]:
-        updates, state = self.tx.update(grads, state, params, **scalars)
-        return optax.apply_updates(params, updates), state
+        self._update = quick_jit(applied(self.tx)) if compiled else applied(self.tx)
 
     def step(self, grads: Arrays, *, lr: float = 0.01, loss: float = 1.0, grad_norm: float | None = None) -> Arrays:
         """Takes one step; `grad_norm` is that of `grads` unless it is given. Returns the new weights."""
         given = {"learning_rate": lr, "loss": loss, "grad_norm": norm(grads) if grad_norm is None else grad_norm}
         scalars = {name: jnp.float32(x) for name, x in given.items()}
-        self.params, self.state = self._update(grads, self.state, self.params, scalars)
+        self.params, self.state = self._update(grads, self.state, self.params, **scalars)
         return self.weights()
 
     def weights(self) -> Arrays:
@@ -105,6 +111,19 @@ class Run:
 
     def metrics(self) -> dict[str, float]:
         return {name: float(x) for name, x in self.config.metrics(self.state).items()}
+
+
+def run_in_float64(config: OptimizerConfig, params: Mapping[str, Param], *, steps: int) -> Arrays:
+    """The weights after `steps` steps with `gradients` and `rate`, float64."""
+    with jax.enable_x64(True):
+        tx = config.build(params)
+        weights: Any = {name: np.float64(x) for name, x in initial(params).items()}
+        state, update = quick_jit(tx.init)(weights), quick_jit(applied(tx))
+        for step in range(steps):
+            grads: Any = {name: np.float64(g) for name, g in gradients(step, params).items()}
+            scalars = {"learning_rate": np.float64(rate(step)), "grad_norm": np.float64(norm(grads))}
+            weights, state = update(grads, state, weights, **scalars)
+        return {name: np.asarray(x) for name, x in weights.items()}
 
 
 def run(

@@ -54,7 +54,7 @@ BLOCKS = Blocks(1, 32)
 
 @functools.partial(jax.jit, static_argnames=("form", "blocks"))
 def coded_and_decoded(x: Any, form: Format, blocks: Blocks, chance: Any) -> tuple[BlockFloats, jax.Array]:
-    """The codes of numbers, and the numbers that they stand for."""
+    """The codes of numbers, and the numbers decoded from them."""
     coded = encode(x, shared_exponents(x, form, blocks), form, blocks, chance)
     return coded, decode(coded, form, blocks)
 

@@ -14,7 +14,7 @@ import pytest
 from lm_trainer.optim import Param
 from lm_trainer.optim.kron import KronConfig
 from tests.compiling import quick_jit
-from tests.optim.common import Arrays, differs, gradients, initial, norm, rate
+from tests.optim.common import Arrays, differs, gradients, initial, norm, rate, run_in_float64
 
 PARAMS = {
     "embed.tokens": Param("embed.tokens", (11, 6), ("vocab", "embed")),
@@ -26,22 +26,7 @@ HALF = 10**-0.5
 
 
 def run(config: KronConfig, *, steps: int = STEPS) -> Arrays:
-    with jax.enable_x64(True):
-        tx = config.build(PARAMS)
-        params: Any = {name: np.float64(x) for name, x in initial(PARAMS).items()}
-        state = quick_jit(tx.init)(params)
-
-        @quick_jit
-        def update(grads: Any, state: Any, params: Any, **given: Any) -> tuple[Any, Any]:
-            updates, state = tx.update(grads, state, params, **given)
-            return optax.apply_updates(params, updates), state
-
-        for step in range(steps):
-            grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
-            params, state = update(
-                grads, state, params, learning_rate=np.float64(rate(step)), grad_norm=np.float64(norm(grads))
-            )
-        return {name: np.asarray(x) for name, x in params.items()}
+    return run_in_float64(config, PARAMS, steps=steps)
 
 
 def noise(step: int, i: int, shape: tuple[int, ...]) -> np.ndarray:

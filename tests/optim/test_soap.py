@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,7 +14,7 @@ from lm_trainer.optim import Param
 from lm_trainer.optim.blocks import Blocks, fit_blocks, matrix_sizes
 from lm_trainer.optim.soap import SoapConfig
 from tests.compiling import quick_jit
-from tests.optim.common import Arrays, differs, gradients, initial, norm, rate
+from tests.optim.common import Arrays, differs, gradients, initial, norm, rate, run_in_float64
 
 # Square, so that no eigenvalue is zero: vectors of the null space are anybody's choice.
 PARAMS = {
@@ -27,22 +26,7 @@ STEPS = 22
 
 
 def run(config: SoapConfig, *, steps: int = STEPS) -> Arrays:
-    with jax.enable_x64(True):
-        tx = config.build(PARAMS)
-        params: Any = {name: np.float64(x) for name, x in initial(PARAMS).items()}
-        state = quick_jit(tx.init)(params)
-
-        @quick_jit
-        def update(grads: Any, state: Any, params: Any, **given: Any) -> tuple[Any, Any]:
-            updates, state = tx.update(grads, state, params, **given)
-            return optax.apply_updates(params, updates), state
-
-        for step in range(steps):
-            grads: Any = {name: np.float64(g) for name, g in gradients(step, PARAMS).items()}
-            params, state = update(
-                grads, state, params, learning_rate=np.float64(rate(step)), grad_norm=np.float64(norm(grads))
-            )
-        return {name: np.asarray(x) for name, x in params.items()}
+    return run_in_float64(config, PARAMS, steps=steps)
 
 
 def iterate(gram: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,19 @@ import pytest
 from lm_trainer.optim import Param
 from lm_trainer.optim.sophia import SophiaConfig, SophiaGConfig, SophiaHConfig
 from tests.compiling import quick_jit
-from tests.optim.common import FEW, PARAMS, Arrays, assert_close, differs, gradients, initial, norm, rate, run_twin
+from tests.optim.common import (
+    FEW,
+    PARAMS,
+    Arrays,
+    applied,
+    assert_close,
+    differs,
+    gradients,
+    initial,
+    norm,
+    rate,
+    run_twin,
+)
 
 WEIGHT = 50.0
 STEPS = 25
@@ -32,13 +44,7 @@ def run(
 ) -> Arrays:
     tx = config.build(params)
     weights: Any = initial(params)
-    state = quick_jit(tx.init)(weights)
-
-    @quick_jit
-    def update(grads: Any, state: Any, weights: Any, **given: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, weights, **given)
-        return optax.apply_updates(weights, updates), state
-
+    state, update = quick_jit(tx.init)(weights), quick_jit(applied(tx))
     for step in range(steps):
         grads = gradients(step, params)
         given = {"learning_rate": rate(step), "grad_norm": norm(grads), "weight": WEIGHT}

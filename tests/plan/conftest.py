@@ -10,11 +10,11 @@ from lm_trainer.step.memory import ProgramBytes
 
 @pytest.fixture
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets plans of one test that differ in the budget alone, or in what it is said to hold, share their programs."""
-    compile_all, kept = StepMemory.compile, dict[tuple[str, int, int | None], dict[str, ProgramBytes]]()
+    """Lets plans of one test that differ in the budget alone share their programs."""
+    compile_all, kept = StepMemory.compile, dict[tuple[str, int, str, int | None], dict[str, ProgramBytes]]()
 
     def compile_new(memory: StepMemory, rows: int | None = None) -> dict[str, ProgramBytes]:
-        key = (memory.config.model_dump_json(), memory.program.sharding.mesh.size, rows)
+        key = (memory.config.model_dump_json(), memory.program.sharding.mesh.size, memory._platform, rows)
         if key not in kept:
             kept[key] = compile_all(memory, rows)
         return kept[key]

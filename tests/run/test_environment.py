@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ def test_how_many_devices_there_are_and_what_nobody_wrote_down_do_not() -> None:
     now = environment()
     assert environment_differences(now, environment()) == []
     assert len(now["code"]) == 16
+
+
+def test_the_packages_are_those_of_importlib() -> None:
+    installed = sorted((each.name.lower(), each.version) for each in metadata.distributions() if each.name)
+    assert environment()["packages"] == dict(installed)
 
 
 def test_a_resume_says_what_became_of_its_threads() -> None:
