@@ -185,14 +185,14 @@ def resolve(run: "RunConfig", config: Path) -> "RunConfig":
 
 def report(error: UserError) -> int:
     """Prints an error for the user on stderr and returns the exit code."""
-    from lm_trainer.core.errors import EXIT_PREEMPTED, ConfigError
+    from lm_trainer.core.errors import ConfigError, Preempted
 
     # The output so far comes before the error, also where both go to one file.
     sys.stdout.flush()
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for line in lines:
         # Everything is saved: no error to the person who asked for the stop.
-        if error.exit_code != EXIT_PREEMPTED:
+        if not isinstance(error, Preempted):
             typer.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
         typer.echo(line, err=True)
     if isinstance(error, ConfigError):

@@ -9,7 +9,7 @@ import typer
 
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
 from cli.launch_k8s import k8s
-from cli.launch_options import OutputFile, emit, unset
+from cli.launch_options import OutputFile, check_device_count, emit, unset
 from cli.launch_tpu import tpu
 
 app = typer.Typer(
@@ -29,7 +29,10 @@ Devices = Annotated[
 # The options of `slurm`, in the order in which its help lists them.
 Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")]
 GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
-CpusPerProcess = Annotated[int | None, unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process.")]
+CpusPerProcess = Annotated[
+    int | None,
+    unset("--cpus-per-process", metavar="C", min=1, help="Cores of each process; else the job takes whole nodes."),
+]
 TimeLimit = Annotated[str | None, unset("--time", metavar="LIMIT", help="Time limit, as 24:00:00.")]
 Partition = Annotated[str | None, unset("--partition", metavar="NAME", help="Partition.")]
 Account = Annotated[str | None, unset("--account", metavar="NAME", help="Account.")]
@@ -71,7 +74,9 @@ def local(
         lmt launch local my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100
     """
     # Mistakes are found here once, instead of in each process.
-    load_run_config(ctx, config, overrides)
+    run = load_run_config(ctx, config, overrides)
+    if devices_per_process is not None:
+        check_device_count(run, processes * devices_per_process)
     from lm_trainer.launch.local import launch_local
 
     arguments = _training(config, overrides)
@@ -99,8 +104,8 @@ def slurm(
     """Write the batch script of a run, or submit it.
 
     The processes find one another by SLURM's environment, and the tasks of a node share its GPUs. Before the time limit
-    and on preemption they save and end with exit code 75, and the job is queued again, to go on where it was. The
-    directory of the command must be one that all nodes see.
+    and on preemption they save and end with exit code 75, and the job is queued again, to go on where it was; scancel
+    ends it, with everything saved. The directory of the command must be one that all nodes see.
 
     Examples:
         lmt launch slurm my.yaml -n 8 --gpus-per-node 8 --time 24:00:00 > job.sh
@@ -108,7 +113,9 @@ def slurm(
         lmt launch slurm my.yaml -n 16 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
     """
     # Mistakes are found here, and not after hours in a queue.
-    load_run_config(ctx, config, overrides)
+    run = load_run_config(ctx, config, overrides)
+    if gpus_per_node is not None:
+        check_device_count(run, nodes * gpus_per_node)
     from lm_trainer.launch.slurm import SlurmJob, batch_script
     from lm_trainer.launch.slurm import submit as hand_in
 
@@ -165,6 +172,8 @@ def ray(
         lmt launch ray my.yaml -n 4 --address ray://head:10001
     """
     run = load_run_config(ctx, config, overrides)
+    if devices_per_process or gpus_per_process >= 1:
+        check_device_count(run, processes * (devices_per_process or int(gpus_per_process)))
     from lm_trainer.launch.ray_actors import RayJob, launch_on_ray
 
     job = RayJob(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.launch_options import EnvOption, OutputFile, SpotOption, emit, name_of, pairs, unset
+from cli.launch_options import EnvOption, OutputFile, SpotOption, check_device_count, emit, name_of, pairs, unset
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def k8s(
         max_restarts=max_restarts,
         grace=grace,
     )
+    check_device_count(run, slices * hardware.devices)
     _check(slices, run.trainer.replica_dcn_axis_size)
     file_name = re.sub(r"[^\w.-]", "-", config.stem) + ".yaml"
     emit(manifest(job, to_yaml(run), file_name), output, apply if submit else None)

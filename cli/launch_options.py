@@ -4,12 +4,15 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.common import path_option
 from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from lm_trainer.run.config import RunConfig
 
 unset = partial(typer.Option, show_default=False)
 """An option without a default that could be shown."""
@@ -25,6 +28,11 @@ EnvOption = Annotated[
 SpotOption = Annotated[
     bool, typer.Option("--spot", help="Take spare capacity, which is cheaper and may be taken away at any time.")
 ]
+
+
+def check_device_count(run: "RunConfig", count: int) -> None:
+    """Raises UserError when the run would refuse `count` devices: before a queue, and not after hours in it."""
+    run.trainer.resolve().check_device_count(count)
 
 
 def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
-from cli.launch_options import EnvOption, SpotOption, name_of, pairs, unset
+from cli.launch_options import EnvOption, SpotOption, check_device_count, name_of, pairs, unset
 
 
 class OnInterrupt(StrEnum):
@@ -69,6 +69,7 @@ def tpu(
     run = load_resolved_config(ctx, config, overrides)
     from lm_trainer.config.render import to_yaml
     from lm_trainer.launch.tpu import TpuJob, TpuRun, describe_commands
+    from lm_trainer.launch.tpu_slices import device_count
 
     job = TpuJob(
         name=name or name_of(config),
@@ -85,6 +86,9 @@ def tpu(
         on_interrupt=on_interrupt.value,
         restarts=restarts,
     )
+    devices = device_count(accelerator)
+    if devices is not None:
+        check_device_count(run, devices)
     if dry_run:
         for line in describe_commands(job, f"{config.stem}.yaml"):
             typer.echo(line)

@@ -26,7 +26,7 @@ def train(
     """Train a model; the same command again resumes the run where it stopped.
 
     Exit codes: 0 done, 1 crash, 2 the configuration, 3 the loss was not finite, 4 out of memory, 75 start it again:
-    stopped by a signal with all saved, or by the watchdog.
+    stopped by a signal with all saved, or by the watchdog; 76 stopped by the file stop-after-save, with all saved.
 
     Examples:
         lmt train configs/gpt2_nano.yaml

@@ -25,6 +25,8 @@ EXIT_NON_FINITE = 3
 EXIT_OUT_OF_MEMORY = 4
 EXIT_PREEMPTED = 75
 """`EX_TEMPFAIL` of sysexits.h: everything is saved, start me again."""
+EXIT_STOPPED = 76
+"""Everything is saved, and the run ends here because a person asked for it: do not start it again."""
 
 
 class UserError(Exception):
@@ -73,6 +75,12 @@ class Preempted(UserError):
     """The run was asked to stop and has saved everything."""
 
     exit_code = EXIT_PREEMPTED
+
+
+class Stopped(Preempted):
+    """A person asked the run to stop, so that no scheduler is to start it again."""
+
+    exit_code = EXIT_STOPPED
 
 
 def disk_error(error: OSError) -> MachineError | None:

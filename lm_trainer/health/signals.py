@@ -14,14 +14,17 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from lm_trainer.core.errors import Preempted
+from lm_trainer.core.errors import Preempted, Stopped
+from lm_trainer.core.hangup import heeds_hangups, leave_terminal
 from lm_trainer.parallel.processes import gather, is_lead
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class _Handlers:
-    """Handlers of SIGTERM and SIGINT while active; the second signal ends the process at once with 128 + its number.
+    """Handlers of SIGTERM, SIGINT and SIGHUP while active; the second signal ends the process with 128 + its number.
+
+    SIGHUP, which comes when the terminal is closed, stays ignored in a process that `nohup` has started.
 
     Attributes:
         requested: the name of the first signal that came; None if none did.
@@ -33,7 +36,8 @@ class _Handlers:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
+            if number != signal.SIGHUP or heeds_hangups():
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,6 +46,8 @@ class _Handlers:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            leave_terminal()
         if self.requested:
             # At once, without cleanup: whoever asks twice does not want to wait for a save that may hang.
             sys.stderr.flush()
@@ -71,8 +77,7 @@ class StopRequest(_Handlers):
     def _on_first(self) -> None:
         if not self._armed:
             raise preempted(self.requested, 0)
-        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
-        os.write(2, f"\n{self.requested}: stopping after this step; once more stops at once\n".encode())
+        _tell(f"\n{self.requested}: stopping after this step; once more stops at once\n")
 
 
 SAVE_NOW, STOP_AFTER_SAVE = "save-now", "stop-after-save"
@@ -142,8 +147,7 @@ class SaveRequests:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         self._signalled = True
-        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
-        os.write(2, b"\nSIGUSR1: saving after this step\n")
+        _tell("\nSIGUSR1: saving after this step\n")
 
 
 class Interruption(_Handlers):
@@ -173,9 +177,25 @@ class Interruption(_Handlers):
         raise self.error()
 
 
+def _tell(text: str) -> None:
+    """Writes to stderr from the handler of a signal, which an output that is gone must not disturb."""
+    with contextlib.suppress(OSError):
+        # Not `print`: the signal may have come in the middle of one, whose lock this thread holds.
+        os.write(2, text.encode())
+
+
 def preempted(signal: str | None, step: int) -> Preempted:
     """The exception that ends a run after `step` steps, because of a signal to this process or another."""
     by = signal or "another process"
     if not step:
         return Preempted(f"stopped by {by} before the first step; there was nothing to save")
-    return Preempted(f"stopped by {by} after step {step}; everything is saved, and the same command goes on from here")
+    return Preempted(_saved(by, step))
+
+
+def stopped_after_save(step: int) -> Stopped:
+    """The exception that ends a run after the checkpoint of `step`, because of the file `stop-after-save`."""
+    return Stopped(_saved(STOP_AFTER_SAVE, step))
+
+
+def _saved(by: str, step: int) -> str:
+    return f"stopped by {by} after step {step}; everything is saved, and the same command goes on from here"

@@ -18,6 +18,7 @@ from lm_trainer.core.errors import (
     EXIT_NON_FINITE,
     EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
+    EXIT_STOPPED,
     MachineError,
     UserError,
 )
@@ -33,8 +34,8 @@ _TPU_PORTS = (8471, 8431)
 """Ports of a TPU worker: of the processes among themselves, and of metrics."""
 _CONFIG_DIRECTORY = "/etc/lmt"
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY]
-"""Exit codes of a run that would come to the same end again."""
+_FINAL = [EXIT_CONFIG, EXIT_NON_FINITE, EXIT_OUT_OF_MEMORY, EXIT_STOPPED]
+"""Exit codes of a run that would come to the same end again, or that a person has stopped."""
 _LONGEST_NAME = 40
 """Longest name of a JobSet: those of its pods add to it, and have at most 63 characters."""
 
@@ -47,6 +48,10 @@ class Gpus:
     per_node: int
     kind: str | None = None
     """Value of the node label `cloud.google.com/gke-accelerator`; None: any node that has them."""
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
 
 
 @dataclass(frozen=True)
@@ -188,7 +193,7 @@ _FAILURES = [
         "onJobFailureReasons": ["PodFailurePolicy"],
         "onJobFailureMessagePatterns": [f"exit code {EXIT_PREEMPTED} ", "DisruptionTarget"],
     },
-    {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
+    {"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]},
 ]
 
 

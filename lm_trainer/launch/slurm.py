@@ -27,6 +27,7 @@ class SlurmJob:
     nodes: int = 1
     gpus_per_node: int | None = None
     cpus_per_process: int | None = None
+    """Cores of each process; None: the job takes whole nodes, and its processes share all cores and memory."""
     time: str | None = None
     """The limit, as SLURM writes it: `24:00:00`, `2-00`."""
     partition: str | None = None
@@ -79,23 +80,31 @@ def batch_script(job: SlurmJob, command: Sequence[str], directory: Path) -> str:
     }
     lines = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items() if value is not None]
     # In either direction: the site may have set the other as its default.
-    lines += ["--requeue" if job.requeue else "--no-requeue", *job.extra]
+    lines += ["--requeue" if job.requeue else "--no-requeue"]
+    if job.cpus_per_process is None:
+        lines += ["--exclusive", "--mem=0"]
+    lines += job.extra
     again = f"""\
 if [ "$code" -eq {EXIT_PREEMPTED} ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    # scancel and scontrol requeue send SIGTERM as well: then SLURM has ended the job, and what follows is decided.
+    if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = COMPLETING ]; then
+        echo "the job was cancelled or requeued: this script does not queue it again"
+    else
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
 fi
 """
-    # Since SLURM 22.05 srun does not inherit the number of cores from sbatch.
-    cpus = "" if job.cpus_per_process is None else f"--cpus-per-task={job.cpus_per_process} "
+    # SLURM gives a task one core unless told otherwise: on nodes of its own the job frees its tasks from that.
+    cores = "cpu-bind=none" if job.cpus_per_process is None else f"cpus-per-task={job.cpus_per_process}"
     return (
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {line}\n" for line in lines)
         + f"""
 # At SIGTERM, which also comes {job.notice} s before the time is over, the processes save and end with {EXIT_PREEMPTED}.
-# This shell has to survive it.
+# This shell must survive it.
 trap : TERM
 
-srun {cpus}--kill-on-bad-exit=0 --wait={_LAST_SECONDS} --label {shlex.join(command)}
+srun --{cores} --kill-on-bad-exit=0 --wait={_LAST_SECONDS} --label {shlex.join(command)}
 code=$?
 {again if job.requeue else ""}exit "$code"
 """

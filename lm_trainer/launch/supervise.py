@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
-from lm_trainer.core.errors import EXIT_PREEMPTED
+from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
+from lm_trainer.core.hangup import heeds_hangups, leave_terminal
 
 GRACE_PERIOD = 15.0
 """Seconds that the others have to end by themselves after one has failed, and again to end when asked to.
@@ -134,11 +135,12 @@ def supervise(
     Returns:
         The exit code of the first that failed, or, of one that a signal ended before any was sent to it from here,
         128 + the number of the signal: another one may miss it, and fail for that reason, before its end is seen here.
-        If none failed, 75 if any was stopped with everything saved, else 0.
+        If none failed, 75 or 76 if any was stopped with everything saved, else 0.
     """
     running = dict(enumerate(processes))
+    write = _Output(write)
     takedown = _Takedown(grace_period, clock)
-    first, stopped = 0, False
+    first, stopped = 0, 0
     with _ForwardedSignals(running):
         while running:
             for index, process in list(running.items()):
@@ -148,8 +150,9 @@ def supervise(
                 if code is None:
                     continue
                 del running[index]
-                stopped |= code == EXIT_PREEMPTED
-                if code not in (0, EXIT_PREEMPTED) and (not first or (code < 0 < first and not takedown.sent)):
+                if code in (EXIT_PREEMPTED, EXIT_STOPPED):
+                    stopped = code
+                elif code and (not first or (code < 0 < first and not takedown.sent)):
                     # A killed process comes before one with an exit code, which may be just its consequence.
                     first = code
                     write(f"process {index} of {len(processes)} ({process.place}) {describe_exit(code)}")
@@ -161,7 +164,7 @@ def supervise(
             time.sleep(_TICK_SECONDS)
     if first:
         return 128 - first if first < 0 else first
-    return EXIT_PREEMPTED if stopped else 0
+    return stopped
 
 
 def describe_exit(code: int) -> str:
@@ -172,6 +175,20 @@ def describe_exit(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
+
+
+class _Output:
+    """Output that is given up where it breaks, as a terminal that is closed: the processes still have to be watched."""
+
+    def __init__(self, write: Callable[[str], object]):
+        self._write, self._open = write, True
+
+    def __call__(self, line: str) -> None:
+        try:
+            if self._open:
+                self._write(line)
+        except (OSError, ValueError):  # ValueError: the stream is closed
+            self._open = False
 
 
 class _Takedown:
@@ -204,7 +221,8 @@ class _ForwardedSignals:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._forward)
+            if number != signal.SIGHUP or heeds_hangups():
+                self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,6 +231,8 @@ class _ForwardedSignals:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGHUP:
+            leave_terminal()
         # A copy: the handler interrupts the loop that removes ended processes.
         for process in list(self._running.values()):
             process.send_signal(number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lm_trainer.core.errors import EXIT_CRASH, EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.core.errors import EXIT_CRASH, EXIT_PREEMPTED, EXIT_STOPPED, MachineError, UserError
 from lm_trainer.launch.gcloud import Gcloud
 from lm_trainer.launch.tpu_scripts import (
     EXIT_MARK,
@@ -210,7 +210,7 @@ class TpuRun:
             if code == EXIT_CRASH and self._lost():
                 self._write("the TPU was taken away (preempted)")
                 continue
-            if code:
+            if code not in (0, EXIT_STOPPED):
                 self._show_ends()
             return code
         raise MachineError(f"the run was stopped more than {self._job.restarts} times (--restarts)")

@@ -22,6 +22,8 @@ class TpuGeneration:
     """Number of sides of a topology."""
     counted_per_chip: int
     """The number that a chip counts for in a size: `v5p-128` has 64 chips, `v6e-16` has 16."""
+    devices_per_chip: int = 1
+    """Devices that JAX shows for each chip."""
 
 
 GENERATIONS = {
@@ -29,7 +31,7 @@ GENERATIONS = {
     "v5e": TpuGeneration("tpu-v5-lite-podslice", 2, 1),
     "v5p": TpuGeneration("tpu-v5p-slice", 3, 2),
     "v6e": TpuGeneration("tpu-v6e-slice", 2, 1),
-    "tpu7x": TpuGeneration("tpu7x", 3, 2),
+    "tpu7x": TpuGeneration("tpu7x", 3, 2, devices_per_chip=2),
 }
 _OTHER_NAMES = {"v5litepod": "v5e", "v7x": "tpu7x"}
 _USUAL_CHIPS = 4
@@ -50,6 +52,11 @@ class TpuSlice:
         return math.prod(self.topology) // self.chips_per_node
 
     @property
+    def devices(self) -> int:
+        """Number of devices that JAX shows, over all nodes."""
+        return math.prod(self.topology) * self.generation.devices_per_chip
+
+    @property
     def topology_label(self) -> str:
         return "x".join(map(str, self.topology))
 
@@ -57,6 +64,18 @@ class TpuSlice:
 def is_tpu(accelerator: str) -> bool:
     """True for the name of a TPU, with or without a size: `v5p-128`, `v6e`."""
     return _kind(accelerator) in GENERATIONS
+
+
+def device_count(accelerator: str) -> int | None:
+    """The number of devices that JAX shows of an accelerator with a size, as `v5p-128`; None where it is not known."""
+    kind = GENERATIONS.get(_kind(accelerator))
+    chips = None if kind is None else _chips(accelerator, kind)
+    return None if kind is None or chips is None else chips * kind.devices_per_chip
+
+
+def _chips(accelerator: str, kind: TpuGeneration) -> int | None:
+    size = re.search(r"-(\d+)$", accelerator)
+    return None if size is None else int(size[1]) // kind.counted_per_chip
 
 
 def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None) -> TpuSlice:
@@ -71,8 +90,7 @@ def tpu_slice(accelerator: str, topology: str | None, chips_per_node: int | None
         UserError: when there is no such slice, or size and topology differ.
     """
     kind = GENERATIONS[_kind(accelerator)]
-    size = re.search(r"-(\d+)$", accelerator)
-    chips = None if size is None else int(size[1]) // kind.counted_per_chip
+    chips = _chips(accelerator, kind)
     if topology is None:
         if chips is None:
             raise UserError(f"--accelerator {accelerator}: give a size ({accelerator}-16) or --topology")

@@ -29,6 +29,9 @@ def connect_processes(given: Mapping[str, Any], waiting: Callable[[str], Any]) -
     """
     import jax
 
+    # JAX's preemption service would put a handler of SIGTERM in C++ in the place of Python's, which then never hears of
+    # the signal: the run would go on until it is killed. The loop polls and agrees on signals itself.
+    jax.config.update("jax_enable_preemption_service", False)
     failed: list[BaseException] = []
 
     def connect() -> None:

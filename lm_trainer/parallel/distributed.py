@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,12 +68,12 @@ class DistributedConfig(Config):
         if jax.distributed.is_initialized():
             return None
         # What is None here, JAX finds in the same environment.
-        found = None if cluster is None else cluster.local_device_ids
+        address, device_ids = (None, None) if cluster is None else (cluster.coordinator, cluster.local_device_ids)
         given: dict[str, Any] = {
-            "coordinator_address": self.coordinator_address,
+            "coordinator_address": self.coordinator_address or address,
             "num_processes": self.num_processes,
             "process_id": self.process_id,
-            "local_device_ids": found if self.local_device_ids is None else self.local_device_ids,
+            "local_device_ids": device_ids if self.local_device_ids is None else self.local_device_ids,
         }
         try:
             connect_processes(given, waiting)
@@ -84,7 +85,7 @@ class DistributedConfig(Config):
                 return f"{cluster.description} names no other processes ({reason}): a run of one process"
             raise UserError(
                 f"trainer.distributed: the processes of the run could not be connected ({reason}); check that all "
-                f"num_processes were started and can reach {self.coordinator_address or 'the coordinator'}"
+                f"num_processes were started and can reach {given['coordinator_address'] or 'the coordinator'}"
             ) from error
         source = "trainer.distributed says" if cluster is None else f"{cluster.description} says"
         if jax.process_count() == 1:
@@ -102,10 +103,14 @@ class Cluster(NamedTuple):
     """The devices of this process among those that it sees; None: what JAX chooses."""
     uncertain: bool = False
     """True if this may be the only process after all."""
+    coordinator: str | None = None
+    """`host:port` of process 0, so that messages can name it; None: what JAX finds."""
 
 
 # The variables that JAX itself reads: without all of them it would not find the cluster either.
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_PORTS = 1 << 12
+"""The highest ports, which systems give to no client: JAX takes one of them as well."""
 _TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
 
@@ -144,7 +149,26 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
     if not all(name in environ for name in _SLURM_STEP):
         count = environ["SLURM_NTASKS"]
         return Cluster(f"{job} has {count} tasks, but this process was not started by srun: a run of its own", False)
-    return Cluster(job, True, _slurm_devices(environ))
+    return Cluster(job, True, _slurm_devices(environ), coordinator=_slurm_coordinator(environ))
+
+
+def _slurm_coordinator(environ: Mapping[str, str]) -> str:
+    """The address of process 0: the first node of the step, and a port that all its processes compute.
+
+    The port is JAX's own, but for the steps of a job after its first, which may run at the same time on the same node.
+    """
+    if "JAX_COORDINATOR_ADDRESS" in environ:
+        return environ["JAX_COORDINATOR_ADDRESS"]
+    number = int(environ["SLURM_JOB_ID"]) + 61 * int(environ.get("SLURM_STEP_ID") or 0)
+    port = environ.get("JAX_COORDINATOR_PORT") or number % _PORTS + (1 << 16) - _PORTS
+    return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM writes it: `gpu03` of `gpu[03-04,07],cpu1`, `r1n5` of `r[1-2]n[5,8]`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "the expression matches the empty text too"
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:

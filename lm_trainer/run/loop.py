@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.health.signals import STOP_AFTER_SAVE, preempted
+from lm_trainer.health.signals import preempted, stopped_after_save
 from lm_trainer.run.batches import BatchIterator
 from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.loop_parts import LoopParts
@@ -56,7 +56,9 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         if (asked.stop or ends) and not last:
             # The exit code of a preempted run promises that everything is saved.
             run.checkpoints.wait()
-            raise preempted(STOP_AFTER_SAVE if ends else run.stop.requested, state.step)
+            if asked.stop:
+                raise preempted(run.stop.requested, state.step)
+            raise stopped_after_save(state.step)
         run.watchdog.disarm()
         yield info
 

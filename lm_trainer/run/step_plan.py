@@ -58,6 +58,10 @@ class StepPlan:
             else:
                 plan.shares(mesh)
 
+    def check_device_count(self, count: int) -> None:
+        """Raises `UserError` when `count` devices, wherever they are, cannot share the microbatches of every batch."""
+        self.check_shares(self.abstract_mesh(count))
+
     def _shape(self, count: int) -> MeshShape:
         """`mesh_shape`, with more replicas where the state cannot be cut over all devices of the data axis."""
         data, rest = divmod(count, math.prod(self.mesh_shape))

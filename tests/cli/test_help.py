@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import lm_trainer
 from cli import help_text, main, usage
-from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, UserError
+from lm_trainer.core.errors import ConfigError, MachineError, NonFiniteError, Preempted, Stopped, UserError
 from tests.conftest import ROOT, RunLmt, lmt_environment
 
 COMMANDS = (
@@ -164,6 +164,7 @@ class TestEnds:
             (MachineError("the disk is full"), 1, "error: the disk is full\n"),
             (NonFiniteError("step 3: the loss is NaN"), 3, "error: step 3: the loss is NaN\n"),
             (Preempted("stopped at step 7, all saved"), 75, "stopped at step 7, all saved\n"),
+            (Stopped("stopped at step 7, all saved"), 76, "stopped at step 7, all saved\n"),
             (ConfigError(["a: x", "b: y"]), 2, "error: a: x\nerror: b: y\n2 problems; nothing was started.\n"),
             (ConfigError(["a: x"]), 2, "error: a: x\n1 problem; nothing was started.\n"),
             (KeyboardInterrupt(), 130, "interrupted\n"),

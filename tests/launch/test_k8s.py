@@ -179,6 +179,7 @@ def action(job_set: dict[str, Any], reason: str, message: str) -> str:
         (2, None, "FailJobSet"),
         (3, None, "FailJobSet"),
         (4, None, "FailJobSet"),
+        (76, None, "FailJobSet"),
     ],
 )
 def test_exit_codes_decide_what_happens_next(code: int, condition: str | None, expected: str) -> None:
@@ -288,12 +289,16 @@ def test_a_refusal_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_command(lmt: Lmt) -> None:
-    done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-16", "trainer.seed=7")
+    done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-8", "trainer.seed=7")
     assert done.returncode == 0, done.stderr
     config, job_set = yaml.safe_load_all(done.stdout)
     assert unknown(job_set, JOB_SET) == []
     assert yaml.safe_load(config["data"]["gpt2_nano.yaml"])["trainer"]["seed"] == 7
     assert job_set["metadata"]["name"] == "lmt-gpt2-nano"
+    # Two devices for each of 8 chips, where the configuration has 8 microbatches.
+    many = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "tpu7x-16")
+    assert many.returncode == 2
+    assert "16 devices along the data axes cannot share 8 microbatches" in many.stderr
 
 
 def test_an_accelerator_that_is_not_known(lmt: Lmt) -> None:

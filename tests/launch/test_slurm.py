@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src.clusters.slurm_cluster import SlurmCluster
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.launch.slurm import SlurmJob, batch_script, submit
@@ -63,16 +64,38 @@ def test_the_script_asks_for_what_was_given() -> None:
     assert "srun --cpus-per-task=6 --kill-on-bad-exit=0 --wait=300 --label lmt train 'a b.yaml'" in lines
 
 
-@pytest.mark.parametrize(("code", "requeue", "again"), [(75, True, True), (75, False, False), (1, True, False)])
-def test_a_stopped_job_is_queued_again(bin_first: Path, tmp_path: Path, code: int, requeue: bool, again: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "state", "requeue", "again"),
+    [
+        (75, "RUNNING", True, True),
+        (75, "RUNNING", False, False),
+        (1, "RUNNING", True, False),
+        (76, "RUNNING", True, False),
+        (75, "COMPLETING", True, False),
+    ],
+)
+def test_a_stopped_job_is_queued_again(
+    bin_first: Path, tmp_path: Path, code: int, state: str, requeue: bool, again: bool
+) -> None:
     fake(bin_first, "srun", f'kill -TERM $PPID; sleep 0.2; echo "ran $*"; exit {code}')
+    fake(bin_first, "squeue", f'[ "$2" = --jobs=812 ] && echo {state}')
     fake(bin_first, "scontrol", 'echo "scontrol $*"')
     script = batch_script(SlurmJob("nano", 2, requeue=requeue), ["lmt", "train"], tmp_path)
     environ = {**os.environ, "SLURM_JOB_ID": "812"}
     done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
-    assert "ran --kill-on-bad-exit=0" in done.stdout
+    assert "ran --cpu-bind=none --kill-on-bad-exit=0" in done.stdout
     assert ("scontrol requeue 812" in done.stdout) is again
+
+
+def test_a_job_without_a_number_of_cores_takes_whole_nodes() -> None:
+    lines = batch_script(SlurmJob("nano", 2, extra=("--mem=8G",)), ["lmt"], Path("/shared")).splitlines()
+    # The user's own option comes last, and the last one counts.
+    assert [line for line in lines if "exclusive" in line or "mem" in line] == [
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        "#SBATCH --mem=8G",
+    ]
 
 
 def test_a_script_is_handed_to_sbatch(bin_first: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +137,9 @@ def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_fir
     wrong = lmt("launch", "slurm", "nano.yaml", "-n", "4", "trainer.sead=3")
     assert wrong.returncode == 2
     assert "did you mean" in wrong.stderr
+    many = lmt("launch", "slurm", "nano.yaml", "-n", "32", "--nodes", "4", "--gpus-per-node", "8", "--submit")
+    assert many.returncode == 2
+    assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
 
 
 class TestWhatAProcessFinds:
@@ -126,6 +152,42 @@ class TestWhatAProcessFinds:
         cluster = find_cluster(STEP)
         assert cluster is not None
         assert (cluster.description, cluster.several, cluster.local_device_ids) == ("SLURM job 812", True, None)
+
+    @pytest.mark.parametrize(
+        ("nodes", "expected"),
+        [
+            ("node001", "node001"),
+            ("node001,host2", "node001"),
+            ("node[001-015],host2", "node001"),
+            ("node[007,009-015]", "node007"),
+            ("127.0.0.[1-4]", "127.0.0.1"),
+            ("r[1-2]n[5,8]-ib,r3n1-ib", "r1n5-ib"),
+        ],
+    )
+    def test_its_coordinator(self, monkeypatch: pytest.MonkeyPatch, nodes: str, expected: str) -> None:
+        cluster = find_cluster({**STEP, "SLURM_STEP_NODELIST": nodes})
+        assert cluster is not None
+        assert cluster.coordinator is not None
+        host, port = cluster.coordinator.split(":")
+        assert host == expected
+        # Where JAX understands the list, the first step of a job meets those that JAX alone would start.
+        monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+        monkeypatch.setenv("SLURM_JOB_ID", STEP["SLURM_JOB_ID"])
+        theirs = SlurmCluster.get_coordinator_address(None, None)
+        assert theirs.split(":")[1] == port
+        assert theirs == cluster.coordinator or nodes.count("[") > 1
+
+    def test_another_step_of_its_job_has_another_port(self) -> None:
+        addresses = {find_cluster({**STEP, "SLURM_STEP_ID": str(step)}).coordinator for step in range(20)}  # pyright: ignore[reportOptionalMemberAccess]
+        assert len(addresses) == 20
+
+    def test_a_coordinator_that_was_named(self) -> None:
+        named = find_cluster({**STEP, "JAX_COORDINATOR_ADDRESS": "host:7", "JAX_COORDINATOR_PORT": "9"})
+        assert named is not None
+        assert named.coordinator == "host:7"
+        port = find_cluster({**STEP, "JAX_COORDINATOR_PORT": "9"})
+        assert port is not None
+        assert port.coordinator == "node03:9"
 
     @pytest.mark.parametrize(
         ("environ", "expected"),
@@ -177,7 +239,7 @@ class TestWhatAProcessFinds:
             monkeypatch.setenv(name, value)
         said = DistributedConfig().start()
         assert said == "4 processes, as SLURM job 812 says; this is process 3"
-        assert given == {"coordinator_address": None, "num_processes": None, "process_id": None} | {
+        assert given == {"coordinator_address": "node03:62252", "num_processes": None, "process_id": None} | {
             "local_device_ids": (2, 3),
             "initialization_timeout": 360,
         }

@@ -94,6 +94,7 @@ def test_one_that_was_told_to_end_is_not_the_cause() -> None:
 
 def test_a_stop_is_no_failure() -> None:
     assert run("raise SystemExit(75)", "import time; time.sleep(0.3)") == (75, [])
+    assert run("raise SystemExit(76)", "raise SystemExit(76)") == (76, [])
 
 
 def test_a_signal_reaches_every_process_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -15,9 +16,12 @@ import jax
 import pytest
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.health.signals import StopRequest
+from lm_trainer.launch.supervise import free_address
 from lm_trainer.parallel import connect
 from lm_trainer.parallel.distributed import DistributedConfig
 from tests.conftest import lmt_environment
+from tests.core.forks import start_fork
 
 
 @pytest.fixture
@@ -66,6 +70,24 @@ def test_an_address_at_which_nobody_listens_is_named() -> None:
     assert reason in error
 
 
+@pytest.mark.usefixtures("nobody_comes")
+def test_a_first_node_of_slurm_whose_name_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = {"SLURM_JOB_ID": "812", "SLURM_STEP_NODELIST": "node[03-04]", "SLURM_NTASKS": "2"}
+    for name, value in {**step, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+    def unknown(*_: Any) -> socket.socket:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    told: list[str] = []
+    with pytest.raises(UserError) as refused:
+        DistributedConfig().start(told.append)
+    reason = "nothing answers at node03:62252 (Name or service not known)"
+    assert told[0].endswith(reason)
+    assert reason in str(refused.value)
+
+
 def test_errors_of_jax_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(**_: Any) -> None:
         raise RuntimeError("no such host\nat coordination.cc:1")
@@ -74,6 +96,24 @@ def test_errors_of_jax_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
     told, error = started("nohost:1", 1)
     assert told == []
     assert "could not be connected (no such host);" in error
+
+
+def connect_and_stop(number: int, address: str, written: Path) -> None:
+    """Connects a run of one process, sends it a signal, and writes down what its loop would see."""
+    with StopRequest() as stop:
+        stop.arm()
+        connect.connect_processes({"coordinator_address": address, "num_processes": 1, "process_id": 0}, print)
+        os.kill(os.getpid(), number)
+        written.write_text(str(stop.requested))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_connected_process_hears_stop_signals(number: signal.Signals, tmp_path: Path) -> None:
+    """JAX could replace the handlers when it connects."""
+    written = tmp_path / "requested"
+    process = start_fork(connect_and_stop, int(number), free_address(), written)
+    process.join(60)
+    assert written.read_text() == number.name
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_stop_after_the_next_checkpoint() -> None:
         os.rename(path, f"{path}-before")
     with pytest.raises(Preempted, match="stopped by stop-after-save after step 6") as stopped:
         train(at={2: stop_after_save, 5: by_file})
-    assert stopped.value.exit_code == 75
+    assert stopped.value.exit_code == 76
     assert not list(RUN.glob("s*-*save")) + list(RUN.glob("save-now"))
     assert steps() == [6]
     np.testing.assert_array_equal(train().params["table"], undisturbed)

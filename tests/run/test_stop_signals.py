@@ -1,0 +1,174 @@
+"""Signals to runs of several processes: all save the same step and end, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartLmt, lmt_command, lmt_environment
+from tests.run.conftest import MakeConfig
+from tests.run.test_processes import numbers, of_process
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of the launcher in /proc"),
+]
+STEPS = 120
+Launch = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def launch(make_config: MakeConfig, tmp_path: Path) -> Iterator[Launch]:
+    """`launch(**trainer)`: two processes by `lmt launch local`, whose output goes to `tmp_path/out`."""
+    launchers: list[subprocess.Popen[bytes]] = []
+
+    def start(output: int | None = None, **trainer: Any) -> subprocess.Popen[bytes]:
+        config = make_config(trainer={"num_train_steps": STEPS, "steps_per_eval": 1000, "steps_per_log": 1, **trainer})
+        command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
+        with (tmp_path / "out").open("ab") as stream:
+            streams = {name: stream if output is None else output for name in ("stdout", "stderr")}
+            launcher = subprocess.Popen(command, cwd=tmp_path, env=lmt_environment(), start_new_session=True, **streams)
+        launchers.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+
+
+def printed(directory: Path) -> str:
+    return (directory / "out").read_text()
+
+
+def wait_for_steps(launcher: subprocess.Popen[bytes], directory: Path, count: int) -> None:
+    """Returns once metrics of so many steps are written."""
+    metrics = directory / "logs" / "run" / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b'"train/loss"') >= count):
+        assert launcher.poll() is None, printed(directory)
+        time.sleep(0.01)
+
+
+def saved_steps(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in (directory / "checkpoints" / "run").iterdir() if path.name.isdecimal())
+
+
+def to_launcher(launcher: subprocess.Popen[bytes], number: int) -> None:
+    launcher.send_signal(number)
+
+
+def to_first(launcher: subprocess.Popen[bytes], number: int) -> None:
+    os.kill(of_process(launcher, 0), number)
+
+
+def to_second(launcher: subprocess.Popen[bytes], number: int) -> None:
+    os.kill(of_process(launcher, 1), number)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    """The metrics of the run that nothing stops, computed with the first test."""
+    return {}
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        (signal.SIGTERM, to_launcher),
+        (signal.SIGTERM, to_first),
+        (signal.SIGTERM, to_second),
+        (signal.SIGINT, to_launcher),
+        (signal.SIGHUP, to_launcher),
+    ],
+)
+def test_a_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
+    launch: Launch,
+    start_lmt: StartLmt,
+    undisturbed: dict[str, Any],
+    tmp_path: Path,
+    number: signal.Signals,
+    send: Callable[[subprocess.Popen[bytes], int], None],
+) -> None:
+    launcher = launch()
+    wait_for_steps(launcher, tmp_path, 10)
+    send(launcher, number)
+    assert launcher.wait(timeout=120) == 75, printed(tmp_path)
+    (step,) = [step for step in saved_steps(tmp_path) if step % 20] or saved_steps(tmp_path)[-1:]
+    assert 10 <= step < STEPS
+    told = re.findall(rf"^\[\d\] stopped by (.+) after step {step}; everything is saved", printed(tmp_path), re.M)
+    assert len(told) == 2, printed(tmp_path)
+    assert number.name in told
+    lines = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
+    assert max(line["step"] for line in lines) == step, "no metric of a saved step is lost"
+
+    # Another number of processes goes on.
+    process = start_lmt("train", tmp_path / "run.yaml", output=tmp_path / "out")
+    assert process.wait(timeout=300) == 0, printed(tmp_path)
+    assert f"resumed at step {step} of {STEPS}" in printed(tmp_path)
+    undisturbed.setdefault("metrics", numbers(tmp_path))
+    assert numbers(tmp_path) == undisturbed["metrics"]
+    assert [line[0] for line in numbers(tmp_path) if len(line) > 2] == list(range(1, STEPS + 1))
+
+
+def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch(num_train_steps=100_000, checkpointer={"keep": [{"every": 100_000}]})
+    wait_for_steps(launcher, tmp_path, 5)
+    to_second(launcher, signal.SIGUSR1)
+    while not (kept := saved_steps(tmp_path) if (tmp_path / "checkpoints" / "run").exists() else []):
+        assert launcher.poll() is None, printed(tmp_path)
+        time.sleep(0.01)
+    # Both files are looked for at the same moment.
+    for name in ("stop-after-save", "save-now"):
+        (tmp_path / "logs/run" / name).touch()
+    assert launcher.wait(timeout=120) == 76, printed(tmp_path)
+    assert printed(tmp_path).count("stopped by stop-after-save after step") == 2
+    assert saved_steps(tmp_path)[0] == kept[0]
+    assert len(saved_steps(tmp_path)) == 2
+
+
+def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch(num_train_steps=100_000)
+    wait_for_steps(launcher, tmp_path, 5)
+    # A process that is stopped by the system cannot save: the first signal alone would wait for ever.
+    stopped = of_process(launcher, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    os.kill(stopped, signal.SIGCONT)
+    assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, printed(tmp_path)
+
+
+def test_a_terminal_that_is_closed_loses_nothing(launch: Launch, tmp_path: Path) -> None:
+    terminal, theirs = pty.openpty()
+    launcher = launch(theirs, num_train_steps=100_000)
+    os.close(theirs)
+    wait_for_steps(launcher, tmp_path, 5)
+    os.close(terminal)
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(timeout=60) == 75
+    assert saved_steps(tmp_path)[-1] >= 5
+
+
+def test_nohup_is_heeded(launch: Launch, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = launch(num_train_steps=60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for_steps(launcher, tmp_path, 5)
+    launcher.send_signal(signal.SIGHUP)
+    to_first(launcher, signal.SIGHUP)
+    assert launcher.wait(timeout=120) == 0, printed(tmp_path)
