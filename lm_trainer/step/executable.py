@@ -13,12 +13,9 @@ import jax
 
 from lm_trainer.parallel.compile_per_device import compile_on_each
 from lm_trainer.parallel.target_platform import target_platform
+from lm_trainer.step.repeatable import compile_repeatable
 
 _DIGITS = 16
-_REPEATABLE = {"gpu": {"xla_gpu_exclude_nondeterministic_ops": True}}
-"""Platform -> options of its compiler without which two runs of one program differ. On GPUs the gradients of an
-embedding and of cuDNN's attention would be added by whichever thread comes first. On the others there is no such
-kernel."""
 logger = logging.getLogger(__name__)
 
 
@@ -39,8 +36,8 @@ class Executable:
             repeatable: has the compiler take no kernel that adds in an order of the moment.
         """
         traced = jitted.trace(*args)
-        options = _REPEATABLE.get(target_platform()) if repeatable else None
-        return cls(traced, traced.lower().compile(options))
+        lowered = traced.lower()
+        return cls(traced, compile_repeatable(lowered, target_platform()) if repeatable else lowered.compile())
 
     def fingerprint(self) -> str:
         """A hash of the optimised program, without what names source lines."""

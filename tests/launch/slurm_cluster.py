@@ -1,4 +1,4 @@
-"""A SLURM cluster of four nodes on this machine, of Debian's packages; nothing is installed, and no rights are needed."""
+"""A SLURM cluster of four nodes on this machine, from Debian's packages, which need not be installed."""
 
 from __future__ import annotations
 
@@ -143,8 +143,9 @@ class SlurmCluster:
         return f"{state} {reason}" if state == "PENDING" else state
 
     def begin(self, job: str) -> None:
-        """Starts a job now that was queued again, after which SLURM makes it wait for two minutes."""
-        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+        """Starts a job soon that was queued again, after which SLURM makes it wait for two minutes."""
+        # Not at once: in the second in which the nodes revoke the right of the stopped job, they would refuse it.
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def _start(self, name: str, program: str, *options: str) -> None:
         with (self.directory / f"{name}.out").open("ab") as output:

@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import StartLmt, lmt_command, lmt_environment
-from tests.run.conftest import MakeConfig
+from tests.run.conftest import MakeConfig, write_config
 from tests.run.test_processes import numbers, of_process
+from tests.warm_lmt import WarmLmt
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of the launcher in /proc"),
 ]
 STEPS = 120
+TRAINER = {"num_train_steps": STEPS, "steps_per_eval": 1000, "steps_per_log": 1}
 Launch = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -34,11 +36,13 @@ def launch(make_config: MakeConfig, tmp_path: Path) -> Iterator[Launch]:
     launchers: list[subprocess.Popen[bytes]] = []
 
     def start(output: int | None = None, **trainer: Any) -> subprocess.Popen[bytes]:
-        config = make_config(trainer={"num_train_steps": STEPS, "steps_per_eval": 1000, "steps_per_log": 1, **trainer})
+        config = make_config(trainer={**TRAINER, **trainer})
         command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
         with (tmp_path / "out").open("ab") as stream:
-            streams = {name: stream if output is None else output for name in ("stdout", "stderr")}
-            launcher = subprocess.Popen(command, cwd=tmp_path, env=lmt_environment(), start_new_session=True, **streams)
+            target = stream if output is None else output
+            launcher = subprocess.Popen(
+                command, cwd=tmp_path, env=lmt_environment(), start_new_session=True, stdout=target, stderr=target
+            )
         launchers.append(launcher)
         return launcher
 
@@ -60,6 +64,11 @@ def wait_for_steps(launcher: subprocess.Popen[bytes], directory: Path, count: in
         time.sleep(0.01)
 
 
+def losses(directory: Path) -> list[tuple[Any, ...]]:
+    """The metrics of each step and evaluation, without the lines of checkpoints."""
+    return [line for line in numbers(directory) if len(line) > 1]
+
+
 def saved_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in (directory / "checkpoints" / "run").iterdir() if path.name.isdecimal())
 
@@ -77,9 +86,15 @@ def to_second(launcher: subprocess.Popen[bytes], number: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Any]:
-    """The metrics of the run that nothing stops, computed with the first test."""
-    return {}
+def undisturbed(
+    warm_lmt: WarmLmt, text_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[Any, ...]]:
+    """The losses of the run that nothing stops."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    write_config(directory / "run.yaml", text_files, {"trainer": TRAINER})
+    done = warm_lmt.run(["train", "run.yaml"], cwd=directory, env=lmt_environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    return losses(directory)
 
 
 @pytest.mark.optimised
@@ -96,7 +111,7 @@ def undisturbed() -> dict[str, Any]:
 def test_a_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     launch: Launch,
     start_lmt: StartLmt,
-    undisturbed: dict[str, Any],
+    undisturbed: list[tuple[Any, ...]],
     tmp_path: Path,
     number: signal.Signals,
     send: Callable[[subprocess.Popen[bytes], int], None],
@@ -117,9 +132,7 @@ def test_a_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
     process = start_lmt("train", tmp_path / "run.yaml", output=tmp_path / "out")
     assert process.wait(timeout=300) == 0, printed(tmp_path)
     assert f"resumed at step {step} of {STEPS}" in printed(tmp_path)
-    undisturbed.setdefault("metrics", numbers(tmp_path))
-    assert numbers(tmp_path) == undisturbed["metrics"]
-    assert [line[0] for line in numbers(tmp_path) if len(line) > 2] == list(range(1, STEPS + 1))
+    assert losses(tmp_path) == undisturbed
 
 
 def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_path: Path) -> None:

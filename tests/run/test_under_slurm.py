@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Lmt, lmt_command, lmt_environment
+from tests.conftest import Lmt, RunLmt, lmt_command, lmt_environment
 from tests.launch.slurm_cluster import MISSING, NODES, SlurmCluster, wait_for
 from tests.run.conftest import MakeConfig
-from tests.run.test_processes import numbers
+from tests.run.test_stop_signals import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
@@ -74,7 +74,7 @@ def submit(slurm: SlurmCluster, config: Path, *options: str) -> Job:
 
 @pytest.mark.optimised
 def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_run_that_nothing_disturbed(
-    slurm: SlurmCluster, make_config: MakeConfig, lmt: Lmt, tmp_path: Path
+    slurm: SlurmCluster, make_config: MakeConfig, lmt: Lmt, run_lmt: RunLmt, tmp_path: Path
 ) -> None:
     policy = {"save_interval": "1h", "keep": [{"every": 10}]}
     trainer = {"num_train_steps": 150, "steps_per_eval": 50, "steps_per_log": 1, "checkpointer": policy}
@@ -121,8 +121,8 @@ def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_ru
 
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    assert lmt("train", config, cwd=undisturbed).returncode == 0
-    assert numbers(tmp_path) == numbers(undisturbed)
+    assert run_lmt("train", config, cwd=undisturbed).returncode == 0
+    assert losses(tmp_path) == losses(undisturbed)
     same = lmt("diff", tmp_path / "logs/run", undisturbed / "logs/run")
     assert same.returncode == 0, same.stdout
 

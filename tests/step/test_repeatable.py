@@ -1,0 +1,56 @@
+"""What a GPU's compiler is given, so that its program repeats its bits; none of it needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lm_trainer.step.repeatable import ask_for_fixed_order, compile_repeatable
+
+ROWS, POSITIONS, HEADS, HEAD_SIZE = 2, 64, 2, 64
+
+
+@pytest.fixture
+def two_attentions(monkeypatch: pytest.MonkeyPatch) -> jax.stages.Lowered:
+    """The gradient of two layers of attention by cuDNN, lowered for a GPU that is not there."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    # JAX asks the GPU which cuDNN it has.
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91801)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda *_: True)
+
+    def attention(x: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(x, x, x, is_causal=True, implementation="cudnn")
+
+    def loss(x: jax.Array) -> jax.Array:
+        return attention(attention(x)).astype(jnp.float32).sum()
+
+    shape = jax.ShapeDtypeStruct((ROWS, POSITIONS, HEADS, HEAD_SIZE), jnp.bfloat16)
+    return jax.jit(jax.grad(loss)).trace(shape).lower(lowering_platforms=("cuda",))
+
+
+def attention_settings(lowered: jax.stages.Lowered) -> list[tuple[str, bool]]:
+    """Name of each call of cuDNN's attention, and whether it asks for a fixed order."""
+    calls = re.findall(r'custom_call @(__cudnn\$fmha\w+)\(.*?backend_config = "(.*?)", operand', lowered.as_text())
+    settings = [(name, json.loads(text.replace("\\22", '"'))) for name, text in calls]
+    return [(name, config["cudnn_fmha_backend_config"].get("force_deterministic", False)) for name, config in settings]
+
+
+def test_every_backward_pass_of_attention_is_asked_for_a_fixed_order(two_attentions: jax.stages.Lowered) -> None:
+    before = attention_settings(two_attentions)
+    assert [asked for _, asked in before] == [False] * 4
+    ask_for_fixed_order(two_attentions.compiler_ir("stablehlo"))
+    # What is compiled is what was changed.
+    after = attention_settings(two_attentions)
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert {name.endswith("Backward"): asked for name, asked in after} == {False: False, True: True}
+    assert sum(asked for _, asked in after) == 2
+
+
+def test_other_platforms_compile_as_always() -> None:
+    lowered = jax.jit(lambda x: x * 2).lower(jnp.ones(3))
+    assert compile_repeatable(lowered, "cpu")(jnp.ones(3)).tolist() == [2, 2, 2]
