@@ -78,6 +78,9 @@ class DiskWriter:
         wait_for_all("checkpoint directory")
         self._reopen(cleanup=True)
 
+    def how_to_remove(self, step: int) -> str:
+        return f"to remove one: rm -r {self.directory / str(step)}"
+
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         response = self._orbax.save_checkpointables_async(
             step, {"state": dict(arrays)}, force=True, custom_metadata=dict(record)

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, root_cause
+from lm_trainer.checkpoint.record import sealed
+from lm_trainer.checkpoint.store import KEPT, CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
 from tests.checkpoint.steps import (
     NEVER,
@@ -108,6 +110,36 @@ def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) 
     config = NEVER.model_copy(update={"delete_old_temp_checkpoints": False})
     saved(directory, 5, 7, config=config).close()
     assert committed_steps(directory) == [3, 7]
+
+
+def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) -> None:
+    every_ten, rare = (NEVER.model_copy(update={"keep": (KeepEvery(every=n),)}) for n in (10, 1000))
+    store = CheckpointStore(directory, every_ten)
+    for step, record in ((10, {}), (13, {KEPT: True}), (20, {}), (25, {})):
+        store.save(step, arrays(step, sharded(1)), record)
+    store.close()
+    assert store.promise_note() is None
+    for config in (rare, rare.model_copy(update={"delete_old_temp_checkpoints": False}), NEVER):
+        again = CheckpointStore(directory, config)
+        assert "steps 10, 13, 20, which were permanent" in (again.promise_note() or "")
+        assert f"rm -r {directory / '10'}" in (again.promise_note() or "")
+        again.close()
+    saved(directory, 30, 33, config=rare).close()
+    assert committed_steps(directory) == [10, 13, 20, 33]
+    # Nor does a policy that asks for less make permanent what was saved as temporary.
+    saved(directory, 34, config=every_ten).close()
+    assert committed_steps(directory) == [10, 13, 20, 34]
+
+
+def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As versions wrote them that judged by the policy of the day alone.
+    with monkeypatch.context() as older:
+        older.setattr(store_module, "sealed", lambda record: sealed({k: v for k, v in record.items() if k != KEPT}))
+        saved(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
+    saved(directory, 22, 23).close()
+    assert committed_steps(directory) == [10, 20, 21, 23]
 
 
 def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> None:
