@@ -100,13 +100,14 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
     if as_json:
         typer.echo(json.dumps(asdict(done)))
         return
-    file = record.path / "metrics.jsonl"
-    for name, steps in done.lines.items():
-        typer.echo(f"{file}: put back {name} of {describe(steps)}")
-    for name, steps in done.left.items():
-        typer.echo(f"{file}: still lacks {name} of {describe(steps)}, which is not computed again")
+    for file, names in done.lines.items():
+        for name, steps in names.items():
+            typer.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
+    for file, names in done.left.items():
+        for name, steps in names.items():
+            typer.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
     if not (done.lines or done.left):
-        typer.echo(f"{file} has all its lines")
+        typer.echo(f"{record.path}: no line is missing")
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:

@@ -107,8 +107,8 @@ class JsonlTracker:
                 at = self._run.resume_step
                 found.append(
                     f"{self._run.dir / name} lacks lines that were there at the checkpoint of step {at}: "
-                    f"{'; '.join(kinds)}. `lmt replay {self._run.id} --metrics` computes losses, evaluations and "
-                    f"fingerprints again"
+                    f"{'; '.join(kinds)}. `lmt replay {self._run.id} --metrics` computes them again, but for what "
+                    f"your own code logged"
                 )
         return found
 

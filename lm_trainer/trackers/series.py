@@ -19,7 +19,9 @@ class Series:
         self._ranges = {name: [list(each) for each in ranges] for name, ranges in (plain or {}).items()}
 
     def add(self, name: str, step: int) -> None:
-        """Adds a line; steps of one name do not decrease, and count once."""
+        """Adds a line; steps of one name do not decrease, and count once. Alerts are of the day, and do not count."""
+        if name == "alert":
+            return
         ranges = self._ranges.setdefault(name, [])
         if ranges and step <= ranges[-1][1]:
             return
