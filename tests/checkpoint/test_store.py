@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -215,6 +216,29 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
     store.save(2, arrays(2, sharded(8)), {})
     store.close()
     assert committed_steps(directory) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["index", "bit", "half deleted"])
+def test_a_damaged_array_is_one_line_though_others_are_still_read(
+    directory: Path, how: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    many = {f"params.{number}": jax.numpy.full((256, 64), number) for number in range(60)}
+    store = CheckpointStore(directory, NEVER)
+    store.save(1, many, {})
+    store.wait()
+    if how == "index":
+        # The tree by which every array is found: all reads fail, one after another.
+        for file in (directory / "1" / "state" / "d").iterdir():
+            content = file.read_bytes()
+            file.write_bytes(content[:20] + bytes(8) + content[28:])
+    else:
+        damage(directory / "1", how)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in many.items()}
+    with pytest.raises(MachineError, match="no checkpoint can be used"):
+        store.restore(shapes)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 # Reads that Orbax leaves behind when one of them fails end whenever they are collected.
