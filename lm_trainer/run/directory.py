@@ -43,7 +43,7 @@ _LOST = {
     RUN: "the configuration cannot be compared with that of the steps that are there",
     ENVIRONMENT: "what computed the steps so far is not known, so that later ones may have other bits than they would",
 }
-"""What a start cannot know without a record."""
+"""Record -> why a start without it says so."""
 
 
 def run_id(config: RunConfig, config_name: str) -> str:

@@ -43,11 +43,11 @@ def trainer() -> Trainer:
         ((settings(), optax.adam(0.1), loss), "from_optax"),
         ((settings(), OPTIMIZER, 3), "the loss must be a function, called as loss.model, batch, key., not int"),
         (
-            (settings(), OPTIMIZER, lambda model, batch: 0),
+            (settings(), OPTIMIZER, lambda model: model),
             "is called as loss.model, batch, key., and cannot be: too many",
         ),
     ],
-    ids=["section", "optimizer", "no function", "two arguments"],
+    ids=["section", "optimizer", "no function", "other arguments"],
 )
 def test_what_a_trainer_is_made_of(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
@@ -109,11 +109,12 @@ def test_data_are_no_held_out_set_but_have_them(trainer: Trainer) -> None:
 )
 def test_what_a_loss_returns(result: Callable[[jax.Array], Any], words: str) -> None:
     model = ModelDef.trace(Bigrams, lambda _: True)
-    step = loss_and_gradient(model, lambda model, batch, key: result(model.bias[...]), model.trainable)
+    step = loss_and_gradient(model, lambda model, *_: result(model.bias[...]), model.trainable)
     with pytest.raises(UserError, match=f"the loss must return .*{words}"):
         jax.eval_shape(step, model.shapes, batch(0), jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_a_loss_over_a_decoder_as_the_page_calls_it() -> None:
     """The calls of the page agree with one another and with the usual loss."""
     config = Gpt2Config(hidden_dim=16, num_heads=2, num_layers=1, seq_len=16)
