@@ -58,7 +58,7 @@ class RunRecord:
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
-            content["id"],
+            content.get("id", path.name),
             checkpoints,
             identity_of(content, path),
             content.get("changes", []),

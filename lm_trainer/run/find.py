@@ -12,7 +12,7 @@ from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.run.copy import COPY
-from lm_trainer.run.records import read_run_record
+from lm_trainer.run.records import read_run_record, recorded_checkpoints
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
@@ -120,7 +120,7 @@ def checkpoints_of(run_dir: Path) -> Place:
     Raises:
         MachineError: when run.json is damaged.
     """
-    recorded = open_place(read_run_record(run_dir)["checkpoints"])
+    recorded = open_place(recorded_checkpoints(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
     # A run that was moved as a whole keeps its checkpoints beside it.

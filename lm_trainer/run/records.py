@@ -39,8 +39,16 @@ def read_attempts(run_dir: Path) -> list[dict[str, Any]]:
 def parsed_run(file: Any, content: bytes) -> dict[str, Any]:
     """The content of run.json; raises `MachineError` when it is damaged."""
     found = _parsed(file, content)
-    if not isinstance(found, dict) or not isinstance(found.get("checkpoints"), str):
-        raise _damaged(file, "it does not say where the checkpoints are")
+    if not isinstance(found, dict):
+        raise _damaged(file, "it holds no JSON object")
+    return found
+
+
+def recorded_checkpoints(run: Mapping[str, Any], run_dir: Path) -> str:
+    """The directory of the checkpoints as run.json has it; raises `MachineError` where it lacks it."""
+    found = run.get("checkpoints")
+    if not isinstance(found, str):
+        raise _damaged(run_dir / RUN, "it does not say where the checkpoints are")
     return found
 
 

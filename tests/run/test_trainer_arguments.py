@@ -92,7 +92,7 @@ def test_data_are_no_held_out_set_but_have_them(trainer: Trainer) -> None:
     texts = InMemory(train=["one two three " * 20], validation=["four five six " * 9])
     data = open_data(DataConfig(source=texts, tokenizer="bytes"), seq_len=8, seed=0)
     with pytest.raises(UserError, match=r"not Data; .*for name, held_out in data.validation\(\).items\(\)"):
-        trainer.add_eval_hook(data)
+        trainer.add_eval_hook(data)  # pyright: ignore[reportArgumentType]
     for name, held_out in data.validation().items():
         trainer.add_eval_hook(held_out, name)
     data.close()
