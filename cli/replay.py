@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import CharsOption, OverridesArgument, RunArgument, check_is_run, path_option
+from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:
+    from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.replay import Norms, Replay
     from lm_trainer.reproduce.tokens import HardToken
 
 
 def replay(
     run: RunArgument,
-    step: Annotated[int, typer.Option("--step", metavar="N", help="The step, as metrics.jsonl counts: from 1.")],
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", help="The step, as metrics.jsonl counts: from 1.", show_default=False),
+    ] = None,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Compute all metrics again that were lost, and put them back.")
+    ] = False,
     overrides: OverridesArgument = None,
     show_batch: Annotated[bool, typer.Option("--show-batch", help="Print the documents of the batch.")] = False,
     chars: CharsOption = 200,
@@ -32,11 +40,18 @@ def replay(
     checkpoint before, and writes nothing into the run. Settings may change whatever changes no number, such as the
     devices.
 
+    With --metrics, it computes the steps again whose lines metrics.jsonl has lost, from one checkpoint to the next, and
+    puts losses, evaluations and fingerprints back, if the fingerprints of the checkpoints come out again.
+
     Examples:
         lmt replay my-run --step 12345 --show-batch
 
         lmt replay my-run --step 12345 --dump-grads grads --json
+
+        lmt replay my-run --metrics
     """
+    if (step is None) == (not metrics):
+        raise UserError("name a step by --step N, or give --metrics")
     from lm_trainer.core.runtime import prepare_process
 
     # Before anything imports jax, whose allocator and threads it sets.
@@ -51,6 +66,9 @@ def replay(
     from lm_trainer.trackers.jsonl import encode
 
     record = RunRecord.read(run)
+    if step is None:
+        _put_metrics_back(record, overrides or [], as_json=as_json)
+        return
     # Progress goes to standard error, so that the output can be piped.
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = run_replay(
@@ -66,6 +84,30 @@ def replay(
 
         for row in done.rows:
             typer.echo(describe_row(row, named=True, chars=chars))
+
+
+def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: bool) -> None:
+    import json
+    import sys
+    from dataclasses import asdict
+
+    from lm_trainer.reproduce.refill import refill
+    from lm_trainer.reproduce.rerun import QuietProgress
+    from lm_trainer.trackers.series import describe
+
+    with QuietProgress(record.last, stream=sys.stderr) as progress:
+        done = refill(record, overrides=overrides, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    for file, names in done.lines.items():
+        for name, steps in names.items():
+            typer.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
+    for file, names in done.left.items():
+        for name, steps in names.items():
+            typer.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
+    if not (done.lines or done.left):
+        typer.echo(f"{record.path}: no line is missing")
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:

@@ -123,6 +123,9 @@ class BucketWriter:
         # Remembered: a server that does not answer must not hold up the steps between two saves.
         self._present = set(steps.committed())
 
+    def how_to_remove(self, step: int) -> str:
+        return f"to remove one, remove {self.directory}/{marker(step)}; its arrays go at the next start"
+
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         # Drawn by the first process: all write below one name.
         unique = int(gather(np.asarray(secrets.randbits(31), np.int32))[0])

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from lm_trainer.checkpoint.event_loops import patient_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import Holder, NoneUsable, set_aside
 from lm_trainer.core.files import make_writable
@@ -28,6 +29,7 @@ class DiskSteps:
 
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
+        logging.getLogger("absl").addFilter(_is_told_by_orbax_alone)
 
     def committed(self) -> list[int]:
         if not self.directory.is_dir():
@@ -36,7 +38,8 @@ class DiskSteps:
 
     def record(self, step: int) -> dict[str, Any]:
         try:
-            meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
+            with patient_loops():
+                meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax raises whatever its many readers do
             raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
         return checked(meta)
@@ -47,7 +50,8 @@ class DiskSteps:
         # A placeholder tells Orbax to leave an array on the disk.
         wanted = {name: like.get(name, ocp.PLACEHOLDER) for name in record["shapes"]}
         try:
-            loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": wanted})["state"]
+            with patient_loops():
+                loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": wanted})["state"]
         except Exception as error:
             raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
         return {name: loaded[name] for name in like}
@@ -68,8 +72,6 @@ class DiskWriter:
         # One thread deletes old checkpoints: on a network file system that can take longer than a step.
         self._trash = ThreadPoolExecutor(1, "trash")
         self._results = ThreadPoolExecutor(1, "save")
-        # Orbax prints the traceback of each of its threads, and then raises the error, which is reported here once.
-        logging.getLogger("absl").addFilter(_is_no_traceback)
         if is_lead():
             make_writable(self.directory, "trainer.checkpointer.base_path")
             # What an attempt that was killed did not get round to deleting.
@@ -77,6 +79,9 @@ class DiskWriter:
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
         self._reopen(cleanup=True)
+
+    def how_to_remove(self, step: int) -> str:
+        return f"to remove one: rm -r {self.directory / str(step)}"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         response = self._orbax.save_checkpointables_async(
@@ -135,7 +140,9 @@ class DiskWriter:
         others from being read and written.
         """
         try:
-            self._orbax = _open(self.directory, cleanup=cleanup)
+            # The metadata of damaged steps fail as their arrays do.
+            with patient_loops():
+                self._orbax = _open(self.directory, cleanup=cleanup)
         except Exception as error:
             bad: dict[int, CheckpointError] = {}
             steps = self._steps.committed()
@@ -152,14 +159,17 @@ class DiskWriter:
     def _reload(self) -> None:
         """Tells Orbax, which remembers the steps that it has seen, that some have gone."""
         try:
-            self._orbax.reload()
+            with patient_loops():
+                self._orbax.reload()
         except Exception:  # of any kind: it reads all metadata again, and one of them may be damaged by now
             self._orbax.close()
             self._reopen()
 
 
-def _is_no_traceback(record: logging.LogRecord) -> bool:
-    return not record.exc_info
+def _is_told_by_orbax_alone(record: logging.LogRecord) -> bool:
+    # Orbax prints the traceback of each of its threads, and then raises the error, which is reported here once. What it
+    # cannot read of the metadata of arrays is found again when these are read.
+    return not record.exc_info and "Failed to get metadata for checkpointable" not in record.getMessage()
 
 
 def _open(directory: Path, *, cleanup: bool) -> Any:

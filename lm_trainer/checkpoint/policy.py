@@ -32,7 +32,8 @@ class CheckpointerConfig(Config):
     newest is deleted when the next save begins, or at the end of the run: until then it is what a resume falls back on
     if the newest is damaged, so the disk needs room for two."""
     keep: tuple[KeepEvery, ...] = (KeepEvery(every=10_000),)
-    """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`."""
+    """Permanent checkpoints, as consecutive ranges of steps; only the last entry may lack `until`. One that
+    was saved as permanent stays when the ranges change, until you remove it."""
     append_run_id_to_base_path: bool = True
     """Put the checkpoints into a directory of `base_path` that is named after the run."""
     delete_old_temp_checkpoints: bool = True

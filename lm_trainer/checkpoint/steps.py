@@ -84,6 +84,10 @@ class Writer(Protocol):
         """Advice to the user for a save that failed."""
         ...
 
+    def how_to_remove(self, step: int) -> str:
+        """Tells the user how to remove a permanent step, which nothing here does."""
+        ...
+
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
         """Copies the arrays off the devices and writes them in the background; the result is there when the step is."""
         ...

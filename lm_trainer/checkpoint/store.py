@@ -33,7 +33,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 KEPT = "kept"
-"""Key of a record that makes its checkpoint permanent, whatever the policy says."""
+"""Key of a record: True if its checkpoint is permanent, as the policy or somebody at the terminal asked when it was
+saved. Records of older versions lack it, which do not say whether it is."""
 
 Arrays = dict[str, jax.Array]
 T = TypeVar("T")
@@ -59,6 +60,9 @@ class CheckpointStore:
         directory: of the run's checkpoints alone.
         config: which steps are saved, and which stay.
         holder: keeps other processes out of it; None: none knows it.
+
+    Attributes:
+        promised: permanent checkpoints that were there at the start and that `config.keep` does not ask for.
     """
 
     def __init__(self, directory: Place, config: CheckpointerConfig, holder: Holder | None = None):
@@ -69,10 +73,10 @@ class CheckpointStore:
         self._saving: Future[Any] | None = None
         self._holder = holder or Nobody()
         self._writer = self._steps.writer(self._none_usable, self._holder)
-        # Those of the policy need no record, so few are read.
-        temporary = (step for step in self.steps() if not is_permanent(step, config.keep))
-        self._kept = {step for step in temporary if self.record(step).get(KEPT)}
-        self._earlier = set() if config.delete_old_temp_checkpoints else set(self.steps())
+        earlier = self.steps()
+        # Those of the policy need no record, so few are read. A record that does not say keeps its checkpoint.
+        self.promised = [s for s in earlier if not is_permanent(s, config.keep) and self._record(s).get(KEPT, True)]
+        self._stay = {*self.promised, *(() if config.delete_old_temp_checkpoints else earlier)}
 
     def steps(self) -> list[int]:
         """Steps that are committed, in order."""
@@ -80,10 +84,25 @@ class CheckpointStore:
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON that was saved with a step; empty when there is none that can be read."""
+        return self._record(step) if step in self.steps() else {}
+
+    def _record(self, step: int) -> dict[str, Any]:
         try:
-            return self._steps.record(step) if step in self.steps() else {}
+            return self._steps.record(step)
         except CheckpointError:
             return {}
+
+    def promise_note(self) -> str | None:
+        """Returns a line for people about checkpoints that stay though the policy does not ask for them; None where
+        there are none.
+        """
+        if not self.promised:
+            return None
+        steps = f"{', '.join(map(str, self.promised[:8]))}{' ...' if len(self.promised) > 8 else ''}"
+        return (
+            f"trainer.checkpointer.keep does not ask for the checkpoints of steps {steps}, which were permanent when "
+            f"they were saved and stay; {self._writer.how_to_remove(self.promised[0])}"
+        )
 
     def due(self, step: int) -> bool:
         """Returns True if a policy asks for a checkpoint after `step` steps."""
@@ -93,17 +112,19 @@ class CheckpointStore:
     def save(self, step: int, arrays: Arrays, record: Mapping[str, Any]) -> None:
         """Copies the arrays off the devices and writes them in the background, after the save before it is done.
 
+        It is permanent if the policy says so now or `record` has KEPT, and stays so under every later policy.
+
         Raises:
             MachineError: when this or the previous save failed, for a full disk for example.
         """
         # Only a save that is known to be on disk may replace the one before it.
         self.wait()
         self._delete_temporary()
-        if record.get(KEPT):
-            self._kept.add(step)
-        meta = sealed(
-            {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays), **record}
-        )
+        kept = is_permanent(step, self._config.keep) or record.get(KEPT, False)
+        if kept:
+            self._stay.add(step)
+        facts = {"format": FORMAT, "step": step, "digests": digests(arrays), "shapes": describe(arrays)}
+        meta = sealed({**facts, **record, KEPT: kept})
         try:
             self._saving = self._writer.save(step, arrays, meta)
         except Exception as error:
@@ -191,8 +212,7 @@ class CheckpointStore:
 
     def _delete_temporary(self) -> None:
         """Deletes every temporary checkpoint but the newest."""
-        stay = self._earlier | self._kept
-        old = [s for s in self._writer.present()[:-1] if not is_permanent(s, self._config.keep) and s not in stay]
+        old = [s for s in self._writer.present()[:-1] if not is_permanent(s, self._config.keep) and s not in self._stay]
         # Every process has to list the steps before the first of them is deleted.
         wait_for_all("old checkpoints are known")
         self._writer.delete(old)
@@ -287,6 +307,6 @@ def _check_same_arrays(where: Any, saved: Mapping[str, str], wanted: Mapping[str
     other = "model" if any(line.startswith("  params.") for line in lines) else "optimizer"
     raise UserError(
         f"{where} is a checkpoint of another {other}:\n" + "\n".join(lines[:8]) + more + "\n"
-        "Use the configuration that it was trained with, or set trainer.id to start another run, from these weights by "
-        "trainer.initialize_from if they are to stay"
+        "Use the configuration that it was trained with, or start from its weights alone by trainer.initialize_from, "
+        "in a run with a trainer.id of its own"
     )

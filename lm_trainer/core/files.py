@@ -63,12 +63,12 @@ def local_path(path: AnyPath) -> Path:
     return Path(path)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the content of a file by a rename, so that a crash leaves the old content or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             # A file system may carry out the rename before the data: after a power cut the file would be empty.
             os.fsync(file.fileno())

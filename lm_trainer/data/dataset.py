@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import grain
+import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import BatchSchedule
@@ -21,6 +24,9 @@ from lm_trainer.data.rows.train_sets import TrainSets, whole_steps
 from lm_trainer.data.tokenize.background import BackgroundBuilds
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenizer import HfTokenizer
+
+_ROWS_LOOKED_AT, _ROWS_AT_ONCE = 2048, 64
+"""Rows that are read to learn how many have no token with a loss, and how many of them at once."""
 
 
 class Data:
@@ -113,6 +119,35 @@ class Data:
     def order(self, schedule: int | BatchSchedule) -> TrainOrder:
         """Returns the rows of a run of these batch sizes by their positions, as far as they are certain."""
         return self._train_sets.order(_schedule(schedule))
+
+    def share_without_loss(self, schedule: int | BatchSchedule, num_steps: int) -> float:
+        """Returns the share of rows in which no token has a loss, of rows drawn from those of a run.
+
+        As many are drawn as are read within a second, at most 2,048. It is 0, without reading any, where every token
+        counts, and while it is not known yet which rows there are.
+
+        Args:
+            schedule: rows of the global batch, at each step where they change.
+            num_steps: steps of the run.
+        """
+        sets = self.train_sets
+        unread = self.config.features_shape is not None or any(isinstance(each.rows, GrainRows) for each in sets)
+        if unread or not self.complete or not any(self._has_mask(each.name) for each in sets):
+            return 0.0
+        order, sizes = self.order(schedule), _schedule(schedule)
+        last = min(sizes.rows_before(num_steps), sys.maxsize if order.length is None else order.length)
+        positions_N = np.unique(np.linspace(0, last - 1, min(last, _ROWS_LOOKED_AT)).astype(np.int64))
+        # In no order, so that those that are read in time stand for all.
+        positions_N = np.random.default_rng(0).permutation(positions_N)
+        until, empty, read = time.monotonic() + 1, 0, 0
+        while read < len(positions_N) and time.monotonic() < until:
+            batch = order.read(positions_N[read : read + _ROWS_AT_ONCE])
+            empty += int(np.count_nonzero(~np.any(batch.weights > 0, axis=1)))
+            read += len(batch.weights)
+        return empty / max(read, 1)
+
+    def _has_mask(self, name: str) -> bool:
+        return self.caches[f"{name}/train"].stream.loss_mask is not None
 
     def max_steps(self, schedule: int | BatchSchedule) -> int | None:
         """Returns the number of whole batches until `data.stop_strategy` ends training; None = it never does."""

@@ -17,6 +17,7 @@ from lm_trainer.ladder.rungs import count_params, model_config, run_config, voca
 from lm_trainer.ladder.running import changes
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config import numeric_identity
+from lm_trainer.run.records import RUN, identity_of, read_run_record
 
 if TYPE_CHECKING:
     import pandas
@@ -71,10 +72,9 @@ def rows_of(
 
 def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) -> None:
     """Refuses a directory that holds another run, which would be read as this one."""
-    try:
-        identity = json.loads((folder / "run.json").read_text())["identity"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: has metrics, but no run.json that says of which run: {error}") from None
+    if not (folder / RUN).is_file():
+        raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
+    identity = identity_of(read_run_record(folder), folder)
     wanted = run_config(ladder, size_spec, seed)
     if found := changes(identity, numeric_identity(wanted), wanted):
         raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from lm_trainer.ladder.rungs import run_config, run_folder, run_name
 from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.records import RUN, identity_of, read_run_record
 from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
 
@@ -41,10 +41,9 @@ def run_rung(
 
 
 def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
-    record = folder / "run.json"
-    if not record.exists():
+    if not (folder / RUN).exists():
         return False
-    identity, wanted = json.loads(record.read_text())["identity"], numeric_identity(config)
+    identity, wanted = identity_of(read_run_record(folder), folder), numeric_identity(config)
     if found := changes(identity, wanted, config):
         raise UserError(
             f"{folder} holds a run of another ladder, or of an earlier form of {ladder.name}:\n  "

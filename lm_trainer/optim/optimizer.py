@@ -56,7 +56,8 @@ class Optimizer(Config):
 
         Its `update` takes the keyword arguments `learning_rate` (0 where `schedule` is None), `grad_norm` (the global
         norm of the gradient) and `loss`, float32 scalars that are computed once, outside of it, so that no device
-        computes them differently. It ignores others. Arrays of its state that are like a parameter stand in dicts under
+        computes them differently. A rule that skips steps takes `weight` as well, the sum of the batch's weights. It
+        ignores others. Arrays of its state that are like a parameter stand in dicts under
         the parameter's name.
 
         Raises:

@@ -102,7 +102,8 @@ class SophiaConfig(OptimizerConfig):
         return jax.tree.map(lambda g: jnp.square(g) / weight.astype(g.dtype), sums)
 
     def _average(self, h: jax.Array, estimate: jax.Array) -> jax.Array:
-        # The check of loss and gradient does not see this estimate: one that is not finite must not enter the average.
+        # The check of loss and gradient does not see this estimate: one that is not finite must not enter the average,
+        # nor that of a batch in which nothing has a weight, which is a division by 0.
         return jnp.where(jnp.isfinite(estimate), self.beta2 * h + (1 - self.beta2) * estimate, h)
 
     def _step(self, m: jax.Array, h: jax.Array) -> jax.Array:

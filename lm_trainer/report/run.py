@@ -19,6 +19,7 @@ from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config import RunConfig, changed_keys
 from lm_trainer.run.find import find_run
 from lm_trainer.run.listing import list_runs
+from lm_trainer.run.records import read_attempts, read_run_record
 from lm_trainer.run.saved_model import read_config
 from lm_trainer.trackers import read_metrics
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY, TEXTS
@@ -75,7 +76,7 @@ def read_run(source: str) -> ReportedRun:
     lines = read_metrics(path) if (path / METRICS).is_file() else []
     if not lines:
         raise UserError(f"{source}: this run has not done a step yet")
-    content = json.loads((path / "run.json").read_text())
+    content = read_run_record(path)
     config = read_config(path)
     return ReportedRun(
         listing.id,
@@ -85,7 +86,7 @@ def read_run(source: str) -> ReportedRun:
         listing.steps,
         _changes(config),
         content.get("identity", {}),
-        [_attempt(each) for each in _json(path / "env.json", [])],
+        [_attempt(each) for each in read_attempts(path)],
         _metrics(lines),
         [Alert(line["step"], line["alert"], line.get("message", "")) for line in lines if "alert" in line],
         [(line["step"], line["fingerprint"]) for line in lines if "fingerprint" in line],
@@ -162,11 +163,12 @@ def _samples(file: Path) -> list[tuple[int, str]]:
 def _json_lines(file: Path) -> list[Any]:
     """The records of a file; lines that are not whole are left out."""
     found = []
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
+    for line in file.read_bytes().split(b"\n") if file.is_file() else []:
         try:
-            found.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        found += [record] if isinstance(record, dict) else []
     return found
 
 

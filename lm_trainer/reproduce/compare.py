@@ -72,8 +72,9 @@ def compare(a: RunRecord, b: RunRecord) -> Comparison:
 
 
 def _shared(a: RunRecord, b: RunRecord, step: int) -> list[str]:
-    """The metrics of a step that both runs have recorded."""
-    return [name for name in a.computed[step] if name in b.computed[step]]
+    """The metrics of a step that both runs have recorded, and that are of the same steps in both."""
+    alike = a.start == b.start or (a.covers_all_steps and b.covers_all_steps)
+    return [name for name in a.computed[step] if name in b.computed[step] and (alike or name != "fingerprint")]
 
 
 def _range(run: RunRecord) -> str:

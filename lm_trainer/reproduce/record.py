@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.find import checkpoints_of, find_run, root_of
+from lm_trainer.run.records import identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
@@ -47,20 +47,20 @@ class RunRecord:
             UserError: when there is no such run, or it has not written any metrics.
         """
         path = find_run(run)
-        content = json.loads((path / "run.json").read_text())
-        attempts = json.loads((path / "env.json").read_text()) if (path / "env.json").is_file() else []
+        content, attempts = read_run_record(path), read_attempts(path)
         steps: dict[int, dict[str, Any]] = {}
         if (path / "metrics.jsonl").is_file():
             # A step has several lines: its metrics, its evaluation, the fingerprint of its checkpoint.
             for line in read_metrics(path):
                 steps.setdefault(line["step"], {}).update(line)
-        if not steps or not attempts:
+        checkpoints = checkpoints_of(path)
+        if not attempts or not (steps or committed_steps(checkpoints)):
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
-            content["id"],
-            checkpoints_of(path),
-            content["identity"],
+            content.get("id", path.name),
+            checkpoints,
+            identity_of(content, path),
             content.get("changes", []),
             attempts,
             {step: {k: v for k, v in steps[step].items() if k not in _IGNORED} for step in sorted(steps)},
@@ -70,6 +70,16 @@ class RunRecord:
     def start(self) -> int:
         """Steps that were done when the run began: 0, but for one that went on from a checkpoint of another run."""
         return self.attempts[0]["step"]
+
+    @property
+    def first_chain(self) -> str:
+        """The hash of the steps before the run began: empty, but for one that went on from another run's."""
+        return self.attempts[0].get("chain", "")
+
+    @property
+    def covers_all_steps(self) -> bool:
+        """True if fingerprints are of all steps from 0 on, as those of older versions are not in a branch."""
+        return not self.start or "chain" in self.attempts[0]
 
     @cached_property
     def computed(self) -> dict[int, dict[str, Any]]:

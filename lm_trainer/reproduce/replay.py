@@ -162,7 +162,7 @@ def _write(file: Path, observer: _StepObserver) -> Path:
     from safetensors.numpy import save_file
 
     # The step hands out the sum over all tokens, which is divided by their weight only at the update.
-    sums, weight = to_host(observer.grads), np.float32(observer.weight)
+    sums, weight = to_host(observer.grads), np.float32(observer.weight or math.inf)
     mean = {name: np.asarray(x, np.float32) / weight for name, x in sums.items()}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

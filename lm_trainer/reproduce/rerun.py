@@ -109,8 +109,8 @@ def rerun(record: RunRecord, start: int, *, overrides: Sequence[str] = (), progr
             config = _with_checkpoint(config, record.checkpoints, start, Path(scratch) / "checkpoints" / record.id)
         # A configuration that was changed at this very step has to be allowed again, as the user did then.
         changed = any(change["step"] == start for change in record.changes)
-        # At the start of a run the hash chain is empty; a checkpoint of before there were chains has none.
-        chain = saved.get("chain") if saved else ""
+        # A checkpoint of before there were chains has none.
+        chain = saved.get("chain") if saved else record.first_chain
         with prepare(config, name=record.id, progress=progress, allow_config_change=changed) as run:
             yield Rerun(run, start, chain)
 

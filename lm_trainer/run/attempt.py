@@ -19,7 +19,7 @@ from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.agreement import check_agreement, check_data
 from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
-from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.initial_weights import Request, find_start
 from lm_trainer.run.leftovers import Leftovers
 from lm_trainer.run.notes import configuration_warnings
 from lm_trainer.run.program import Program, check_devices
@@ -59,16 +59,20 @@ class Attempt:
             config: names what may be loaded, where that is not the attempt's own configuration.
 
         Raises:
-            UserError: as `check_data` and `start_state`.
+            UserError: as `check_data` and `find_start`.
         """
         # One process alone has nothing to compare, and would hash its data for nothing.
         if jax.process_count() > 1:
             for note in check_data(fingerprint(self.config.num_train_steps)):
                 self.progress.note(note)
         allow = self.directory.allow_change
-        state = start_state(Request(config or self.config, program, self.store, init, fingerprint, allow))
+        state, record = find_start(Request(config or self.config, program, self.store, init, fingerprint, allow))
+        # The fingerprint covers all steps: of a branch those of the run that it goes on from, too.
+        self.directory.chain = record.get("chain", "")
         if state.step:
             self.progress.note(f"resumed at step {state.step} of {self.config.num_train_steps}")
+        if promised := self.store.promise_note():
+            self.progress.note(promised)
         for note in configuration_warnings(self.config, program.sharding.mesh):
             self.progress.note(note)
         return state
@@ -107,7 +111,12 @@ def open_attempt(
         # Around the directory: what failed before the first step leaves nothing.
         places = (directory.path, directory.checkpoints)
         stack.enter_context(Leftovers(*(place for place in places if isinstance(place, Path))))
-        stack.enter_context(directory)
+        try:
+            stack.enter_context(directory)
+        finally:
+            # Also where it is refused, after records have been put back.
+            for note in directory.notes:
+                progress.note(note)
         # Closed before the directory: its lock is held until the last save is on disk.
         checkpointer = CheckpointStore(directory.checkpoints, config.checkpointer, directory)
         store = stack.enter_context(closing(checkpointer))

@@ -24,6 +24,10 @@ from lm_trainer.step.state import TrainState, copied
 Fingerprint = str | Mapping[str, str]
 """Fingerprint of data: a text, or the `tokens` and `sources` of `lm_trainer.data`; `tokens` may still be unknown."""
 
+SERIES = "series"
+"""Key of the lines that the files of metrics have, as `Composite.sync` tells them."""
+EMPTY_STEPS = "empty_steps"
+"""Key of the number of steps in whose batch no token had a loss."""
 LOADER = "loader"
 """Key of the states of the loaders of batches, one for each process."""
 OPT_STATE = "opt_state."
@@ -92,7 +96,10 @@ class Checkpoints:
             "data_fingerprint": self._data_fingerprint(state.step),
             "train_loss": self._metrics.train_loss,
             "eval_losses": self._metrics.eval_losses,
+            EMPTY_STEPS: self._metrics.empty_steps,
             **self._metrics.prove(state),
+            # After the fingerprint, which is a line too; the checkpoint must not be there before the lines are.
+            SERIES: self._metrics.sync(),
             **({KEPT: True} if keep else {}),
             **self._loaders(),
         }

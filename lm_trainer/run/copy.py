@@ -118,7 +118,12 @@ class RunCopy:
 
     def _origin(self) -> str | None:
         file = self._path / _ORIGIN
-        return json.loads(file.read_text())["origin"] if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            return json.loads(file.read_text())["origin"]
+        except (ValueError, KeyError, TypeError):
+            raise MachineError(f"{file} is damaged; remove the file, and the copy in {self._to} counts") from None
 
 
 def _states(directory: Path) -> dict[str, tuple[int, int]]:

@@ -8,12 +8,12 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.config.render import to_yaml
 from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
 from lm_trainer.core.bucket_files import written_to
@@ -26,9 +26,24 @@ from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.copy import COPY, RunCopy
 from lm_trainer.run.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
+from lm_trainer.run.records import (
+    ENVIRONMENT,
+    RUN,
+    RecordCopies,
+    identity_of,
+    parsed_attempts,
+    read_attempts,
+    read_run_record,
+)
 from lm_trainer.run.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
+
+_LOST = {
+    RUN: "the configuration cannot be compared with that of the steps that are there",
+    ENVIRONMENT: "what computed the steps so far is not known, so that later ones may have other bits than they would",
+}
+"""Record -> why a start without it says so."""
 
 
 def run_id(config: RunConfig, config_name: str) -> str:
@@ -78,6 +93,10 @@ class RunDirectory:
         checkpoints = checkpoint_directory(trainer, name)
         self.checkpoints: Place = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
         self._locks = contextlib.ExitStack()
+        self._records = RecordCopies(self.path, self.checkpoints, name)
+        self.chain = ""
+        """The hash of the steps before this attempt (`extend_chain`), once they are known."""
+        self.notes: list[str] = []
         self._copy = RunCopy(self.path, self.checkpoints) if isinstance(self.checkpoints, Bucket) else None
         self._lease: Lease | None = None
         self._probed = False
@@ -94,7 +113,7 @@ class RunDirectory:
         try:
             for directory in self._local_directories():
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
-                self._locks.enter_context(_lock(directory))
+                self._locks.enter_context(locked(directory))
             if self._copy is not None:
                 self._hold_bucket(self._copy)
             self._check()
@@ -150,10 +169,12 @@ class RunDirectory:
             self._lease.check()
 
     def _check(self) -> None:
-        record = self.path / "run.json"
-        before = json.loads(record.read_text()) if record.exists() else {}
+        self._restore_records()
+        before = read_run_record(self.path) if (self.path / RUN).exists() else {}
         if before:
-            self._differences = numeric_differences(before["identity"], numeric_identity(self.config), self.config)
+            self._differences = numeric_differences(
+                identity_of(before, self.path), numeric_identity(self.config), self.config
+            )
         if self._differences and not self.allow_change:
             raise UserError(
                 f"{self.path} holds a run with another configuration:\n  "
@@ -165,11 +186,22 @@ class RunDirectory:
         if not self._differences:
             self._write(before.get("changes", []))
 
+    def _restore_records(self) -> None:
+        for name in self._records.restore():
+            self.notes.append(
+                f"warning: {self.path / name} was missing, and is back from the copy beside the checkpoints"
+            )
+        missing = [name for name in _LOST if not (self.path / name).exists()]
+        if missing and committed_steps(self.checkpoints):
+            self.notes += [
+                f"warning: {self.path / name} is missing, and there is no copy: {_LOST[name]}" for name in missing
+            ]
+
     def _write(self, changes: list[dict[str, Any]]) -> None:
         content = {"id": self.name, "checkpoints": str(self.checkpoints), "identity": numeric_identity(self.config)}
         if changes:
             content["changes"] = changes
-        write_atomically(self.path / "run.json", json.dumps(content, indent=1) + "\n")
+        self._records.write(RUN, json.dumps(content, indent=1) + "\n")
         text = without_credentials(to_yaml(self.config))
         write_atomically(self.path / "config.yaml", text)
         with written_to(self.checkpoints) as directory:
@@ -182,11 +214,10 @@ class RunDirectory:
             return file
         file.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(artifact, Path):
-            shutil.copyfile(artifact, file)
-        elif isinstance(artifact, bytes):
-            file.write_bytes(artifact)
-        else:
-            file.write_text(artifact if isinstance(artifact, str) else json.dumps(artifact, indent=1, default=str))
+            artifact = artifact.read_bytes()
+        elif not isinstance(artifact, str | bytes):
+            artifact = json.dumps(artifact, indent=1, default=str)
+        write_atomically(file, artifact)
         return file
 
     def cpu_threads(self, trainer: TrainerConfig) -> int | None:
@@ -199,11 +230,14 @@ class RunDirectory:
 
     def _attempts(self) -> list[dict[str, Any]]:
         # Asked before the directory is held, and so before a newer copy has replaced it.
+        file = self.path / ENVIRONMENT
         if self._copy is not None:
             self._probe()
-            return json.loads(self._copy.read("env.json") or b"[]")
-        file = self.path / "env.json"
-        return json.loads(file.read_text()) if file.exists() else []
+            content = self._copy.read(ENVIRONMENT)
+        else:
+            content = file.read_bytes() if file.exists() else None
+        # A missing one is put back when the directory is held.
+        return parsed_attempts(file, self._records.read(ENVIRONMENT) if content is None else content)
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.
@@ -220,22 +254,21 @@ class RunDirectory:
         """
         if not is_lead():
             return []
-        file = self.path / "env.json"
-        attempts = self._attempts()
-        now = {**environment(), "step": step, "rows": rows, "program": program}
+        file, attempts = self.path / ENVIRONMENT, read_attempts(self.path)
+        now = {**environment(), "step": step, "rows": rows, "program": program, "chain": self.chain}
         resumed = step and attempts
         particular = changes_since(attempts[-1], now, file) if resumed else notes_on_start(now, trainer)
         notes = [*self._change(step), *particular]
-        write_atomically(file, json.dumps([*attempts, now], indent=1) + "\n")
+        self._records.write(ENVIRONMENT, json.dumps([*attempts, now], indent=1) + "\n")
         return notes
 
     def _change(self, step: int) -> list[str]:
-        changes = json.loads((self.path / "run.json").read_text()).get("changes", [])
+        changes = read_run_record(self.path).get("changes", [])
         # Where a checkpoint was lost, what came after an earlier one is computed again, under the newest configuration.
         moved = [{**change, "step": min(change["step"], step)} for change in changes]
         if self._differences:
             kept = f"config.{len(changes) + 1}.yaml"
-            write_atomically(self.path / kept, (self.path / "config.yaml").read_text())
+            self._records.write(kept, (self.path / "config.yaml").read_text())
             moved.append({"step": step, "differences": self._differences, "config_before": kept})
         if moved != changes:
             self._write(moved)
@@ -244,8 +277,12 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def _lock(directory: Path) -> Any:
-    """An advisory lock that ends with the process, however it ends."""
+def locked(directory: Path) -> Any:
+    """Holds a directory by an advisory lock, which ends with the process, however it ends.
+
+    Raises:
+        UserError: when another process holds it.
+    """
     # flock, since the system lets go of it even when the process is killed; a lock file would be left behind.
     with (directory / ".lock").open("a+") as file:
         try:

@@ -108,8 +108,8 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any], file: Path)
     if changed := environment_differences(before, now):
         notes.append(f"the attempt before ran on something else: {', '.join(changed)}")
     other = []
-    if before.get("rows") == now["rows"] and before["program"] != now["program"]:
-        other.append(f"ran the program {before['program']}")
+    if before.get("rows") == now["rows"] and before.get("program") != now["program"]:
+        other.append(f"ran the program {before.get('program')}")
     threads = now.get("cpu_threads")
     if _other(before, now, "cpu_threads"):
         other.append(f"computed with {before['cpu_threads']} threads, not {threads} (trainer.cpu_threads)")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.batches import DataWait, EvalData
 from lm_trainer.run.hooks import is_due
-from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
 from lm_trainer.run.set_groups import group_metrics, groups_of
 from lm_trainer.run.token_probabilities import TokenProbabilities, first_set
@@ -25,6 +25,23 @@ EvalSets = list[tuple[str | None, EvalData]]
 """Held-out sets by name; None for the only one."""
 
 
+def named_sets(sets: Mapping[str, EvalData]) -> EvalSets:
+    """The sets of `lm_trainer.data`, of which a single one needs no name."""
+    return [(name if len(sets) > 1 else None, held_out) for name, held_out in sets.items()]
+
+
+class EvaluationLog(Protocol):
+    """The part of a `MetricLogger` that takes evaluations."""
+
+    def flush(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None: ...
+
+    def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None: ...
+
+
 class Evaluations:
     """The held-out sets of a run; each is evaluated with the weights, and with their average if the run keeps one."""
 
@@ -33,7 +50,7 @@ class Evaluations:
         sets: EvalSets,
         config: TrainerConfig,
         program: Program,
-        metrics: MetricLogger,
+        metrics: EvaluationLog,
         data_wait: DataWait,
         watchdog: Watchdog,
         progress: Progress,
@@ -71,7 +88,9 @@ class Evaluations:
         groups = groups_of({name: getattr(data, "tags", ()) for name, data in self._sets if name is not None})
         for weights, of_sets in sums.items():
             for group, members in groups.items():
-                self._metrics.evaluated_group(state.step, _joined(weights, group), group_metrics(of_sets, members))
+                if evaluated := [member for member in members if member in of_sets]:
+                    means = group_metrics(of_sets, evaluated)
+                    self._metrics.evaluated_group(state.step, _joined(weights, group), means)
 
     def _run(self, state: TrainState, data: EvalData, name: str | None) -> dict[str, dict[str, float]]:
         # The line of the step stands before that of its evaluation.
@@ -83,7 +102,14 @@ class Evaluations:
         for weights, params in self._program.weights(state).items():
             batches = data.batches(evaluate.batch_size, rows=evaluate.local_rows, max_batches=self._max_batches)
             watched = self._watchdog.each(batches, f"the evaluation after step {state.step}")
-            sums = found[weights] = evaluate.sums(params, watched, _byte_counter(data))
+            sums = evaluate.sums(params, watched, _byte_counter(data))
+            if not sums.get("weight"):
+                self._progress.note(
+                    f"warning: step {state.step}: no token of {name or 'the held-out set'} has a loss, so that "
+                    f"nothing is evaluated"
+                )
+                break
+            found[weights] = sums
             self._metrics.evaluated(state.step, _joined(weights, name), _metrics(sums))
         return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path
 from lm_trainer.run.copy import COPY
+from lm_trainer.run.records import read_run_record, recorded_checkpoints
 
 _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 """The directories of runs and of checkpoints by default, below the working directory; ids are looked up in them."""
@@ -115,8 +115,12 @@ def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
 
 
 def checkpoints_of(run_dir: Path) -> Place:
-    """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json."""
-    recorded = open_place(json.loads((run_dir / "run.json").read_text())["checkpoints"])
+    """Returns the checkpoint directory of a run, which may have been moved since it was written down in run.json.
+
+    Raises:
+        MachineError: when run.json is damaged.
+    """
+    recorded = open_place(recorded_checkpoints(read_run_record(run_dir), run_dir))
     if isinstance(recorded, Bucket):
         return recorded
     # A run that was moved as a whole keeps its checkpoints beside it.

@@ -72,10 +72,11 @@ class Hooks:
         """Calls `function` after each step whose number `every` divides, or that it lists.
 
         Raises:
-            ValueError: when `every` is not positive.
+            ValueError: when `every` is no positive number, nor a list of such.
         """
-        if isinstance(every, int) and every < 1:
-            raise ValueError(f"every: expected a positive number of steps, got {every}")
+        steps = [every] if isinstance(every, int) else every
+        if isinstance(steps, str) or not all(isinstance(step, int) and step > 0 for step in steps):
+            raise ValueError(f"every: expected a positive number of steps, or a list of steps, got {every!r}")
         self._hooks.append(_Hook(function, every))
 
     def run(self, info: StepInfo, *, force: bool = False) -> None:

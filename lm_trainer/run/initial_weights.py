@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,11 @@ from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+_OWN_REMEDY = "Undo the change, set trainer.id to start another run, or go on by --allow-config-change"
+_OTHERS_REMEDY = (
+    "Use the data of that run, take its weights alone by trainer.initialize_from, or go on by --allow-config-change"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,15 @@ class Request:
     allow_other_data: bool = False
 
 
-def start_state(request: Request) -> TrainState:
+class Start(NamedTuple):
+    """The state that a run goes on from, and the checkpoint that it goes on with."""
+
+    state: TrainState
+    record: Mapping[str, Any] = MappingProxyType({})
+    """The JSON that was saved with the checkpoint, its own or another run's; empty where the steps begin at 0."""
+
+
+def find_start(request: Request) -> Start:
     """The state to train on from: of the first of `ORIGINS` that is there.
 
     Raises:
@@ -53,7 +67,7 @@ def start_state(request: Request) -> TrainState:
     """
     # A generator: an origin is asked only where none before it has anything.
     found = (origin(request) for origin in ORIGINS)
-    return next(state for state in found if state is not None)
+    return next(start for start in found if start is not None)
 
 
 def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
@@ -74,12 +88,12 @@ def choose_vocab_size(trainer: TrainerConfig, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
-def own_checkpoint(request: Request) -> TrainState | None:
+def own_checkpoint(request: Request) -> Start | None:
     """The run's newest checkpoint that is intact."""
     trainer, store = request.trainer, request.store
     if trainer.load_checkpoint is not False:
         restored = store.restore(expected_arrays(request.program), partial=trainer.allow_partial_checkpoint)
-        return None if restored is None else _resume(request, restored)
+        return None if restored is None else _resume(request, restored, _OWN_REMEDY)
     if store.steps():
         raise UserError(
             f"trainer.load_checkpoint is false, but {store.directory} holds checkpoints of this run; set trainer.id to "
@@ -88,20 +102,20 @@ def own_checkpoint(request: Request) -> TrainState | None:
     return None
 
 
-def load_checkpoint_path(request: Request) -> TrainState | None:
+def load_checkpoint_path(request: Request) -> Start | None:
     """The checkpoint of another run, with its optimizer and its step: `trainer.load_checkpoint_path`."""
     trainer = request.trainer
     if trainer.load_checkpoint is False:
         return None
     if trainer.load_checkpoint_path is not None:
         found = _other_checkpoint(trainer.load_checkpoint_path, request.program, trainer.allow_partial_checkpoint)
-        return _resume(request, found)
+        return _resume(request, found, _OTHERS_REMEDY)
     if trainer.load_checkpoint:
         raise UserError(f"trainer.load_checkpoint is true, but there is no checkpoint in {request.store.directory}")
     return None
 
 
-def initialize_from(request: Request) -> TrainState | None:
+def initialize_from(request: Request) -> Start | None:
     """The weights alone of another run: `trainer.initialize_from`."""
     path = request.trainer.initialize_from
     if path is None:
@@ -122,15 +136,15 @@ def initialize_from(request: Request) -> TrainState | None:
     if differences:
         raise UserError(f"trainer.initialize_from: {path} is another model:\n  " + "\n  ".join(differences[:8]))
     # The other run may have had another precision.
-    return program.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()})
+    return Start(program.from_weights({name: x.astype(wanted[name].dtype) for name, x in named.items()}))
 
 
-def given_or_seed(request: Request) -> TrainState | None:
+def given_or_seed(request: Request) -> Start | None:
     """The values that the model comes with: `initialize_from_hf`, the base of an adapter, a model given; else fresh."""
-    return request.init()
+    return Start(request.init())
 
 
-ORIGINS: tuple[Callable[[Request], TrainState | None], ...] = (
+ORIGINS: tuple[Callable[[Request], Start | None], ...] = (
     own_checkpoint,
     load_checkpoint_path,
     initialize_from,
@@ -140,10 +154,10 @@ ORIGINS: tuple[Callable[[Request], TrainState | None], ...] = (
 its configuration names matters only until it has a checkpoint of its own."""
 
 
-def _resume(request: Request, restored: Restored) -> TrainState:
-    _check_data(restored, request.fingerprint(restored.step), request.allow_other_data)
+def _resume(request: Request, restored: Restored, remedy: str) -> Start:
+    _check_data(restored, request.fingerprint(restored.step), request.allow_other_data, remedy)
     _announce(f"the checkpoint of step {restored.step}", set(expected_arrays(request.program)) - set(restored.arrays))
-    return resumed_state(restored, request.program, request.init)
+    return Start(resumed_state(restored, request.program, request.init), restored.record)
 
 
 def _other_checkpoint(path: str, program: Program, partial: bool) -> Restored:
@@ -161,7 +175,7 @@ def _other_checkpoint(path: str, program: Program, partial: bool) -> Restored:
     )
 
 
-def _check_data(restored: Restored, now: Fingerprint, allow_other: bool) -> None:
+def _check_data(restored: Restored, now: Fingerprint, allow_other: bool, remedy: str = _OWN_REMEDY) -> None:
     saved = restored.record.get("data_fingerprint")
     if saved == now:
         return
@@ -182,9 +196,7 @@ def _check_data(restored: Restored, now: Fingerprint, allow_other: bool) -> None
         f"{new.get(key)}): {what}, the tokenizer, the order or the sequence length has changed"
     )
     if not allow_other:
-        raise UserError(
-            f"{problem}. Undo the change, set trainer.id to start another run, or go on by --allow-config-change"
-        )
+        raise UserError(f"{problem}. {remedy}")
     logger.warning("%s; training goes on", problem)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ from typing import Any, Literal
 
 import yaml
 
+from lm_trainer.core.errors import MachineError
 from lm_trainer.run.find import checkpoints_of
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
+
+logger = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 16
 """Bytes at the end of metrics.jsonl in which the last loss is looked for."""
@@ -25,8 +29,9 @@ class RunListing:
 
     id: str
     directory: Path
-    state: Literal["running", "done", "stopped", "not begun"]
-    """`running`: a process holds the directory; `stopped`: the same command would go on."""
+    state: Literal["running", "done", "stopped", "not begun", "damaged"]
+    """`running`: a process holds the directory; `stopped`: the same command would go on; `damaged`: its run.json cannot
+    be read, and a line in the log says why."""
     step: int
     """Steps that are logged."""
     steps: int | None
@@ -55,7 +60,12 @@ def _run_directories(base: Path) -> Iterator[Path]:
 def _read(path: Path) -> RunListing:
     step, loss = _last_logged(path / METRICS)
     summary = _json(path / SUMMARY)
-    checkpoints = checkpoints_of(path)
+    try:
+        checkpoints = checkpoints_of(path)
+    except MachineError as error:
+        # The others are listed all the same.
+        logger.warning("%s", error)
+        checkpoints = None
     # In a bucket only the server would know.
     places = [path, checkpoints] if isinstance(checkpoints, Path) else [path]
     files = [path / name for name in ("run.json", METRICS, SUMMARY)]
@@ -64,6 +74,8 @@ def _read(path: Path) -> RunListing:
     state: Any = "stopped" if step else "not begun"
     if _held(path / ".lock"):
         state = "running"
+    elif checkpoints is None:
+        state = "damaged"
     elif summary.get("step", -1) >= step or (steps is not None and step >= steps):
         state = "done"
     changed = max(file.stat().st_mtime for file in files if file.is_file())
@@ -76,11 +88,10 @@ def _last_logged(file: Path) -> tuple[int, float | None]:
     for line in _last_lines(file):
         try:
             record = json.loads(line)
-        except ValueError:
-            # The first may be half a line, and the last one that is being written.
+            step, loss = int(record["step"]), float(record["train/loss"])
+        except (ValueError, TypeError, KeyError):
+            # The first may be half a line, and the last one that is being written; others have no loss.
             continue
-        if isinstance(record, dict) and "train/loss" in record:
-            step, loss = record["step"], float(record["train/loss"])
     return step, loss
 
 
@@ -102,9 +113,10 @@ def _total_steps(path: Path) -> int | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _held(lock: Path) -> bool:

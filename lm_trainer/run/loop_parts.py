@@ -22,7 +22,7 @@ from lm_trainer.run.artifacts import Artifacts
 from lm_trainer.run.attempt import Attempt
 from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.batches import DataWait
-from lm_trainer.run.checkpoints import Checkpoints, Fingerprint
+from lm_trainer.run.checkpoints import EMPTY_STEPS, SERIES, Checkpoints, Fingerprint
 from lm_trainer.run.compilation import Compilation
 from lm_trainer.run.evaluations import EvalSets, Evaluations
 from lm_trainer.run.hf_exports import HfExports
@@ -34,7 +34,7 @@ from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress, open_trackers, profile_directory
 from lm_trainer.trackers.base import Composite
-from lm_trainer.trackers.jsonl import METRICS
+from lm_trainer.trackers.json_lines import METRICS
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,29 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
     with ExitStack() as stack:
         # Before the trackers drop the lines of steps that come again.
         goodput = Goodput.resume(directory.path / METRICS, state.step, attempt.started)
+        saved = attempt.store.record(state.step)
         # Opened first and closed last, so that what the other parts report at their end arrives.
-        tracker = stack.enter_context(closing(_open_trackers(attempt, state.step)))
+        tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
+        for gap in tracker.gaps:
+            progress.note(f"warning: {gap}")
         tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, program.sharding, program.model.axes)
         bad_batches = BadBatchDump(directory.path / "non-finite")
-        # A resumed run goes on with the chain of its checkpoint, so that its fingerprint covers all steps.
-        chain = attempt.store.record(state.step).get("chain", "")
         meter = _meter(config, program, options, goodput)
         alerts = stack.enter_context(closing(Alerts(config.alerts, directory.path, tracker, progress, sends=is_lead())))
         watchdog.on_stall = alerts.stalled
         logger = MetricLogger(
-            config, tracker, progress, meter, norms, memory_meter(), bad_batches=bad_batches, alerts=alerts, chain=chain
+            config,
+            tracker,
+            progress,
+            meter,
+            norms,
+            memory_meter(),
+            bad_batches=bad_batches,
+            alerts=alerts,
+            chain=directory.chain,
+            empty_steps=saved.get(EMPTY_STEPS, 0),
         )
         metrics = stack.enter_context(closing(logger))
         profiler = stack.enter_context(_profiler(attempt, tracker))
@@ -146,13 +156,14 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         yield OpenLoop(parts, tracker, artifacts)
 
 
-def _open_trackers(attempt: Attempt, step: int) -> Composite:
+def _open_trackers(attempt: Attempt, step: int, series: Any) -> Composite:
     directory = attempt.directory
     return open_trackers(
         attempt.config.trackers,
         run_dir=directory.path,
         run_id=directory.name,
         resume_step=step,
+        series=series,
         process_index=jax.process_index(),
     )
 

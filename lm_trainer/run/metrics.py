@@ -24,6 +24,8 @@ from lm_trainer.trackers import Progress
 from lm_trainer.trackers.base import Composite
 
 _NAMED = ("loss", "grad_norm", "tokens")
+_EMPTY_STEPS = "data/steps_without_loss_tokens"
+"""Number of such steps in the run so far, logged with each of them."""
 
 
 class _Pending(NamedTuple):
@@ -45,6 +47,7 @@ class MetricLogger:
     Attributes:
         train_loss: of the last step that was read.
         eval_losses: of the last evaluation, by name.
+        empty_steps: of the run, those in whose batch no token had a loss.
         chain: over the losses and gradient norms of all steps of the run that were read (`extend_chain`).
     """
 
@@ -60,6 +63,7 @@ class MetricLogger:
         bad_batches: BadBatchDump,
         alerts: Alerts,
         chain: str = "",
+        empty_steps: int = 0,
     ):
         self._config, self._trackers, self._progress, self._meter = config, trackers, progress, meter
         self._watcher, self._bad_batches, self._alerts = watcher, bad_batches, alerts
@@ -69,7 +73,8 @@ class MetricLogger:
         self._waiting = ThreadPoolExecutor(1, "step done")
         self.train_loss = math.nan
         self.eval_losses: dict[str, float] = {}
-        self.chain = chain
+        self.chain, self.empty_steps = chain, empty_steps
+        self._told_of_empty = False
 
     def step_done(self, info: StepInfo) -> None:
         """Takes a step that was just enqueued, and records the one before."""
@@ -96,22 +101,38 @@ class MetricLogger:
         pending, self._pending = self._pending, None
         values = {name: scalar(x) for name, x in pending.metrics.items()}
         speed = self._meter.step(pending.tokens, loading=pending.loading, done=pending.done.result())
-        self.train_loss = values["loss"]
+        empty = not values["tokens"]
+        if not empty:
+            self.train_loss = values["loss"]
         # Before anything can fail: the chain covers every step that was applied.
         self.chain = extend_chain(self.chain, pending.step, values["loss"], values["grad_norm"])
         of_step = step_metrics(values, pending.learning_rate)
         metrics = {**of_step, "throughput/total_tokens": pending.total_tokens, **speed}
-        # The last step and a bad one are always written, however seldom the others are.
+        if empty:
+            metrics |= self._count_empty(pending.step)
+        # The last step, a bad and an empty one are always written, however seldom the others are.
         last = pending.step == self._config.num_train_steps
-        if last or pending.step % self._config.steps_per_log == 0 or not _finite(values):
+        if last or pending.step % self._config.steps_per_log == 0 or empty or not _finite(values):
             self._trackers.log(metrics | self._measure_memory(), step=pending.step)
         self._progress.log(pending.step, metrics)
         self._record_watched(pending.step)
         try:
             self._check_finite(pending.step, values)
         finally:
-            # Also of the step that ends the run; behind its message.
-            self._alerts.step(pending.step, of_step, speed)
+            # Also of the step that ends the run; behind its message. A loss that is 0 by definition tells no alert
+            # anything, and would count among the losses that later ones are compared with.
+            if not empty:
+                self._alerts.step(pending.step, of_step, speed)
+
+    def _count_empty(self, step: int) -> dict[str, float]:
+        self.empty_steps += 1
+        if not self._told_of_empty:
+            self._told_of_empty = True
+            self._progress.note(
+                f"warning: step {step}: no token of its batch has a loss, so that its loss and gradient are 0; "
+                f"{_EMPTY_STEPS} counts such steps"
+            )
+        return {_EMPTY_STEPS: self.empty_steps}
 
     def _record_watched(self, step: int) -> None:
         for watched in self._watcher.report(until=step):
@@ -123,7 +144,7 @@ class MetricLogger:
     def evaluated(self, step: int, name: str, means: Mapping[str, float]) -> None:
         """Records an evaluation after `step` steps; `name` is that of the set, "" for the only one."""
         self.eval_losses[name or "validation"] = means["loss"]
-        metrics = {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
+        metrics = evaluation_metrics(name, means)
         self._trackers.log(metrics, step=step)
         self._progress.note(f"step {step}: " + ", ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
         # The time since the last step is that of the evaluation.
@@ -131,7 +152,7 @@ class MetricLogger:
 
     def evaluated_group(self, step: int, name: str, found: Mapping[str, float]) -> None:
         """Records the means over several sets after `step` steps; `name` is that of the group, "" for all sets."""
-        self._trackers.log({"/".join(filter(None, ("eval", name, key))): x for key, x in found.items()}, step=step)
+        self._trackers.log(evaluation_metrics(name, found), step=step)
         shown = f"step {step}: eval{f'/{name}' if name else ''}: "
         self._progress.note(shown + ", ".join(f"{key} {value:.4f}" for key, value in found.items()))
 
@@ -152,6 +173,10 @@ class MetricLogger:
         proof = fingerprint(self.chain, found)
         self._trackers.log_record({"fingerprint": proof}, step=state.step)
         return {"fingerprint": proof, "chain": self.chain, "hashes": found}
+
+    def sync(self) -> Mapping[str, Any]:
+        """Puts on disk what was recorded, before a checkpoint; returns what that is to remember (`Composite.sync`)."""
+        return self._trackers.sync()
 
     def close(self) -> None:
         """Ends the thread that waits for steps; safe to call twice."""
@@ -202,6 +227,11 @@ def step_metrics(values: Mapping[str, float], learning_rate: float | None) -> di
         "data/loss_tokens": values["tokens"],
         **{_metric_name(name): value for name, value in values.items() if name not in _NAMED},
     }
+
+
+def evaluation_metrics(name: str, means: Mapping[str, float]) -> dict[str, float]:
+    """The means of an evaluation by the names that they are logged under; `name` is that of the set or group, or ""."""
+    return {"/".join(filter(None, ("eval", name, key))): value for key, value in means.items()}
 
 
 def _metric_name(name: str) -> str:

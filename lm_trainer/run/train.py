@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,10 +33,11 @@ from lm_trainer.run.adapters import describe_size, find_base, training_flops
 from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import batches_from
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.data_notes import BuildWatch, empty_rows_note
 from lm_trainer.run.directory import run_id
+from lm_trainer.run.evaluations import named_sets
 from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hf_exports import HfExports, check_exports
-from lm_trainer.run.hooks import StepInfo
 from lm_trainer.run.initial_weights import choose_vocab_size
 from lm_trainer.run.local_params import local_params
 from lm_trainer.run.loop import train_to_end
@@ -74,15 +75,19 @@ class Summary:
     """True of a model that writes what it hears, and goes on from no text."""
     exports: bool = True
     """True of a model for which transformers' format has a place."""
+    gaps: Sequence[str] = ()
+    """A line about each file of metrics that lacks steps of the run."""
 
     def lines(self) -> list[str]:
         """The end of the terminal's output: what came out, and where everything is."""
         if math.isnan(self.train_loss) and not self.eval_losses:
-            result = [f"run {self.name} was complete already, after step {self.step}"]
+            complete = "has all its steps, but not all their metrics" if self.gaps else "was complete already"
+            result = [f"run {self.name} {complete}, after step {self.step}"]
         else:
             losses = {"train loss": self.train_loss, **{f"{k} loss": v for k, v in self.eval_losses.items()}}
             text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
             result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
+        result += [f"warning: {gap}" for gap in self.gaps]
         if self.sample is not None:
             before = "what is said" if self.hears else "the prompt"
             origin = f"sample (up to ⟫ it is {before}, from there on the model's):"
@@ -135,13 +140,13 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         config, attempt, data, program = run.config, run.attempt, run.data, run.program
         options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
         if not data.complete:
-            options.hooks.add(BuildWatch(data, progress), every=1)
+            options.hooks.add(BuildWatch(config, data, progress), every=1)
         if config.hf_save_path is not None:
             exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name)
             options.exports = (stack.enter_context(exports),)
         tasks = None if config.eval_harness is None else TaskEvaluation(config, data.tokenizer)
         sets = data.validation()
-        options.eval_sets = [(each if len(sets) > 1 else None, held_out) for each, held_out in sets.items()]
+        options.eval_sets = named_sets(sets)
         if not sets:
             progress.note("no validation set (data.validation_urls), so there is no evaluation")
         opened = stack.enter_context(open_loop(attempt, program, run.state, options))
@@ -173,6 +178,7 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
             sample,
             hears=config.model.features_shape is not None,
             exports=_exports(config.model),
+            gaps=opened.tracker.gaps,
         )
 
 
@@ -293,6 +299,8 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
     )
     if so_far:
         progress.note(describe_build(data))
+    if note := empty_rows_note(config, data):
+        progress.note(note)
     if note := recomputation_note(config.trainer, config.model.spec(vocab_size)):
         progress.note(note)
 
@@ -364,23 +372,3 @@ def describe_build(data: Data) -> str:
     if "shuffle" not in because:
         return waits
     return f"{waits}; to begin at once, write data.shuffle: {{type: era}}, which draws early batches from early text"
-
-
-class BuildWatch:
-    """A hook that says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
-
-    def __init__(self, data: Data, progress: Progress):
-        self._data, self._progress, self._told = data, progress, False
-
-    def __call__(self, info: StepInfo) -> None:
-        if self._told:
-            return
-        try:
-            self._data.check_builds()
-        except UserError as error:
-            self._progress.note(f"warning: {error}. Training goes on with the text that is there")
-            self._told = True
-        if self._data.complete:
-            tokens = self._data.num_train_tokens
-            self._progress.note(f"step {info.step}: all text is tokenised, {tokens:,} training tokens")
-            self._told = True

@@ -16,7 +16,6 @@ from lm_trainer.checkpoint.store import CheckpointStore
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.config import Config
-from lm_trainer.core.errors import UserError
 from lm_trainer.core.precision import Policy
 from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
@@ -30,6 +29,16 @@ from lm_trainer.run.loop import follow_up, take_step, train_to_end, training_ste
 from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
 from lm_trainer.run.model import Selection, trace_module
 from lm_trainer.run.program import Program, plan_program
+from lm_trainer.run.trainer_arguments import (
+    check_batch,
+    check_dataset,
+    check_eval_set,
+    check_hook,
+    check_loader,
+    check_model,
+    check_state,
+    check_trainer,
+)
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.gradient import LossFn
 from lm_trainer.step.model_def import ModelDef
@@ -78,12 +87,7 @@ class Trainer:
         progress: Progress | None = None,
         add_default_hooks: bool = True,
     ):
-        if not isinstance(optimizer, Optimizer):
-            raise UserError(
-                f"Trainer: the optimizer must be one of lm_trainer.optim, such as AdamConfig(learning_rate=1e-3), not "
-                f"{type(optimizer).__name__}; a transformation of optax becomes one by "
-                f"lm_trainer.optim.from_optax(NAME, TRANSFORMATION)"
-            )
+        check_trainer(config, optimizer, loss_fn)
         self.config, self.optimizer, self.loss_fn = config, optimizer, loss_fn
         self.progress = progress or Progress(config.num_train_steps)
         self.hooks = Hooks()
@@ -182,6 +186,7 @@ class Trainer:
         """
         if fn is None:
             return lambda function: self.add_hook(function, every=every)
+        check_hook(fn)
         self.hooks.add(fn, every)
         return fn
 
@@ -193,7 +198,15 @@ class Trainer:
         """Evaluates on a held-out set every `steps_per_eval` steps: `eval/loss`, or `eval/NAME/loss`.
 
         Where the run averages its weights, the average is evaluated as well, as `eval/ema/loss`.
+
+        Args:
+            eval_dataset: one set, such as an entry of `lm_trainer.data.open_data(...).validation()`.
+            name: of the set, where there are several.
+
+        Raises:
+            UserError: for what is no held-out set, and for a name that another has.
         """
+        check_eval_set(eval_dataset, name, (each for each, _ in self._eval_sets))
         self._eval_sets.append((name, eval_dataset))
 
     def initial_state(
@@ -222,6 +235,7 @@ class Trainer:
         """
         if (model is None) == (model_init is None):
             raise ValueError("give either model or model_init")
+        check_model(model, model_init)
         definition = model_init if isinstance(model_init, ModelDef) else None
         if definition is None:
             # A copy, since tracing must leave the user's module as it is.
@@ -265,6 +279,7 @@ class Trainer:
         Args:
             dataset: has a method `train`, as `lm_trainer.data.open_data` returns it; or as for `GrainLoader`.
         """
+        check_dataset(dataset)
         if not hasattr(dataset, "train"):
             return GrainLoader(dataset)  # pyright: ignore[reportArgumentType]
         numbered: Any = dataset
@@ -277,6 +292,8 @@ class Trainer:
             state: before the step.
             batch: this process's rows of the global batch, as NumPy arrays.
         """
+        check_state(state)
+        check_batch(batch)
         return take_step(self.loop.parts, state, batch, loading=0.0)
 
     def training_steps(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> Iterator[StepInfo]:
@@ -286,6 +303,7 @@ class Trainer:
             Preempted: after a stop signal, with everything saved.
             NonFiniteError: when the loss is not finite and the configuration says to stop.
         """
+        check_loader(state, train_loader)
         return training_steps(self.loop.parts, state, _from(train_loader, state))
 
     def train(self, state: TrainState, train_loader: BatchLoader | Iterable[Batch]) -> TrainState:
@@ -294,6 +312,7 @@ class Trainer:
         Returns:
             The last state.
         """
+        check_loader(state, train_loader)
         return train_to_end(self.loop.parts, state, _from(train_loader, state))
 
     def write_artifact(self, name: str, artifact: Any, type: str = "artifact") -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
@@ -44,16 +45,37 @@ def loss_of_params(
 ) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """The loss as a function of all parameters, with what is logged inside model and loss among its metrics.
 
-    It raises UserError for a metric by the name of a scalar of the step's own.
+    It raises UserError for another result than that of a `LossFn`, and for a metric by the name of a scalar of the
+    step's own.
     """
 
     def losses(params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        total, weight, metrics = loss(model.merge(params), batch, key)
+        total, weight, metrics = _checked(loss(model.merge(params), batch, key))
         if taken := sorted(RESERVED & metrics.keys()):
             raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
         return total, weight, metrics
 
     return with_logged(losses)
+
+
+def _checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
+        if all(jnp.shape(x) == () for x in result[:2]):
+            return result[0], result[1], dict(result[2])
+        shapes = " and ".join(str(jnp.shape(x)) for x in result[:2])
+        given = f"the first two have the shapes {shapes}, and are to be scalars: sum them over all positions"
+    else:
+        given = f"it returned {_described(result)}"
+    raise UserError(
+        f"the loss must return (sum of the weighted losses, sum of the weights, dict of further sums, which may be "
+        f"empty); {given}"
+    )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"{len(result)} values, as {type(result).__name__}"
+    return "one value; a mean becomes two sums" if isinstance(result, jax.Array) else type(result).__name__
 
 
 def loss_and_gradient(model: ModelDef, loss: LossFn, trainable: Collection[str]) -> MicrobatchFn:

@@ -177,8 +177,8 @@ class Watcher:
         weight, targets = values
         scalars, histograms = {}, {}
         for target, seen in targets.items():
-            # A batch in which nothing has a weight has no mean gradient.
-            scale = 1 / (float(weight) or math.nan) if target == "grads" else 1.0
+            # The gradient of a batch in which nothing has a weight is 0, as the step takes it.
+            scale = 1 / (float(weight) or math.inf) if target == "grads" else 1.0
             squares = seen.get("squares", {})
             if self._config.include_norms:
                 # Rounded once, so that the order of the parameters does not matter.

@@ -32,7 +32,8 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
     Its arguments are parameters, optimizer state, summed gradients, the optimizer's curvature estimate (None where it
     takes none at this step), and a dict of float32 scalars: `loss`, `weight` and what else the loss reports, as sums;
     `squares`, the sum of squares of the gradients; `learning_rate`. A step whose loss or gradient is not finite leaves
-    parameters and optimizer as they were, but for the count of skipped steps.
+    parameters and optimizer as they were, but for the count of skipped steps. Where no token has a weight, loss and
+    gradient are 0.
     """
 
     def update(
@@ -40,13 +41,17 @@ def make_update(optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs)
     ) -> tuple[Params, Any, Metrics]:
         sums = dict(scalars)
         weight, squares, learning_rate = sums.pop("weight"), sums.pop("squares"), sums.pop("learning_rate")
+        # A batch without a token that counts has no mean: divided by infinity, all that is finite becomes 0.
+        divisor = jnp.where(weight == 0, jnp.inf, weight)
         # Divided once, after all sums: a mean of means would depend on how the batch is cut.
-        means = {name: total / weight for name, total in sums.items()}
-        grad_norm = jnp.sqrt(squares) / weight
-        mean_grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+        means = {name: total / divisor for name, total in sums.items()}
+        grad_norm = jnp.sqrt(squares) / divisor
+        mean_grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype), grads)
         given = {"learning_rate": learning_rate, "grad_norm": grad_norm, "loss": means["loss"]}
         if optimizer.curvature is not None:
             given |= {"curvature": curvature, "weight": weight}
+        if optimizer.skips_steps:
+            given |= {"weight": weight}
         updates, new_opt_state = tx.update(mean_grads, opt_state, params, **given)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         # Selected on the device: if the host decided, it would wait for every step.

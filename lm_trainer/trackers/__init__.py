@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from lm_trainer.trackers.base import Composite, TrackedRun, Tracker, TrackerConf
 from lm_trainer.trackers.console import Progress
 from lm_trainer.trackers.jsonl import JsonlConfig, JsonlTracker, read_metrics
 from lm_trainer.trackers.noop import NoopConfig, NoopTracker
+from lm_trainer.trackers.series import Plain
 from lm_trainer.trackers.tensorboard import TensorboardConfig
 from lm_trainer.trackers.trackio import TrackioConfig
 from lm_trainer.trackers.wandb import WandbConfig
@@ -47,6 +48,7 @@ def open_trackers(
     run_dir: str | Path,
     run_id: str,
     resume_step: int = 0,
+    series: Mapping[str, Plain] | None = None,
     process_index: int = 0,
 ) -> Composite:
     """Opens metrics.jsonl and the configured trackers, as one that the caller has to close.
@@ -57,6 +59,7 @@ def open_trackers(
         run_id: the name of the run.
         resume_step: how many steps are done and restored; records of later steps are dropped, because they come
             again. 0: the files that are there get another name.
+        series: the lines that the run's own files must have, as `Composite.sync` returned them for the checkpoint.
         process_index: of several processes that train one run, only the first, 0, writes anything.
 
     Raises:
@@ -66,7 +69,7 @@ def open_trackers(
     """
     if process_index:
         return Composite(NoopTracker(), ())
-    run = TrackedRun(Path(run_dir), run_id, resume_step)
+    run = TrackedRun(Path(run_dir), run_id, resume_step, series or {})
     always, others = JsonlTracker(run), []
     try:
         for config in configs:

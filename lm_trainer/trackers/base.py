@@ -7,7 +7,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ import numpy as np
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
+from lm_trainer.trackers.series import Plain
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class TrackedRun:
     id: str
     resume_step: int
     """Steps that are done and stay: later ones that were logged come again. 0: all of them come again."""
+    series: Mapping[str, Plain] = field(default_factory=dict)
+    """By the name of a file of the run, the lines that it must have: those that were there when the checkpoint of
+    `resume_step` was saved."""
 
 
 class Tracker(Protocol):
@@ -71,6 +75,12 @@ class Tracker(Protocol):
         """
         ...
 
+    def sync(self) -> None:
+        """Returns when what was logged would outlast a power cut, as far as it is kept on this machine: a checkpoint is
+        about to appear, whose steps will not be logged again.
+        """
+        ...
+
     def close(self) -> None:
         """Writes out everything that is still buffered."""
         ...
@@ -81,6 +91,16 @@ class RunFile(Tracker, Protocol):
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
         """Texts that belong to a step as its metrics do, such as a fingerprint."""
+        ...
+
+    @property
+    def series(self) -> Mapping[str, Plain]:
+        """The lines of each file, for `TrackedRun.series` of the next attempt."""
+        ...
+
+    @property
+    def gaps(self) -> Sequence[str]:
+        """A line for people about each file that lacks lines which it must have."""
         ...
 
 
@@ -175,6 +195,20 @@ class Composite:
         """
         clean = re.sub(r"[^A-Za-z0-9._-]", "-", name)
         self._each(lambda tracker: tracker.log_artifact(clean, path, type=type))
+
+    def sync(self) -> Mapping[str, Plain]:
+        """Puts on disk what was logged, before a checkpoint appears; returns what the checkpoint is to remember of it.
+
+        Raises:
+            MachineError: when the run's own files cannot be written, or are gone.
+        """
+        self._each(lambda tracker: tracker.sync())
+        return self._always.series
+
+    @property
+    def gaps(self) -> Sequence[str]:
+        """A line for people about each of the run's own files that lacks lines of steps that are done."""
+        return self._always.gaps
 
     def close(self) -> None:
         """Closes every tracker, even where one of them fails; safe to call twice."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,13 +13,12 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_trainer.core.config import LocalPath
-from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+from lm_trainer.trackers.json_lines import METRICS, JsonLines, machine_error, parse
+from lm_trainer.trackers.series import Plain, describe
 
-logger = logging.getLogger(__name__)
-
-METRICS, TEXTS, HISTOGRAMS, SUMMARY = "metrics.jsonl", "texts.jsonl", "histograms.jsonl", "summary.json"
+TEXTS, HISTOGRAMS, SUMMARY = "texts.jsonl", "histograms.jsonl", "summary.json"
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -37,7 +32,7 @@ class JsonlConfig(TrackerConfig):
     def open(self, run: TrackedRun) -> JsonlTracker:
         directory = Path(self.path).expanduser() / run.id
         make_writable(directory, "trainer.tracker.path")
-        return JsonlTracker(replace(run, dir=directory))
+        return JsonlTracker(replace(run, dir=directory, series={}))
 
 
 class JsonlTracker:
@@ -55,10 +50,11 @@ class JsonlTracker:
 
     def __init__(self, run: TrackedRun):
         self._run = run
-        self._files = {METRICS: _JsonLines(run.dir / METRICS, run.resume_step)}
-        # Opened now if they exist, since opening drops the steps that come again; else with the first line.
+        self._files: dict[str, JsonLines] = {}
+        self._lines(METRICS)
+        # Opened now if they exist or should, since opening drops the steps that come again; else with the first line.
         for name in (TEXTS, HISTOGRAMS):
-            if (run.dir / name).exists():
+            if (run.dir / name).exists() or name in run.series:
                 self._lines(name)
         self._summary: dict[str, Any] = {}
 
@@ -79,7 +75,7 @@ class JsonlTracker:
         try:
             write_atomically(path, json.dumps(encode(self._summary), indent=1) + "\n")
         except OSError as error:
-            raise _machine_error(path, error) from error
+            raise machine_error(path, error) from error
 
     def log_text(self, name: str, text: str, *, step: int) -> None:
         self._lines(TEXTS).write({**_record(step), "name": name, "text": text})
@@ -94,14 +90,37 @@ class JsonlTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: artifacts are files of the run directory."""
 
+    def sync(self) -> None:
+        for lines in self._files.values():
+            lines.sync()
+
+    @property
+    def series(self) -> dict[str, Plain]:
+        return {name: lines.series for name, lines in self._files.items()}
+
+    @property
+    def gaps(self) -> list[str]:
+        found = []
+        for name, lines in self._files.items():
+            kinds = (f"{kind} of {describe(steps)}" for kind, steps in lines.missing.items())
+            if lines.missing:
+                at = self._run.resume_step
+                found.append(
+                    f"{self._run.dir / name} lacks lines that were there at the checkpoint of step {at}: "
+                    f"{'; '.join(kinds)}. `lmt replay {self._run.id} --metrics` computes them again, but for what "
+                    f"your own code logged"
+                )
+        return found
+
     def close(self) -> None:
         for lines in self._files.values():
             lines.close()
 
-    def _lines(self, name: str) -> _JsonLines:
+    def _lines(self, name: str) -> JsonLines:
         """The file of this name, without the lines that a resumed run computes again."""
         if name not in self._files:
-            self._files[name] = _JsonLines(self._run.dir / name, self._run.resume_step)
+            run = self._run
+            self._files[name] = JsonLines(run.dir / name, run.resume_step, run.series.get(name))
         return self._files[name]
 
 
@@ -111,7 +130,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     The file of a run that is going on may be read at any time. A torn last line, as a power cut can leave it, is
     skipped.
     """
-    records, _ = _parse((Path(run_dir) / METRICS).read_bytes())
+    records, _ = parse((Path(run_dir) / METRICS).read_bytes())
     return [{name: _decode(value) for name, value in record.items()} for record, _ in records]
 
 
@@ -132,99 +151,3 @@ def encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-class _JsonLines:
-    """A file to which whole lines are appended."""
-
-    def __init__(self, path: Path, resume_step: int):
-        self._path = path
-        try:
-            _drop_steps_after(path, resume_step)
-            # For appending, so that a line ends up at the end even if somebody else has the file open too.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise _machine_error(path, error) from error
-        self._size = os.fstat(self._fd).st_size
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        # One unbuffered write a line: a kill between two steps loses nothing, and a kill inside one tears no line.
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        try:
-            written = os.write(self._fd, line)
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
-        except OSError as error:
-            # A full disk may have taken half a line, which would spoil the next one.
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
-            raise _machine_error(self._path, error) from error
-        self._size += len(line)
-
-    def close(self) -> None:
-        if self._fd < 0:
-            return
-        # Closing twice is harmless: it also happens when another tracker fails to open.
-        fd, self._fd = self._fd, -1
-        try:
-            # At the end alone: it takes milliseconds, and without it a crash of the process loses nothing either.
-            os.fsync(fd)
-        except OSError as error:
-            raise _machine_error(self._path, error) from error
-        finally:
-            os.close(fd)
-
-
-def _drop_steps_after(path: Path, step: int) -> None:
-    """Keeps the whole lines of steps up to `step`; the file changes by a rename or not at all.
-
-    Where the run begins again at step 0 the file is kept under another name: its checkpoints were lost or moved, and
-    nothing says that the steps will come again.
-    """
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    records, broken = _parse(content)
-    if broken:
-        logger.warning("%s: dropped %d lines that were not whole", path, broken)
-    if records and not step:
-        path.rename(aside := _unused_name(path))
-        last = max(record["step"] for record, _ in records)
-        # Once for all files of a run.
-        level = logging.WARNING if path.name == METRICS else logging.INFO
-        logger.log(level, "%s reached step %d, but no checkpoint was found: kept as %s", path, last, aside.name)
-        return
-    kept = [line for record, line in records if record["step"] <= step]
-    if len(kept) < len(records):
-        logger.info("%s: dropped %d lines of steps after %d, which come again", path, len(records) - len(kept), step)
-    text = b"".join(kept)
-    if text != content:
-        write_atomically(path, text.decode())
-
-
-def _unused_name(path: Path) -> Path:
-    """The first of `metrics-1.jsonl`, `metrics-2.jsonl`, ... that does not exist."""
-    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
-
-
-def _parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """Parses the records with their lines, and counts the lines that hold none, a torn last one included."""
-    records, broken = [], 0
-    for line in content.splitlines(keepends=True):
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append((record, line))
-        else:
-            broken += 1
-    return records, broken
-
-
-def _machine_error(path: Path, error: OSError) -> MachineError:
-    return MachineError(
-        f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
-        f"command again: the run goes on from its newest checkpoint"
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+from lm_trainer.trackers.series import Plain
 
 
 class NoopConfig(TrackerConfig):
@@ -47,6 +48,17 @@ class NoopTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         pass
+
+    def sync(self) -> None:
+        pass
+
+    @property
+    def series(self) -> Mapping[str, Plain]:
+        return {}
+
+    @property
+    def gaps(self) -> Sequence[str]:
+        return ()
 
     def close(self) -> None:
         pass

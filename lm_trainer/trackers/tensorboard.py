@@ -74,6 +74,7 @@ class TensorboardTracker:
             self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
         except (OSError, ImportError) as error:
             raise UserError(f"{directory}: cannot hold event files ({error}); set trainer.tracker.logdir") from error
+        self._local = None if remote else next(Path(directory).glob(f"*{suffix}"))
         self._flush_seconds = _REMOTE_FLUSH_SECONDS if remote else 0.0
         self._flushed = time.monotonic()
         # TensorBoard then drops the events of earlier files from this step on, which come again.
@@ -120,6 +121,14 @@ class TensorboardTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: TensorBoard shows no files, and the run directory has them."""
+
+    def sync(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+        if self._local is not None:
+            # Opened by its name, so that a file that somebody has removed is noticed.
+            with self._local.open("rb") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -81,7 +81,8 @@ class TokenHistory:
                 record = json.loads(line)
             except ValueError:
                 continue
-            history._take(record)
+            if isinstance(record, dict):
+                history._take(record)
         return history
 
     def _take(self, record: Mapping[str, Any]) -> None:
@@ -141,6 +142,9 @@ class TokenFile:
                 # A line that a kill has cut off is not to spoil this one.
                 line = line if file.read(1) == b"\n" else b"\n" + line
             file.write(line)
+            file.flush()
+            # Before the checkpoint of this step, which a power cut does not take back.
+            os.fsync(file.fileno())
 
 
 def _ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:

@@ -88,6 +88,9 @@ class TrackioTracker:
         with _quiet():
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
 
+    def sync(self) -> None:
+        """Nothing: Trackio's own thread writes and sends."""
+
     def close(self) -> None:
         with _quiet():
             self._trackio.finish()  # unlike the run's own, nothing is left for the interpreter's exit

@@ -120,6 +120,9 @@ class WandbTracker:
             files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
         self._upload(name, type, files)
 
+    def sync(self) -> None:
+        """Nothing: W&B's own process writes and sends."""
+
     def close(self) -> None:
         if self._dump_dir is not None and self._dump_dir.is_dir():
             self.log_artifact("xla-dumps", self._dump_dir, type="xla_dumps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
@@ -16,8 +17,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, root_cause
+from lm_trainer.checkpoint.record import sealed
+from lm_trainer.checkpoint.store import KEPT, CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
 from tests.checkpoint.steps import (
     NEVER,
@@ -110,6 +113,36 @@ def test_temporary_checkpoints_of_earlier_attempts_can_be_kept(directory: Path) 
     assert committed_steps(directory) == [3, 7]
 
 
+def test_permanent_checkpoints_stay_under_every_later_policy(directory: Path) -> None:
+    every_ten, rare = (NEVER.model_copy(update={"keep": (KeepEvery(every=n),)}) for n in (10, 1000))
+    store = CheckpointStore(directory, every_ten)
+    for step, record in ((10, {}), (13, {KEPT: True}), (20, {}), (25, {})):
+        store.save(step, arrays(step, sharded(1)), record)
+    store.close()
+    assert store.promise_note() is None
+    for config in (rare, rare.model_copy(update={"delete_old_temp_checkpoints": False}), NEVER):
+        again = CheckpointStore(directory, config)
+        assert "steps 10, 13, 20, which were permanent" in (again.promise_note() or "")
+        assert f"rm -r {directory / '10'}" in (again.promise_note() or "")
+        again.close()
+    saved(directory, 30, 33, config=rare).close()
+    assert committed_steps(directory) == [10, 13, 20, 33]
+    # Nor does a policy that asks for less make permanent what was saved as temporary.
+    saved(directory, 34, config=every_ten).close()
+    assert committed_steps(directory) == [10, 13, 20, 34]
+
+
+def test_checkpoints_that_do_not_say_whether_they_are_permanent_stay(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As versions wrote them that judged by the policy of the day alone.
+    with monkeypatch.context() as older:
+        older.setattr(store_module, "sealed", lambda record: sealed({k: v for k, v in record.items() if k != KEPT}))
+        saved(directory, 10, 20, 21, config=NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})).close()
+    saved(directory, 22, 23).close()
+    assert committed_steps(directory) == [10, 20, 21, 23]
+
+
 def test_an_old_step_whose_metadata_break_hinders_nothing(directory: Path) -> None:
     config = NEVER.model_copy(update={"keep": (KeepEvery(every=10),)})
     store = saved(directory, 10, 20, 21, config=config)
@@ -183,6 +216,29 @@ def test_a_damaged_step_is_moved_aside_and_the_one_before_is_used(
     store.save(2, arrays(2, sharded(8)), {})
     store.close()
     assert committed_steps(directory) == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["index", "bit", "half deleted"])
+def test_a_damaged_array_is_one_line_though_others_are_still_read(
+    directory: Path, how: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture
+) -> None:
+    many = {f"params.{number}": jax.numpy.full((256, 64), number) for number in range(60)}
+    store = CheckpointStore(directory, NEVER)
+    store.save(1, many, {})
+    store.wait()
+    if how == "index":
+        # The tree by which every array is found: all reads fail, one after another.
+        for file in (directory / "1" / "state" / "d").iterdir():
+            content = file.read_bytes()
+            file.write_bytes(content[:20] + bytes(8) + content[28:])
+    else:
+        damage(directory / "1", how)
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for name, x in many.items()}
+    with pytest.raises(MachineError, match="no checkpoint can be used"):
+        store.restore(shapes)
+    gc.collect()
+    assert capfd.readouterr().err == ""
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 # Reads that Orbax leaves behind when one of them fails end whenever they are collected.

@@ -162,3 +162,18 @@ def test_the_limit_is_mean_plus_deviations_of_what_is_held(count: int) -> None:
         held.append(float(i * i))
     wanted = np.mean(held) + 2 * np.std(held) if count >= 2 else math.inf
     assert float(history.limit(2.0)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_batch_in_which_no_token_counts_is_not_bad_and_leaves_no_trace_in_the_history() -> None:
+    training = Run(skipping(4), FEW, compiled=False)
+    update = make_update(training.config, training.tx)
+    # Losses below 0, of which a loss of 0 would be an outlier.
+    scalars = {"loss": -50.0, "weight": 10.0, "squares": 100.0, "learning_rate": 0.01}
+    params, state = training.params, training.state
+    for grads, changes in [(GRADS, {})] * 4 + [(None, {"loss": 0.0, "weight": 0.0, "squares": 0.0}), (GRADS, {})]:
+        given = {name: jnp.float32(x) for name, x in {**scalars, **changes}.items()}
+        grads = grads or jax.tree.map(np.zeros_like, GRADS)
+        params, state, metrics = update(params, state, grads, None, given)
+        assert metrics["optim/skipped_steps"] == 0
+    np.testing.assert_array_equal(state.losses.ring, np.full(4, -5.0, np.float32))
+    assert int(state.losses.count) == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from lm_trainer.checkpoint.record import sealed
 from tests.conftest import Outcome, RunLmt, refused, run_here
 from tests.run.conftest import Plain, merged
 
@@ -236,3 +238,88 @@ def test_verify_on_other_devices(tmp_path: Path, run_lmt: RunLmt) -> None:
     result = run_lmt("verify", "run", "--segments", "2", "--seed", "0")
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "equal, bit for bit: 4 steps"
+
+
+def lose(directory: Path, *steps: int) -> str:
+    """Removes the lines of some steps; returns the file as it was, without what belongs to the day."""
+    file = directory / "logs/run/metrics.jsonl"
+    before = lasting(directory)
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if json.loads(line)["step"] not in steps))
+    return before
+
+
+def lasting(directory: Path) -> str:
+    """The lines of the metrics without times, speeds and memory."""
+    of_the_day = re.compile(r"time$|^memory/|^throughput/(?!total_tokens)")
+    return "\n".join(
+        json.dumps({name: value for name, value in line.items() if not of_the_day.search(name)})
+        for line in metrics(directory)
+    )
+
+
+def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
+    before = lose(copied, 3, 4)
+    result = run_here("train", "run.yaml")
+    assert "run run has all its steps, but not all their metrics, after step 6" in result.stdout
+    assert "lacks lines that were there at the checkpoint of step 6: train/loss of 3 to 4" in result.stdout
+    found = as_json(run_here("replay", "run", "--metrics", "--json"))
+    assert found["lines"] == {"metrics.jsonl": {"train/loss": [3, 4], "fingerprint": [4]}}
+    assert (found["left"], found["proved"]) == ({}, [4])
+    assert lasting(copied) == before
+    assert "was complete already" in run_here("train", "run.yaml").stdout
+
+
+def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> None:
+    lose(copied, 3, 4)
+    record = json.loads((copied / "checkpoints/run/4/_CHECKPOINT_METADATA").read_text())
+    record["custom_metadata"] = sealed({**record["custom_metadata"], "fingerprint": "0" * 16})
+    (copied / "checkpoints/run/4/_CHECKPOINT_METADATA").write_text(json.dumps(record))
+    before = (copied / "logs/run/metrics.jsonl").read_bytes()
+    refused(run_here("replay", "run", "--metrics"), "come out otherwise here", "lmt verify")
+    assert (copied / "logs/run/metrics.jsonl").read_bytes() == before
+    refused(run_here("replay", "run"), "--step N, or give --metrics")
+    refused(run_here("replay", "run", "--metrics", "--step", "3"), "--step N, or give --metrics")
+
+
+@pytest.mark.slow
+def test_evaluations_watched_norms_and_histograms_come_back_too(in_tmp_path: Path) -> None:
+    watch = {"interval": 2, "include_histograms": True}
+    config = write(in_tmp_path, trainer={"watch": watch, "steps_per_eval": 3}, data={"validation_urls": ["text.txt"]})
+    assert run_here("train", config).returncode == 0
+    before = lasting(in_tmp_path), (in_tmp_path / "logs/run/histograms.jsonl").read_text()
+    (in_tmp_path / "logs/run/histograms.jsonl").unlink()
+    (in_tmp_path / "logs/run/metrics.jsonl").unlink()
+    assert as_json(run_here("replay", "run", "--metrics", "--json"))["left"] == {}
+    assert lasting(in_tmp_path) == before[0]
+    again = (in_tmp_path / "logs/run/histograms.jsonl").read_text()
+    assert re.sub(r'"time": [\d.]+', "", again) == re.sub(r'"time": [\d.]+', "", before[1])
+
+
+def test_a_branch_with_the_same_configuration_is_the_same_run(copied: Path) -> None:
+    result = run_here("train", "run.yaml", "trainer.id=branch", "trainer.load_checkpoint_path=checkpoints/run/4")
+    assert result.returncode == 0, result.stderr
+    fingerprints = [
+        {line["step"]: line["fingerprint"] for line in metrics(copied, run) if "fingerprint" in line}
+        for run in ("run", "branch")
+    ]
+    assert fingerprints[1] == {6: fingerprints[0][6]}
+    result = run_here("diff", "run", "branch", "--json")
+    assert (result.returncode, as_json(result)["parting"]) == (0, None)
+    found = as_json(run_here("verify", "branch", "--json"))
+    assert (found["equal"], found["stretches"][0]["fingerprints"]) == (True, 1)
+    # Versions that began a branch's fingerprint anew wrote down no chain: theirs cannot be compared with another run's.
+    record = copied / "logs/branch/env.json"
+    (attempt,) = json.loads(record.read_text())
+    record.write_text(json.dumps([{name: value for name, value in attempt.items() if name != "chain"}]))
+    file = copied / "logs/branch/metrics.jsonl"
+    file.write_text(file.read_text().replace(fingerprints[0][6], "0" * 16))
+    assert run_here("diff", "run", "branch").returncode == 0
+
+
+def test_a_branch_that_does_not_fit_is_told_what_a_branch_can_do(copied: Path) -> None:
+    (copied / "other.txt").write_text("other text " * 300)
+    options = ("trainer.id=branch", "trainer.load_checkpoint_path=checkpoints/run/4")
+    result = run_here("train", "run.yaml", *options, "data.train_urls=[other.txt]")
+    refused(result, "was trained on other data", "take its weights alone by trainer.initialize_from")
+    assert "set trainer.id" not in result.stderr

@@ -26,7 +26,7 @@ from lm_trainer.run.adapters import find_base, load_whole, training_flops
 from lm_trainer.run.checkpoints import save_state
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.hf_exports import HfExports
-from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.initial_weights import Request, find_start
 from lm_trainer.run.model import loss_function, trace_model
 from lm_trainer.run.program import Program, plan_program
 from lm_trainer.run.saved_model import load_model, write_model
@@ -81,7 +81,7 @@ def plan(config: RunConfig, devices: int = 1) -> tuple[CheckpointStore, dict[str
 
 def start(config: RunConfig, store: CheckpointStore, program: Program) -> TrainState:
     trainer = config.trainer.model_copy(update={"initialize_from": None})
-    return start_state(Request(trainer, program, store, program.init, lambda _: "same"))
+    return find_start(Request(trainer, program, store, program.init, lambda _: "same")).state
 
 
 def some_steps(program: Program, state: TrainState) -> tuple[TrainState, list[float]]:

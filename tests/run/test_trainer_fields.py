@@ -25,7 +25,7 @@ from lm_trainer.profile.meter import Meter
 from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.hooks import HookFn, StepInfo
-from lm_trainer.run.initial_weights import Request, start_state
+from lm_trainer.run.initial_weights import Request, find_start
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.model import trace_module
 from lm_trainer.run.program import Program, build_program, plan_program
@@ -241,7 +241,7 @@ def begun(program: Program, **changes: Any) -> TrainState:
     """The state in which a run without checkpoints of its own starts."""
     store: Any = mock.Mock(restore=lambda *_, **__: None, steps=list)
     trainer = settings(initialize_from="weights", **changes)
-    return start_state(Request(trainer, program, store, program.init, lambda _: ""))
+    return find_start(Request(trainer, program, store, program.init, lambda _: "")).state
 
 
 def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,40 @@
+"""Event loops for Orbax that end when their tasks have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def patient_loops() -> Iterator[None]:
+    """Has the event loops that are made meanwhile wait for their tasks before they close.
+
+    Orbax closes a loop with the first array that cannot be read, while TensorStore still reads others. Each of those
+    then finds a closed loop, for which TensorStore prints a traceback, and an error that nobody asks for, which asyncio
+    prints.
+    """
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_PatientPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    def close(self) -> None:
+        if not self.is_closed() and not self.is_running() and (tasks := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        # Of the tasks that fail, Orbax asks for the error of the first.
+        if context.get("message") != "Task exception was never retrieved":
+            super().call_exception_handler(context)
+
+
+class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
+    _loop_factory = _PatientLoop

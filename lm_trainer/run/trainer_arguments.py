@@ -1,0 +1,126 @@
+"""Checks of what a program hands to a `Trainer`: a mistake is told when it is made, and not after the first steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.core.errors import UserError
+from lm_trainer.optim import Optimizer
+from lm_trainer.run.batches import BatchLoader
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.state import TrainState
+
+
+def check_trainer(config: Any, optimizer: Any, loss_fn: Any) -> None:
+    """Checks the first three arguments of `Trainer`."""
+    if not isinstance(config, TrainerConfig):
+        inside = ", whose field `trainer` it is" if isinstance(getattr(config, "trainer", None), TrainerConfig) else ""
+        raise UserError(f"Trainer: the configuration must be a TrainerConfig, not {_kind(config)}{inside}")
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(
+            f"Trainer: the optimizer must be one of lm_trainer.optim, such as AdamConfig(learning_rate=1e-3), not "
+            f"{_kind(optimizer)}; a transformation of optax becomes one by "
+            f"lm_trainer.optim.from_optax(NAME, TRANSFORMATION)"
+        )
+    _check_call("Trainer: the loss", loss_fn, "loss(model, batch, key)", None, None, None)
+
+
+def check_hook(fn: Any) -> None:
+    """Checks the function of `add_hook`."""
+    _check_call("trainer.add_hook: the hook", fn, "hook(info)", None)
+
+
+def check_eval_set(held_out: Any, name: Any, names: Iterable[str | None]) -> None:
+    """Checks the arguments of `add_eval_hook`.
+
+    Args:
+        held_out: the set.
+        name: its name.
+        names: of the sets before it.
+    """
+    batches = getattr(held_out, "batches", None)
+    if batches is None:
+        several = callable(getattr(held_out, "validation", None)) or isinstance(held_out, Mapping)
+        raise UserError(
+            f"trainer.add_eval_hook takes a held-out set, which has a method `batches`, not {_kind(held_out)}"
+            + ("; the sets of open_data are those of data.validation(), a dict by name" * several)
+            + ": for name, held_out in data.validation().items(): trainer.add_eval_hook(held_out, name)" * several
+        )
+    call = "batches(batch_size, *, rows, max_batches=None)"
+    _check_call("trainer.add_eval_hook: the method `batches`", batches, call, 1, rows=range(1), max_batches=None)
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"trainer.add_eval_hook: the name must be a text, not {_kind(name)}")
+    if name in [*names]:
+        named = "without a name" if name is None else repr(name)
+        raise UserError(f"trainer.add_eval_hook: there is a held-out set {named} already; give each a name of its own")
+
+
+def check_model(model: Any, model_init: Any) -> None:
+    """Checks the model of `initial_state`, of which one is given."""
+    if model is not None and not isinstance(model, nnx.Module):
+        call = "; a class or function that makes one is model_init=" if callable(model) else ""
+        raise UserError(f"trainer.initial_state: model must be a module of flax.nnx, not {_kind(model)}{call}")
+    if isinstance(model_init, nnx.Module):
+        raise UserError("trainer.initial_state: model_init makes a model; give one that is there already as model=")
+    if model_init is not None and not isinstance(model_init, ModelDef):
+        _check_call("trainer.initial_state: model_init", model_init, "model_init()")
+
+
+def check_dataset(dataset: Any) -> None:
+    """Checks the argument of `data_loader`."""
+    train = getattr(dataset, "train", None)
+    if train is not None:
+        call = "train(schedule, *, rows, first_step, num_steps)"
+        _check_call("trainer.data_loader: the method `train`", train, call, None, rows=None, first_step=0, num_steps=1)
+    elif not isinstance(dataset, Iterable):
+        raise UserError(
+            f"trainer.data_loader takes a dataset with a method `train`, such as open_data returns, or a pipeline of "
+            f"Grain, not {_kind(dataset)}"
+        )
+
+
+def check_loader(state: Any, loader: Any) -> None:
+    """Checks the arguments of `train` and `training_steps`."""
+    check_state(state)
+    if not isinstance(loader, BatchLoader | Iterable):
+        instead = "; write trainer.data_loader(data)" if hasattr(loader, "train") else ""
+        raise UserError(
+            f"the batches must be those of trainer.data_loader or an iterable, not {_kind(loader)}{instead}"
+        )
+
+
+def check_state(state: Any) -> None:
+    """Checks a state to go on from."""
+    if not isinstance(state, TrainState):
+        inside = "; it is its field `state`" if isinstance(getattr(state, "state", None), TrainState) else ""
+        raise UserError(f"the state must be a TrainState, as initial_state returns it, not {_kind(state)}{inside}")
+
+
+def check_batch(batch: Any) -> None:
+    """Checks a batch of `train_step`."""
+    if not isinstance(batch, Batch):
+        raise UserError(f"the batch must be a Batch of lm_trainer.core.batch, not {_kind(batch)}")
+
+
+def _check_call(what: str, function: Any, call: str, /, *args: Any, **kwargs: Any) -> None:
+    """Raises `UserError` unless `function` can be called so."""
+    if not callable(function):
+        raise UserError(f"{what} must be a function, called as {call}, not {_kind(function)}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function that tells no signature, as some written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(f"{what} is called as {call}, and cannot be: {error}") from None
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -1,0 +1,77 @@
+"""Series of steps: which lines a file of records must have, as checkpoints remember it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+Plain = dict[str, list[list[int]]]
+"""A series as JSON: by the name of its lines, ranges `[first, last, stride]` of steps."""
+
+
+class Series:
+    """The steps of the lines of a file, by the name of a line; small as JSON, however many lines there are.
+
+    The name of a line of metrics is its first metric, such as `train/loss`; that of a text or histogram its `name`.
+    """
+
+    def __init__(self, plain: Mapping[str, Iterable[Iterable[int]]] | None = None):
+        self._ranges = {name: [list(each) for each in ranges] for name, ranges in (plain or {}).items()}
+
+    def add(self, name: str, step: int) -> None:
+        """Adds a line; steps of one name do not decrease, and count once. Alerts are of the day, and do not count."""
+        if name == "alert":
+            return
+        ranges = self._ranges.setdefault(name, [])
+        if ranges and step <= ranges[-1][1]:
+            return
+        if ranges and (step - ranges[-1][1] == ranges[-1][2] or ranges[-1][0] == ranges[-1][1]):
+            ranges[-1][1:] = [step, step - ranges[-1][1]]
+        else:
+            ranges.append([step, step, 1])
+
+    def steps(self, name: str) -> Iterator[int]:
+        """The steps of the lines of a name, in order."""
+        for first, last, stride in self._ranges.get(name, []):
+            yield from range(first, last + 1, stride)
+
+    def without(self, other: Series) -> dict[str, list[int]]:
+        """The lines that `other` lacks: steps by name, only names that have any."""
+        missing = {}
+        for name in self._ranges:
+            there = {*other.steps(name)}
+            if steps := [step for step in self.steps(name) if step not in there]:
+                missing[name] = steps
+        return missing
+
+    def joined(self, other: Series) -> Series:
+        """The lines that this one or `other` has."""
+        both = Series()
+        for name in {**self._ranges, **other._ranges}:
+            for step in sorted({*self.steps(name), *other.steps(name)}):
+                both.add(name, step)
+        return both
+
+    def plain(self) -> Plain:
+        """Itself as JSON."""
+        return {name: [list(each) for each in ranges] for name, ranges in self._ranges.items()}
+
+
+def line_name(record: Mapping[str, Any]) -> str:
+    """The name of a line."""
+    named = record.get("name")
+    return named if isinstance(named, str) else next((key for key in record if key not in ("step", "time")), "")
+
+
+def describe(steps: list[int]) -> str:
+    """Steps for people, such as `12, 20 to 31 and 40`."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    shown = [f"{first} to {last}" if last > first else str(first) for first, last in spans[:6]]
+    if len(spans) > 6:
+        shown.append(f"{len(spans) - 6} more ranges")
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
