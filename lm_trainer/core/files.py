@@ -81,6 +81,20 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Adds a line to a file, which is on the disk when this returns.
+
+    A line before it that a kill has cut off is ended, so that it does not spoil this one.
+    """
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
+        file.write(line + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def make_writable(directory: Path, setting: str) -> None:
     """Creates a directory and finds at once whether files can be written there.
 

@@ -57,13 +57,20 @@ def _set_row(each: SetLosses) -> tuple[str, ...]:
 
 
 def _mean(mean: Mean | None) -> str:
-    if mean is None:
+    # Of a set in which no token counts there is no mean.
+    if mean is None or math.isnan(mean.value):
         return ""
     return f"{mean.value:.4f}" + ("" if math.isnan(mean.error) else f" ± {mean.error:.4f}")
 
 
 def _perplexity(loss: Mean) -> str:
-    return f"{math.exp(loss.value):,.2f}" if loss.value < 700 else "inf"
+    value = perplexity(loss)
+    return "" if math.isnan(value) else f"{value:,.2f}"
+
+
+def perplexity(loss: Mean) -> float:
+    """The exponential of a mean loss in nats; NaN where there is none."""
+    return math.inf if loss.value >= 700 else math.exp(loss.value)
 
 
 def comparison_lines(names: tuple[str, str], found: Sequence[SetComparison]) -> list[str]:
@@ -132,7 +139,7 @@ def _json_set(each: SetLosses) -> dict[str, Any]:
         "tokens": documents.tokens,
         "bytes": documents.bytes,
         **_json_mean("loss", documents.loss),
-        "perplexity": math.exp(documents.loss.value) if documents.loss.value < 700 else math.inf,
+        "perplexity": perplexity(documents.loss),
         **_json_mean("bits_per_byte", documents.bits_per_byte),
     }
 

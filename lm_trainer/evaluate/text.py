@@ -126,6 +126,8 @@ def _notes(model: EvalModel, sets: Sequence[SetLosses], options: TextOptions) ->
                 f"{each.name}: {share} do not stand in one row of {model.row} tokens, and go on in the next without "
                 f"what was before; --stride {max(model.row // 2, 1)} lets rows overlap"
             )
+        if not each.documents.tokens:
+            notes.append(f"{each.name}: no token of what was read has a loss, so that there is no mean")
         if each.documents.bytes_D is None:
             notes.append(f"{each.name}: token ids, of whose text nothing is known: no bits per byte")
     if options.max_batches is not None:

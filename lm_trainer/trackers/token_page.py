@@ -6,7 +6,6 @@ Shape letters: S tokens of a document that are predicted, K likeliest tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import append_line
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
 """Names in the run directory."""
@@ -135,16 +135,8 @@ class TokenFile:
         return new
 
     def _write(self, record: dict[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
-        with self._path.open("a+b") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                # A line that a kill has cut off is not to spoil this one.
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)
-            file.flush()
-            # Before the checkpoint of this step, which a power cut does not take back.
-            os.fsync(file.fileno())
+        # On the disk before the checkpoint of this step, which a power cut does not take back.
+        append_line(self._path, json.dumps(record, separators=(",", ":")).encode())
 
 
 def _ids(documents: Sequence[Sequence[int]]) -> Iterable[int]:

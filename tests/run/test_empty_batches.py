@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ import pytest
 import yaml
 
 from lm_trainer.config.loader import load
+from lm_trainer.core.batch import Batch
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
+from lm_trainer.run.trainer import Trainer
 from lm_trainer.trackers import read_metrics
 from tests.conftest import Lmt
+from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
 STEPS, ROWS, LENGTH, PROMPT = 12, 4, 16, 150
 RUN: dict[str, Any] = {
@@ -59,6 +63,41 @@ def loss_tokens() -> np.ndarray:
     return targets.reshape(rows, LENGTH).sum(1)
 
 
+class Sometimes(Numbered):
+    """Batches of which every second one has no token with a loss, and a held-out set that has none."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Iterator[Batch]:
+        for number, rows in enumerate(super().train(*args, **kwargs), kwargs["first_step"]):
+            yield rows if number % 2 else rows._replace(weights=np.zeros_like(rows.weights))
+
+    def batches(self, *args: Any, **kwargs: Any) -> list[Batch]:
+        return [rows._replace(weights=np.zeros_like(rows.weights)) for rows in super().batches(*args, **kwargs)]
+
+
+def test_empty_steps_are_counted_across_a_resume_and_alert_nobody(
+    in_tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    # Alerts that compare each loss with those before, in which a loss of 0 would be the lowest.
+    alerts = {"divergence": {"rise": 0.5, "window": 1}}
+    for stop in (7, None):
+        with Trainer(settings(num_train_steps=12, alerts=alerts, steps_per_log=100), OPTIMIZER, loss) as trainer:
+            trainer.add_eval_hook(Sometimes())
+            state = trainer.initial_state(model_init=Bigrams)
+            for info in trainer.training_steps(state, trainer.data_loader(Sometimes())):
+                if info.step == stop:
+                    break
+    empty = [line for line in read_metrics(in_tmp_path / "logs/own") if "data/steps_without_loss_tokens" in line]
+    assert [(line["step"], line["data/steps_without_loss_tokens"]) for line in empty] == [
+        (step, count) for count, step in enumerate(range(1, 12, 2), 1)
+    ]
+    assert {(line["train/loss"], line["optim/grad_norm"], line["data/loss_tokens"]) for line in empty} == {(0, 0, 0)}
+    told = " ".join(capfd.readouterr().out.split())
+    assert "alert" not in told
+    assert told.count("no token of its batch has a loss, so that its loss and gradient are 0") == 2
+    assert "step 12: no token of the held-out set has a loss" in told
+
+
+@pytest.mark.slow
 def test_batches_without_an_answer_are_counted_and_change_nothing_else(lmt: Lmt, in_tmp_path: Path) -> None:
     lines = [json.dumps({"instruction": "p" * PROMPT, "output": "ok"}) for _ in range(30)]
     Path("prompts.jsonl").write_text("\n".join(lines) + "\n")
@@ -88,6 +127,10 @@ def test_batches_without_an_answer_are_counted_and_change_nothing_else(lmt: Lmt,
     assert not any(name.startswith("eval/") for line in metrics for name in line)
     assert not any("alert" in line for line in metrics)
     assert math.isfinite(json.loads(Path("logs/run/summary.json").read_text())["train_loss"])
+    result = lmt("eval", "run", "--max-batches", "1")
+    assert "validation: no token of what was read has a loss" in result.stderr
+    assert "nan" not in result.stdout
+    assert "inf" not in result.stdout
 
 
 MIXTRAL = (
