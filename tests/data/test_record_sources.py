@@ -202,7 +202,7 @@ def test_zst_of_several_frames_and_of_files_that_are_none_or_cut_short(tmp_path:
     with pytest.raises(UserError, match=r"a\.jsonl\.zst is damaged: truncated"):
         rows_of(tmp_path / "a.jsonl.zst")
     (tmp_path / "b.jsonl.zst").write_text('{"text": "not packed"}\n')
-    with pytest.raises(UserError, match=r"b\.jsonl\.zst is damaged: truncated"):
+    with pytest.raises(UserError, match=r"b\.jsonl\.zst is damaged: .*Unknown frame descriptor"):
         rows_of(tmp_path / "b.jsonl.zst")
 
 
