@@ -25,6 +25,7 @@ from lm_trainer.run.config import RunConfig, config_hash
 from lm_trainer.run.hf_transfer import import_model
 from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from lm_trainer.run.program import build_program
+from tests.data.test_formats import with_specials
 
 LLAMA = LlamaConfig(
     seq_len=64,
@@ -225,6 +226,14 @@ def test_more_tokens_than_rows_and_no_tokenizer_to_compare_with(tmp_path: Path) 
     (tmp_path / "base" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         source.check_tokenizer(ByteTokenizer())
+
+
+def test_added_tokens_may_have_no_rows(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    tokenizer = with_specials(*(f"<added {i}>" for i in range(9)))
+    tokenizer.save(tmp_path / "base")
+    found = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
+    assert tokenizer.vocab_size == 266 > found.check_tokenizer(tokenizer) == 260
 
 
 # The weights.
