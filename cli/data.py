@@ -16,9 +16,10 @@ from cli.common import (
     load_run_config,
     path_option,
 )
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
+    from lm_trainer.data.cache.kvstore import KvStore
     from lm_trainer.data.inspect import CacheStatus
     from lm_trainer.data.tokenizer import TokenizerConfig, TrainedBpe
 
@@ -92,33 +93,56 @@ def _refuse_misfits(caches: "list[CacheStatus]") -> None:
 
 
 @app.command(context_settings=OVERRIDES)
-def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def verify(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove parts that are damaged, so that lmt data build makes them again.")
+    ] = False,
+) -> None:
     """Read every file of the caches and compare it with the digests that were noted when it was written.
 
     Fails as well where a cache is not finished, or does not fit the configuration.
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.core.errors import MachineError
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
 
-    wrong: list[str] = []
     caches = report.status(run.data)
+    if repair:
+        # What does not fit would not be built again.
+        _refuse_misfits(caches)
+    wrong: list[str] = []
     for cache in caches:
         if not cache.begun:
             typer.echo(f"{cache.name}: not built")
             continue
-        found = report.verify(KvStore(cache.url), cache.ledger)
+        store, parts = KvStore(cache.url), len(cache.ledger.parts)
+        found = report.verify(store, cache.ledger)
         wrong += found
-        parts = len(cache.ledger.parts)
         outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
         typer.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
-    if wrong:
+        if repair and found:
+            _remove_damaged(cache, store)
+    if wrong and not repair:
         lines = "\n".join(f"  {line}" for line in wrong)
-        raise MachineError(f"the caches are damaged:\n{lines}\nRemove the directory to build it again")
+        raise MachineError(
+            f"the caches are damaged:\n{lines}\nRemove the directory to build it again, or the parts alone, with: lmt "
+            f"data verify {config} --repair"
+        )
     _refuse_misfits(caches)
     if missing := [cache.name for cache in caches if not cache.ledger.finished]:
         raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
+
+
+def _remove_damaged(cache: "CacheStatus", store: "KvStore") -> None:
+    from lm_trainer.data.inspect import remove_damaged
+
+    if cache.prebuilt:
+        raise UserError(f"{cache.url} was built elsewhere; repair it where it was built")
+    removed = remove_damaged(store, cache.ledger)
+    typer.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
 
 
 @app.command(context_settings=OVERRIDES)

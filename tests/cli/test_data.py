@@ -61,6 +61,13 @@ def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert "00000-00000.bin has changed since it was written" in damaged.stderr
     part.unlink()
     assert "00000-00000.bin is missing" in lmt("data", "verify", config).stderr
+    assert (
+        "train: 1 damaged parts removed; lmt data build makes them again"
+        in lmt("data", "verify", config, "--repair").stdout
+    )
+    assert "train: 40 documents" in lmt("data", "build", config).stdout
+    content[7] ^= 1
+    assert part.read_bytes() == content
 
 
 def test_what_does_not_fit_any_more_is_said(lmt: Lmt, config: Path) -> None:

@@ -18,8 +18,9 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
-from lm_trainer.data.inspect import verify
+from lm_trainer.data.inspect import remove_damaged, verify
 from lm_trainer.data.tokenize.build import BuildOptions
+from tests.data.conftest import contents
 
 BLOCK = 256
 """Bytes of a block, fewer than in a run."""
@@ -38,7 +39,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = {"train_urls": str(tmp_path / "a.jsonl"), "tokenizer": "bytes", "num_workers": 0, "shuffle": False}
-    config = DataConfig.model_validate({**keys, "format": {"type": "supervised"}, "cache_dir": str(tmp_path / "cache")})
+    keys |= {"format": {"type": "supervised"}, "packing": "concat", "cache_dir": str(tmp_path / "cache")}
+    config = DataConfig.model_validate(keys)
     open_data(config, seq_len=64, seed=0)
     return config
 
@@ -130,6 +132,19 @@ def test_parts_that_were_exchanged_do_not_fit_the_ledger(config: DataConfig, par
         "00000-00001.json does not fit ledger.json",
         "00000-00002.json does not fit ledger.json",
     ]
+
+
+def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConfig) -> None:
+    before = contents(parts.parent)
+    flip(parts / "00000-00001.bin", 7)
+    (parts / "00000-00003.msk").unlink()
+    store = KvStore(str(parts.parent))
+    assert remove_damaged(store, Ledger.read(store)) == 2
+    assert remove_damaged(store, Ledger.read(store)) == 0
+    data = open_data(config, seq_len=64, seed=0)
+    assert data.complete
+    assert contents(parts.parent) == before
+    assert verify(store, Ledger.read(store)) == []
 
 
 def test_checksums_that_are_damaged_themselves_are_named(parts: Path) -> None:
