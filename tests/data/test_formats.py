@@ -42,7 +42,13 @@ def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocume
 
 def opened(tmp_path: Path, format: Any, *records: dict[str, Any], **options: Any) -> Data:
     source = InMemory(train=list(records))
-    config = {"tokenizer": "bytes", "shuffle": False, "cache_dir": str(tmp_path / "cache"), **options}
+    config = {
+        "tokenizer": "bytes",
+        "shuffle": False,
+        "packing": "concat",
+        "cache_dir": str(tmp_path / "cache"),
+        **options,
+    }
     return open_data(DataConfig(source=source, format=format, **config), seq_len=8, seed=0)
 
 
