@@ -321,7 +321,7 @@ class DataConfig(SetConfig):
             raise ValueError("exclude leaves out documents of text; of recordings, leave them out of data.train_urls")
         if self.exclude and all(found.gives_rows for found in self.sets.values()):
             raise ValueError("exclude leaves out documents, but a pipeline of Grain makes rows; leave them out there")
-        if self.features_shape is not None and self.packed:
+        if self.features_shape is not None and any(self.packing_of(name) == "best_fit" for name in self.sets):
             raise ValueError("packing has no effect beside format: {type: audio}, of which every row is a document")
         return self
 
@@ -339,8 +339,8 @@ class DataConfig(SetConfig):
 
     @property
     def packed(self) -> bool:
-        """True if the rows of a set that is trained on come from a plan of all of its documents."""
-        return any(self.packing_of(name) == "best_fit" for name in self.trained)
+        """True if the rows of every set that is trained on come from a plan of all of its documents."""
+        return all(self.packing_of(name) == "best_fit" for name in self.trained)
 
     @property
     def features_shape(self) -> tuple[int, int] | None:
