@@ -45,6 +45,13 @@ def test_archives_of_several_files_and_damaged_ones_are_refused(tmp_path: Path) 
         archive.writestr("b.jsonl", lines)
     with pytest.raises(UserError, match=r"two\.jsonl\.zip holds 2 files, and only an archive of one is read"):
         rows_of(tmp_path / "two.jsonl.zip")
+    # Deflate64, as Windows packs large files.
+    other = bytearray(zipped(lines))
+    for place in (8, other.index(b"PK\x01\x02") + 10):
+        other[place] = 9
+    (tmp_path / "other.jsonl.zip").write_bytes(other)
+    with pytest.raises(UserError, match=r"other\.jsonl\.zip is packed in a way that is not read .*; unpack it"):
+        rows_of(tmp_path / "other.jsonl.zip")
     (tmp_path / "cut.jsonl.zip").write_bytes(zipped(lines)[:-30])
     with pytest.raises(UserError, match=r"cut\.jsonl\.zip is damaged"):
         rows_of(tmp_path / "cut.jsonl.zip")
