@@ -16,10 +16,12 @@ from cli.common import (
     load_run_config,
     path_option,
 )
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 
 if TYPE_CHECKING:
+    from lm_trainer.data.cache.kvstore import KvStore
     from lm_trainer.data.inspect import CacheStatus
+    from lm_trainer.data.tokenizer import TokenizerConfig, TrainedBpe
 
 app = typer.Typer(no_args_is_help=True, help="Build caches of tokenised text ahead of training, and look into them.")
 
@@ -91,33 +93,56 @@ def _refuse_misfits(caches: "list[CacheStatus]") -> None:
 
 
 @app.command(context_settings=OVERRIDES)
-def verify(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgument = None) -> None:
+def verify(
+    ctx: typer.Context,
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Remove parts that are damaged, so that lmt data build makes them again.")
+    ] = False,
+) -> None:
     """Read every file of the caches and compare it with the digests that were noted when it was written.
 
     Fails as well where a cache is not finished, or does not fit the configuration.
     """
     run = load_run_config(ctx, config, overrides)
-    from lm_trainer.core.errors import MachineError
     from lm_trainer.data import inspect as report
     from lm_trainer.data.cache.kvstore import KvStore
 
-    wrong: list[str] = []
     caches = report.status(run.data)
+    if repair:
+        # What does not fit would not be built again.
+        _refuse_misfits(caches)
+    wrong: list[str] = []
     for cache in caches:
         if not cache.begun:
             typer.echo(f"{cache.name}: not built")
             continue
-        found = report.verify(KvStore(cache.url), cache.ledger)
+        store, parts = KvStore(cache.url), len(cache.ledger.parts)
+        found = report.verify(store, cache.ledger)
         wrong += found
-        parts = len(cache.ledger.parts)
         outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
         typer.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
-    if wrong:
+        if repair and found:
+            _remove_damaged(cache, store)
+    if wrong and not repair:
         lines = "\n".join(f"  {line}" for line in wrong)
-        raise MachineError(f"the caches are damaged:\n{lines}\nRemove the directory to build it again")
+        raise MachineError(
+            f"the caches are damaged:\n{lines}\nRemove the directory to build it again, or the parts alone, with: lmt "
+            f"data verify {config} --repair"
+        )
     _refuse_misfits(caches)
     if missing := [cache.name for cache in caches if not cache.ledger.finished]:
         raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
+
+
+def _remove_damaged(cache: "CacheStatus", store: "KvStore") -> None:
+    from lm_trainer.data.inspect import remove_damaged
+
+    if cache.prebuilt:
+        raise UserError(f"{cache.url} was built elsewhere; repair it where it was built")
+    removed = remove_damaged(store, cache.ledger)
+    typer.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -176,6 +201,24 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
             )
 
 
+def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int | None) -> "TrainedBpe":
+    """The tokenizer that a configuration asks for, in the size that was asked for."""
+    from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
+
+    if isinstance(config, Pretrained) and Path(config.name).expanduser().absolute() == output.expanduser().absolute():
+        config = TrainedBpe()
+    if not isinstance(config, TrainedBpe):
+        kind = config.model_dump()["type"]
+        named = f" ({config.name})" if isinstance(config, Pretrained) else ""
+        raise UserError(
+            f"data.tokenizer is {kind}{named}, which is not trained; set data.tokenizer.type=trained_bpe, or name with "
+            "--output the directory that data.tokenizer names"
+        )
+    return (
+        config if vocab_size is None else TrainedBpe.model_validate({**config.model_dump(), "vocab_size": vocab_size})
+    )
+
+
 @app.command("train-tokenizer", context_settings=OVERRIDES)
 def train_tokenizer(
     ctx: typer.Context,
@@ -184,19 +227,28 @@ def train_tokenizer(
     output: Annotated[
         Path, path_option("--output", "-o", metavar="DIRECTORY", help="Directory to write.", show_default=False)
     ] = Path("tokenizer"),
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            "--vocab-size",
+            metavar="N",
+            min=257,
+            help="Tokens of the vocabulary.",
+            show_default="of data.tokenizer, or 4096",
+        ),
+    ] = None,
 ) -> None:
     """Train a byte-level BPE on the training text and write it as a directory that data.tokenizer can name.
 
-    Its size is that of data.tokenizer, such as data.tokenizer.type=trained_bpe data.tokenizer.vocab_size=8192.
+    The configuration may name that directory already: data.tokenizer is then what is written. For example:
+
+        lmt data train-tokenizer my.yaml -o words --vocab-size 8192
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data.tokenize.cache_spec import find_caches
-    from lm_trainer.data.tokenizer import TrainedBpe, train_bpe
+    from lm_trainer.data.tokenizer import train_bpe
 
-    wanted = run.data.tokenizer_config
-    if not isinstance(wanted, TrainedBpe):
-        kind = wanted.model_dump()["type"]
-        raise UserError(f"data.tokenizer is {kind}, which is not trained; set data.tokenizer.type=trained_bpe")
+    wanted = _tokenizer_to_train(run.data.tokenizer_config, output, vocab_size)
     # Before the training, which may take minutes.
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserError(f"{output} exists; choose another directory with --output")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -15,7 +12,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
-from lm_trainer.data.mixture import shares
+from lm_trainer.data.mixture import check_known, check_set_names, check_steps, shares
+from lm_trainer.data.packing_choice import Packing, usual_packing
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded
@@ -212,10 +210,11 @@ class DataConfig(SetConfig):
     num_workers: Operational[int | None] = Field(default=None, ge=0)
     """Processes that tokenise; 0 is none but this one. If absent, by the size of the source and the number of cores."""
 
-    packing: Numeric[Literal["concat", "best_fit"]] = "concat"
-    """Way in which documents fill rows. `concat` lays them end to end and cuts the whole into rows, through documents.
-    `best_fit` cuts only documents longer than a row, and leaves a little padding. In both, attention stays within a
-    document."""
+    packing: Numeric[Packing | dict[str, Packing]] = "concat"
+    """Way in which documents fill rows; for all sets, or by name. `concat` lays them end to end and cuts the whole into
+    rows, through documents. `best_fit` cuts only documents longer than a row, and leaves a little padding. In both,
+    attention stays within a document. If absent, `best_fit` for sets whose `format` is `chat` or `supervised`, so that
+    an answer has its prompt in view, and `concat` for others."""
     configs: Numeric[dict[str, SetConfig]] = {}
     """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""
@@ -270,7 +269,7 @@ class DataConfig(SetConfig):
             self._check_single_set()
         if self.epochs is not None and self.stop_strategy == "restart":
             raise ValueError("epochs only means something with stop_strategy: first_exhausted or all_exhausted")
-        for key in ("epochs", "max_train_batches", "num_validation_sequences"):
+        for key in ("epochs", "max_train_batches", "num_validation_sequences", "packing"):
             value = getattr(self, key)
             self._check_names(key, value if isinstance(value, dict) else {})
         return self
@@ -288,19 +287,12 @@ class DataConfig(SetConfig):
     def _check_set_names(self) -> None:
         if here := sorted((self.changed_fields & SetConfig.model_fields.keys()) - {"cache_dir"}):
             raise ValueError(f"{here[0]} belongs to a single set; with configs, write it below configs.NAME")
-        # A name becomes a directory, and one with `/` directories in one another.
-        if bad := [name for name in self.configs if not re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", name)]:
-            raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-`, `.` and `/`")
-        for name in self.configs:
-            if inside := [other for other in self.configs if other.startswith(f"{name}/")]:
-                raise ValueError(f"configs: the cache of {inside[0]!r} would lie inside that of {name!r}; rename one")
+        check_set_names(self.configs)
 
     def _check_stages(self) -> None:
         if self.train_weights is None:
             raise ValueError("configs needs train_weights: how much of training each set makes up")
-        steps = [step for step, _ in self._weights()]
-        if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
-            raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
+        check_steps([step for step, _ in self._weights()])
         for step, weights in self._weights():
             self._check_names("train_weights", weights)
             try:
@@ -317,10 +309,7 @@ class DataConfig(SetConfig):
                 raise ValueError(f"train_weights trains on {name}, which has no train_urls; give it the weight 0")
 
     def _check_names(self, key: str, value: Mapping[str, Any]) -> None:
-        if unknown := [name for name in value if name not in self.sets]:
-            near = difflib.get_close_matches(unknown[0], self.sets, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(self.sets)}"
-            raise ValueError(f"{key}: there is no set {unknown[0]}; {hint}")
+        check_known(key, value, self.sets)
 
     @model_validator(mode="after")
     def _check_audio(self) -> Self:
@@ -332,9 +321,26 @@ class DataConfig(SetConfig):
             raise ValueError("exclude leaves out documents of text; of recordings, leave them out of data.train_urls")
         if self.exclude and all(found.gives_rows for found in self.sets.values()):
             raise ValueError("exclude leaves out documents, but a pipeline of Grain makes rows; leave them out there")
-        if self.features_shape is not None and self.packing != "concat":
+        if self.features_shape is not None and any(self.packing_of(name) == "best_fit" for name in self.sets):
             raise ValueError("packing has no effect beside format: {type: audio}, of which every row is a document")
         return self
+
+    @model_validator(mode="after")
+    def _choose_packing(self) -> Self:
+        if "packing" not in self.model_fields_set:
+            packing = usual_packing({name: found.format for name, found in self.sets.items()})
+            # The configuration is frozen from here on.
+            object.__setattr__(self, "packing", packing)
+        return self
+
+    def packing_of(self, name: str) -> Packing:
+        """Returns the way in which the documents of one set fill rows."""
+        return self.packing.get(name, "concat") if isinstance(self.packing, dict) else self.packing
+
+    @property
+    def packed(self) -> bool:
+        """True if the rows of every set that is trained on come from a plan of all of its documents."""
+        return all(self.packing_of(name) == "best_fit" for name in self.trained)
 
     @property
     def features_shape(self) -> tuple[int, int] | None:

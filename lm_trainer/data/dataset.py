@@ -88,6 +88,11 @@ class Data:
         """The setting for which the first batch needs all text that is trained on; None if the first text will do."""
         return self._train_sets.waits_for_all
 
+    def limit_ids(self, count: int) -> None:
+        """Refuses rows with ids from `count` on, which the model has no rows for though the tokenizer has them."""
+        for cache in self.caches.values():
+            cache.limit_ids(count)
+
     def check_builds(self) -> None:
         """Raises the error that ended a build before it was done, if one did, even if its text is not needed now."""
         for cache in self.caches.values():

@@ -5,7 +5,6 @@ Shape letters: D documents, T tokens of a document.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -15,9 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data.cache.checksums import is_intact
 from lm_trainer.data.cache.documents import begin_of, document_lengths, read_lengths
 from lm_trainer.data.cache.exclusion import Exclusion
-from lm_trainer.data.cache.format import BUILDER, MANIFEST, fingerprint, part_key, read_record, token_dtype
+from lm_trainer.data.cache.format import (
+    BUILDER,
+    LEDGER,
+    MANIFEST,
+    fingerprint,
+    part_key,
+    read_record,
+    shard_key,
+    token_dtype,
+)
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import IN_LOSS, LossMaskStream
@@ -67,6 +76,8 @@ class CacheStatus:
     """`NAME/train` or `NAME/validation`."""
     features: KeptFeatures | None = None
     """None for text alone."""
+    prebuilt: bool = False
+    """True for a cache that was built elsewhere, and is only read here."""
 
     @property
     def begun(self) -> bool:
@@ -105,26 +116,44 @@ def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     format = cache.config.format
     features = None if format.features_shape is None else KeptFeatures(*format.features_shape, format.keeps_features)
     ledger = Ledger.read(store)
-    return CacheStatus(cache.title, store.url, found, ledger, len(cache.shards), who, misfit, name, features)
+    shards = len(cache.shards)
+    return CacheStatus(cache.title, store.url, found, ledger, shards, who, misfit, name, features, cache.prebuilt)
 
 
 def verify(store: KvStore, ledger: Ledger) -> list[str]:
     """Reads every file of a cache and compares it with its record; returns one line for each file that is wrong."""
-    wrong = []
-    for name, tokens in zip(ledger.parts, ledger.tokens, strict=True):
-        try:
-            record = read_record(store, name)
-        except UserError:
-            wrong.append(f"{store.url}/{part_key(name, 'json')} is damaged")
-            continue
-        if record is None:
-            wrong.append(f"{store.url}/{part_key(name, 'json')} is missing")
-            continue
-        if record["tokens"] != tokens:
-            wrong.append(f"{store.url}/{part_key(name, 'json')} says {record['tokens']} tokens, the ledger {tokens}")
-        wrong += [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
-        if (place := record.get("place")) is not None:
-            wrong += _compare_place(place, tokens)
+    return [line for part in range(len(ledger.parts)) for line in _problems(store, ledger, part)]
+
+
+def remove_damaged(store: KvStore, ledger: Ledger) -> int:
+    """Removes the parts that `verify` names, so that a build makes them again; returns how many these are.
+
+    A build begins with the first part of a shard that is missing, and its bytes are those that were written before.
+    """
+    wrong = [part for part in range(len(ledger.parts)) if _problems(store, ledger, part)]
+    for part in wrong:
+        name = ledger.parts[part]
+        store.delete(shard_key(int(name.partition("-")[0])))
+        store.delete(part_key(name, "json"))
+    if wrong:
+        # The next builder takes the parts in again that are there.
+        store.delete(LEDGER)
+    return len(wrong)
+
+
+def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
+    name = ledger.parts[part]
+    try:
+        record = read_record(store, name)
+    except UserError:
+        return [f"{store.url}/{part_key(name, 'json')} is damaged"]
+    if record is None:
+        return [f"{store.url}/{part_key(name, 'json')} is missing"]
+    if not ledger.fits(part, record):
+        return [f"{store.url}/{part_key(name, 'json')} does not fit {LEDGER}"]
+    wrong = [problem for kind, blob in record["blobs"].items() if (problem := _compare(store, name, kind, blob))]
+    if (place := record.get("place")) is not None:
+        wrong += _compare_place(place, ledger.tokens[part])
     return wrong
 
 
@@ -134,8 +163,7 @@ def _compare_place(record: dict[str, Any], count: int) -> list[str]:
         content = np.ascontiguousarray(place.open(count)[0:count])
     except MachineError as error:
         return [str(error)]
-    changed = hashlib.sha256(content.data).hexdigest() != record["sha256"]
-    return [f"{place.path} has changed since it was indexed"] if changed else []
+    return [] if is_intact(content, record) else [f"{place.path} has changed since it was indexed"]
 
 
 def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:
@@ -145,7 +173,7 @@ def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str 
         return f"{store.url}/{key} is missing"
     if len(content) != blob["bytes"]:
         return f"{store.url}/{key} has {len(content)} bytes, {blob['bytes']} were written"
-    if hashlib.sha256(content).hexdigest() != blob["sha256"]:
+    if not is_intact(content, blob):
         return f"{store.url}/{key} has changed since it was written"
     return None
 
@@ -311,4 +339,4 @@ def full_name(names: Collection[str], name: str) -> str:
     for known in names:
         if name in (known, known.partition("/")[2] if len({k.partition("/")[0] for k in names}) == 1 else known):
             return known
-    raise UserError(f"there is no cache {name}; there are: {', '.join(names)}")
+    raise UserError(f"there is no cache {name}; name one of these with --cache: {', '.join(names)}")

@@ -8,9 +8,12 @@ Shape letters: N positions, C positions of a cycle, K sets.
 
 from __future__ import annotations
 
+import difflib
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,6 +22,41 @@ import numpy as np
 
 RESOLUTION = 1 << 16
 """Positions in a cycle at most; weights that need more are rounded to parts of it."""
+
+
+def check_set_names(names: Collection[str]) -> None:
+    """Makes sure that every set of a mixture has a directory of its own, which its name becomes.
+
+    Raises:
+        ValueError: naming one that has not.
+    """
+    if bad := [name for name in names if not re.fullmatch(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", name)]:
+        raise ValueError(f"configs: a set cannot be called {bad[0]!r}; use letters, digits, `_`, `-`, `.` and `/`")
+    for name in names:
+        if inside := [other for other in names if other.startswith(f"{name}/")]:
+            raise ValueError(f"configs: the cache of {inside[0]!r} would lie inside that of {name!r}; rename one")
+
+
+def check_known(key: str, names: Iterable[str], sets: Collection[str]) -> None:
+    """Makes sure that a key names sets that there are.
+
+    Raises:
+        ValueError: naming the first that there is not.
+    """
+    if unknown := [name for name in names if name not in sets]:
+        near = difflib.get_close_matches(unknown[0], sets, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sets)}"
+        raise ValueError(f"{key}: there is no set {unknown[0]}; {hint}")
+
+
+def check_steps(steps: Sequence[int]) -> None:
+    """Makes sure that weights change at steps that follow one another, from the first on.
+
+    Raises:
+        ValueError: where they do not.
+    """
+    if not steps or steps[0] != 0 or any(a >= b for a, b in itertools.pairwise(steps)):
+        raise ValueError(f"train_weights: the steps of its stages must begin at 0 and rise, got {steps}")
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:

@@ -59,6 +59,8 @@ class EvalModel:
     tokenizer: HfTokenizer
     row: int
     """Tokens in a row."""
+    vocab_size: int
+    """Rows of the embedding."""
     program: Program
     params: Params
 
@@ -150,7 +152,7 @@ def _place(  # noqa: PLR0913 - a model is all of these
     storage, dtype = program.sharding.storage, trainer.mp.param_dtype
     placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in named_leaves(dict(params)).items()}
     row = context or config.model.seq_len
-    return EvalModel(name, step, config, tokenizer, row, program, placed)
+    return EvalModel(name, step, config, tokenizer, row, vocab_size, program, placed)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

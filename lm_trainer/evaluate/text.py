@@ -103,6 +103,9 @@ def evaluate_text(
         raise UserError(f"--stride {stride}: a row has {model.row} tokens; write 1 to {model.row}")
     with contextlib.chdir(text.root):
         opened = open_held_out(text.config, model.tokenizer, seq_len=model.row, stride=stride, on_progress=on_progress)
+        if model.vocab_size < model.tokenizer.vocab_size:
+            for held_out in opened.sets:
+                held_out.cache.limit_ids(model.vocab_size)
         sets = [evaluate_set(model, each, max_batches=options.max_batches) for each in opened.sets]
         heard = [each.rows for each in opened.sets if isinstance(each.rows, HeardSet)]
         decoder = model.decoder() if heard else None

@@ -53,7 +53,7 @@ class TextModel:
 
     config: DecoderConfig
     vocab_size: int
-    """Rows of the embedding; at least the tokenizer's vocabulary."""
+    """Rows of the embedding; the tokenizer may have added tokens beyond them."""
     params: Mapping[str, Any]
     """Nested dicts of arrays, as `nnx.to_pure_dict` gives them: NumPy's, or such as several devices have parts of."""
     tokenizer: HfTokenizer
@@ -140,6 +140,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
             tensors that do not fit the configuration, or a tokenizer that does not fit the model.
     """
     from lm_trainer.data.tokenizer import load_tokenizer
+    from lm_trainer.data.tokenizer.compare import has_rows_for
 
     config, vocab_size = read_hf_config(directory)
     base = adapter_base(directory) if is_adapter_directory(directory) else directory
@@ -147,7 +148,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     if not (home / "tokenizer.json").is_file():
         raise UserError(f"{home}: no tokenizer.json; name a directory that has the model's with --tokenizer")
     loaded = load_tokenizer(home)
-    if loaded.vocab_size > vocab_size:
+    if not has_rows_for(loaded, vocab_size):
         raise UserError(
             f"{home / 'tokenizer.json'}: has {loaded.vocab_size} tokens, but the model in {directory} only knows "
             f"{vocab_size}; it is the tokenizer of another model"

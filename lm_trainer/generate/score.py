@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lm_trainer.core.errors import UserError
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
@@ -51,7 +52,11 @@ def score(
         contexts: what is asked.
         dtype: of the computation.
         tokens_at_once: positions of a batch, about.
+
+    Raises:
+        UserError: for a token that the model has no row for.
     """
+    _check_ids(contexts, model.spec.vocab_size)
     graphdef, state = nnx.split(model, nnx.Param)
     engine, most = _Engine(graphdef, nnx.to_pure_dict(state), jnp.dtype(dtype)), model.spec.num_positions
     shared = [i for i, each in enumerate(contexts) if _is_shared(each, most)]
@@ -67,6 +72,12 @@ def score(
         scores |= zip(batch, engine.whole([apart[at][1] for at in batch], width), strict=True)
     for i, group in itertools.groupby(range(len(apart)), key=lambda at: apart[at][0]):
         yield i, [scores[at] for at in group]
+
+
+def _check_ids(contexts: Sequence[Context], vocab_size: int) -> None:
+    for tokens in itertools.chain.from_iterable((each.tokens, *each.continuations) for each in contexts):
+        if max(tokens) >= vocab_size:
+            raise UserError(f"a text has the token {max(tokens)}, but the model knows 0 to {vocab_size - 1}")
 
 
 def _is_shared(context: Context, most: int) -> bool:

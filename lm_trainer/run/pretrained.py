@@ -17,7 +17,7 @@ from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
-from lm_trainer.data.tokenizer.compare import find_difference
+from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
 from lm_trainer.export.huggingface import blame, read_hf_config
 from lm_trainer.export.tensor_file import Region
@@ -175,7 +175,8 @@ class HfCheckpoint:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the ids of the tokenizer mean something else to this checkpoint."""
         remedy = f"write data.tokenizer: {self.name.partition('@')[0]}"
-        if tokenizer.vocab_size > self.vocab_size:
+        assert isinstance(tokenizer, HfTokenizer)
+        if not has_rows_for(tokenizer, self.vocab_size):
             raise UserError(
                 f"data.tokenizer has ids up to {tokenizer.vocab_size - 1:,}, but {self.name} has {self.vocab_size:,} "
                 f"rows for them; use its own: {remedy}"
@@ -185,7 +186,6 @@ class HfCheckpoint:
                 f"initialize_from_hf: {self.directory} has no tokenizer.json to compare data.tokenizer with; copy it "
                 f"there, from where the checkpoint is from"
             )
-        assert isinstance(tokenizer, HfTokenizer)
         if difference := find_difference(tokenizer, self.directory):
             raise UserError(f"data.tokenizer is not that of {self.name}: {difference}; use its own: {remedy}")
 

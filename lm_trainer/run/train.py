@@ -262,6 +262,8 @@ def _place_state(
         vocab_size = choose_vocab_size(config.trainer, data.tokenizer)
     else:
         vocab_size = pretrained.check_tokenizer(data.tokenizer)
+    if vocab_size < data.tokenizer.vocab_size:
+        data.limit_ids(vocab_size)
     model = trace_model(config, vocab_size)
     if pretrained is not None:
         model = pretrained.attach(model)

@@ -44,7 +44,7 @@ def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert shown[1] == "document 2 document  ..."
     assert shown[2].startswith("[3] train.jsonl:4:")
     assert "held out" in lmt("data", "inspect", config, "--cache", "validation").stdout
-    refused(lmt("data", "inspect", config, "--cache", "test"), "there is no cache test", "train/train")
+    refused(lmt("data", "inspect", config, "--cache", "test"), "there is no cache test", "with --cache: train/train")
 
     stats = lmt("data", "stats", config).stdout
     assert "least 12" in stats
@@ -61,6 +61,13 @@ def test_build_status_verify_inspect_and_stats(lmt: Lmt, config: Path) -> None:
     assert "00000-00000.bin has changed since it was written" in damaged.stderr
     part.unlink()
     assert "00000-00000.bin is missing" in lmt("data", "verify", config).stderr
+    assert (
+        "train: 1 damaged parts removed; lmt data build makes them again"
+        in lmt("data", "verify", config, "--repair").stdout
+    )
+    assert "train: 40 documents" in lmt("data", "build", config).stdout
+    content[7] ^= 1
+    assert part.read_bytes() == content
 
 
 def test_what_does_not_fit_any_more_is_said(lmt: Lmt, config: Path) -> None:
@@ -118,6 +125,12 @@ def test_train_tokenizer_writes_one_that_can_be_named(lmt: Lmt, config: Path) ->
     assert "tokens in words" in result.stdout
     refused(lmt("data", "train-tokenizer", config, "--output", "words", *trained), "words exists")
     refused(lmt("data", "train-tokenizer", config, "--output", "x"), "data.tokenizer is bytes, which is not trained")
+    # A configuration that names what is to be written.
+    small = ("--output", "more", "--vocab-size", "280")
+    refused(
+        lmt("data", "train-tokenizer", config, *small, "data.tokenizer=words"), "is hf (words), which is not trained"
+    )
+    assert "280 tokens in more" in lmt("data", "train-tokenizer", config, *small, "data.tokenizer=more").stdout
     built = lmt("data", "build", config, "data.tokenizer=words", "data.cache_dir=other")
     assert built.returncode == 0, built.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import LogMel
@@ -261,6 +261,8 @@ class TestCache:
         store.write(key, (store.read(key) or b"")[:-4] + b"wxyz")
         (problem,) = verify(KvStore(store.url), kept.caches["train/train"].ledger)
         assert problem.endswith(f"{key} has changed since it was written")
+        with pytest.raises(MachineError, match=f"{key} has changed since it was written"):
+            first(opened(tmp_path / "kept", source=MORSE), 12)
 
     def test_held_out_rows(self, tmp_path: Path) -> None:
         data = opened(tmp_path, source={**MORSE, "validation_rows": 0}, num_validation_sequences=5)

@@ -121,6 +121,10 @@ MIXED = {"train_weights": [[0, {"a": 0.7, "b": 0.3}], [12, {"a": 0.2, "b": 0.8}]
         ({"shuffle": True, "max_train_batches": 3}, True),
         ({"shuffle": ERAS, **MIXED}, True),
         ({"shuffle": False, "packing": "best_fit"}, False),
+        (
+            {"shuffle": ERAS, "packing": {"b": "best_fit"}, "train_weights": [[0, {"a": 1}], [12, {"a": 1, "b": 3}]]},
+            True,
+        ),
         ({"shuffle": False, "stop_strategy": "first_exhausted", "epochs": 3}, False),
     ],
     ids=str,

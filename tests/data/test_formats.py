@@ -42,7 +42,13 @@ def encode(format: Any, record: dict[str, Any], tokenizer: Any) -> EncodedDocume
 
 def opened(tmp_path: Path, format: Any, *records: dict[str, Any], **options: Any) -> Data:
     source = InMemory(train=list(records))
-    config = {"tokenizer": "bytes", "shuffle": False, "cache_dir": str(tmp_path / "cache"), **options}
+    config = {
+        "tokenizer": "bytes",
+        "shuffle": False,
+        "packing": "concat",
+        "cache_dir": str(tmp_path / "cache"),
+        **options,
+    }
     return open_data(DataConfig(source=source, format=format, **config), seq_len=8, seed=0)
 
 
@@ -170,6 +176,19 @@ class TestCache:
         stream._store = stream.loss_mask._store = store
         for got, expected in zip(first_rows(remote, 64), first_rows(local, 64), strict=True):
             np.testing.assert_array_equal(got, expected)
+
+
+def test_a_row_with_an_id_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+    with_specials("<image>").save(tmp_path / "tokenizer")
+    records = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, EOS_ID + 1, 5]}, {"input_ids": list(range(20))}]
+    data = opened(tmp_path, IdsFormat(), *records, tokenizer=str(tmp_path / "tokenizer"))
+    data.limit_ids(EOS_ID + 2)
+    known = data.train_sets[0].rows.read(np.arange(3))
+    assert known.tokens.max() == EOS_ID + 1
+    data.limit_ids(EOS_ID + 1)
+    np.testing.assert_array_equal(data.train_sets[0].rows.read(np.arange(1, 3)).tokens, known.tokens[1:])
+    with pytest.raises(UserError, match=r"row 1 of shard 0 has the token 257, but the model knows 0 to 256; leave"):
+        data.train_sets[0].rows.read(np.arange(3))
 
 
 def test_a_tokenizer_is_trained_on_the_text_of_records(tmp_path: Path) -> None:

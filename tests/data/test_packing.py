@@ -11,14 +11,17 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from pydantic import ValidationError
 
 from lm_trainer.data import DataConfig, open_data
 from lm_trainer.data.cache.documents import document_lengths
 from lm_trainer.data.cache.format import token_dtype
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_stream import TokenStream
+from lm_trainer.data.formats import SupervisedFormat
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.packing import PackedRows, PackingPlan, best_fit, open_packing_plan, packing_stats
+from lm_trainer.data.sources.in_memory import InMemory
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.open_cache import OpenCache, open_cache
 from lm_trainer.models.gpt2 import Gpt2Config
@@ -202,3 +205,52 @@ def make_config(corpus: Path, tmp_path: Path) -> Callable[..., DataConfig]:
         return DataConfig.model_validate({**default, **keys})
 
     return make
+
+
+class TestAnswers:
+    """Prompts with answers: an answer is learnt with its prompt in view, unless both are longer than a row."""
+
+    START = "\x02"
+    """Begins every prompt, and is nowhere else."""
+
+    @pytest.fixture
+    def records(self) -> list[dict[str, str]]:
+        sizes = np.random.default_rng(0).integers((11, 22), (61, 122), (400, 2)).tolist()
+        return [{"prompt": self.START + "p" * (a - 1), "response": "r" * b} for a, b in sizes]
+
+    def unseen(self, directory: Path, records: list[dict[str, str]], seq_len: int, **keys: Any) -> float:
+        """The share of the tokens in the loss whose row does not have the beginning of their document before them."""
+        source = InMemory(train=[*records])
+        section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
+        data = open_data(DataConfig(source=source, **section), seq_len=seq_len, seed=0)
+        rows = data.train_sets[0].rows
+        batch = rows.read(np.arange(rows.num_rows))
+        unseen = counted = 0
+        for tokens, weights, segments in zip(batch.tokens, batch.weights, batch.segments, strict=True):
+            for segment in range(int(segments.max()) + 1):
+                in_loss = int((weights[segments == segment] > 0).sum())
+                counted += in_loss
+                unseen += in_loss * (ord(self.START) not in tokens[segments == segment])
+        return unseen / counted
+
+    @pytest.mark.parametrize(("seq_len", "cut"), [(128, True), (256, False)])
+    def test_have_their_prompt_in_view(
+        self, records: list[dict[str, str]], tmp_path: Path, seq_len: int, cut: bool
+    ) -> None:
+        whole = self.unseen(tmp_path, records, seq_len)
+        assert (whole > 0) == cut
+        assert whole < 0.1
+        assert self.unseen(tmp_path, records, seq_len, packing="concat") > 0.25
+
+    def test_packing_is_chosen_by_the_format(self) -> None:
+        chat, text = {"format": {"type": "chat"}}, {"train_urls": ["a.txt"]}
+        assert DataConfig.model_validate(text).packing == "concat"
+        assert DataConfig.model_validate({**text, **chat}).packing == "best_fit"
+        assert DataConfig.model_validate({**text, **chat, "packing": "concat"}).packing == "concat"
+        both = {"configs": {"web": text, "chats": {**text, **chat}}, "train_weights": {"web": 3, "chats": 1}}
+        mixed = DataConfig.model_validate(both)
+        assert mixed.packing == {"web": "concat", "chats": "best_fit"}
+        assert [mixed.packing_of(name) for name in mixed.sets] == ["concat", "best_fit"]
+        assert DataConfig.model_validate(mixed.model_dump()) == mixed
+        with pytest.raises(ValidationError, match="packing: there is no set caht; did you mean chats"):
+            DataConfig.model_validate({**both, "packing": {"caht": "best_fit"}})

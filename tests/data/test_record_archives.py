@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,38 @@ def test_damaged_archives_and_samples(tmp_path: Path) -> None:
         (tmp_path / "a.tar").write_bytes(whole[:size])
         with pytest.raises(UserError, match=r"a\.tar is damaged"):
             samples_of(tmp_path / "a.tar", "txt")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_links_of_archives_are_the_files_that_they_lead_to(tmp_path: Path, packed: bool) -> None:
+    members: list[tuple[str, str | bytes]] = [
+        ("dir/a.txt", b"shared"),
+        ("dir/a.png", b"\0" * 2000),
+        ("dir/b.txt", "hard dir/a.txt"),
+        ("dir/c.txt", "symbolic a.txt"),
+        ("dir/d.txt", "symbolic ./e.txt"),
+        ("dir/e.txt", "hard dir/b.txt"),
+        ("dir/f.txt", b""),
+        ("dir/g.txt", "symbolic ../../etc/passwd"),
+        ("dir/h.txt", "symbolic h.txt"),
+    ]
+    path = tmp_path / ("a.tar.gz" if packed else "a.tar")
+    with tarfile.open(path, "w:gz" if packed else "w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                kind, member.linkname = content.split()
+                member.type = tarfile.LNKTYPE if kind == "hard" else tarfile.SYMTYPE
+                archive.addfile(member)
+            else:
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    rows = samples_of(path, "txt")
+    assert texts(rows[:6]) == ["shared"] * 5 + [""]
+    for row in rows[6:]:
+        assert isinstance(row, BadRow)
+        assert row.reason == "its .txt is a link to no file of the archive"
+    assert len(rows) == 8
 
 
 class TestShareGpt:

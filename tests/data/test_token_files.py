@@ -342,6 +342,8 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     assert verify(KvStore(state.url), state.ledger) == [f"{path} has changed since it was indexed"]
     with pytest.raises(UserError, match=r"part-0\.npy has changed since"):
         opened(tmp_path, section)
+    with pytest.raises(MachineError, match=r"part-0\.npy has changed since it was indexed; put it back"):
+        TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).tail(0)
     path.write_bytes(content[:100])
     with pytest.raises(MachineError, match="was cut short since it was indexed"):
         TokenStream(KvStore(state.url), state.ledger, np.dtype("<u2")).tail(0)

@@ -32,7 +32,10 @@ from lm_trainer.data.tokenizer import (
     train_bpe,
 )
 from lm_trainer.data.tokenizer.bytes import CONTENT, ByteTokenizer
+from lm_trainer.data.tokenizer.compare import find_difference
+from lm_trainer.data.tokenizer.fast import FastTokenizer
 from lm_trainer.data.tokenizer.hf import load_pretrained
+from lm_trainer.data.tokenizer.token_bytes import token_texts
 from tests.conftest import lmt_environment
 
 HARD_TEXTS = [
@@ -202,6 +205,55 @@ class TestPretrained:
         tokenizer = load_pretrained(Pretrained(name=str(directory)))
         assert tokenizer.bos_id == bos_id
         assert bos_id not in tokenizer.encode("a")
+
+    @pytest.mark.parametrize("backend", [HfTokenizer, FastTokenizer])
+    def test_chance_is_off(
+        self, directory: Path, trained: HfTokenizer, backend: type[HfTokenizer], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        content = json.loads((directory / "tokenizer.json").read_text())
+        content["model"]["dropout"] = 0.5
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+        drawn = RustTokenizer.from_file(str(directory / "tokenizer.json"))
+        assert len({tuple(drawn.encode(HARD_TEXTS[0]).ids) for _ in range(20)}) > 1
+        pytest.importorskip(backend.package or "")
+        tokenizer = load_pretrained(Pretrained(name=str(directory))).with_backend(backend)
+        assert "tokenizer.json says model.dropout: 0.5" in caplog.text
+        for text in HARD_TEXTS[:3]:
+            expected = trained.encode(text)
+            for _ in range(5):
+                assert tokenizer.encode(text) == tokenizer.encode_template(text)[0] == expected
+                assert list(tokenizer.encode_batch([text])[0]) == expected
+        assert find_difference(tokenizer, directory) is find_difference(trained, directory) is None
+
+    def test_chance_is_off_in_what_is_saved(self, directory: Path, tmp_path: Path, trained: HfTokenizer) -> None:
+        transformers = pytest.importorskip("transformers")
+        content = json.loads((directory / "tokenizer.json").read_text())
+        content["model"]["dropout"] = 0.1
+        (directory / "tokenizer.json").write_text(json.dumps(content))
+        self.change(directory, "tokenizer_config.json", sp_model_kwargs={"enable_sampling": True, "alpha": 0.1})
+        load_tokenizer(directory).save(tmp_path / "again")
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+        for _ in range(5):
+            assert reference(HARD_TEXTS[0])["input_ids"] == trained.encode(HARD_TEXTS[0])
+        assert json.loads((tmp_path / "again/tokenizer_config.json").read_text())["sp_model_kwargs"] == {}
+
+    @pytest.mark.parametrize("dropout", [None, 0, 0.0, 1.0])
+    def test_a_file_without_chance_stays_as_it_is(self, directory: Path, dropout: float | None) -> None:
+        content = json.loads((directory / "tokenizer.json").read_text())
+        content["model"]["dropout"] = dropout
+        text = json.dumps(content)
+        (directory / "tokenizer.json").write_text(text)
+        assert load_tokenizer(directory).files()["tokenizer.json"] == text.encode()
+
+    def test_texts_are_neither_cut_short_nor_filled_up(self, directory: Path, trained: HfTokenizer) -> None:
+        rust = RustTokenizer.from_file(str(directory / "tokenizer.json"))
+        rust.enable_truncation(2)
+        rust.enable_padding(length=9, pad_id=0, pad_token="<|endoftext|>")
+        rust.save(str(directory / "tokenizer.json"))
+        tokenizer = load_tokenizer(directory)
+        for text in HARD_TEXTS[:3]:
+            assert tokenizer.encode(text) == tokenizer.encode_template(text)[0] == trained.encode(text)
+        assert token_texts(tokenizer) == token_texts(trained)
 
     def test_eos_may_be_chosen(self, directory: Path) -> None:
         (directory / "tokenizer_config.json").unlink()

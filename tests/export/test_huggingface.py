@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import stat
 from pathlib import Path
@@ -20,7 +21,11 @@ from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.card import TrainingFacts
 from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, is_hf_directory, read_hf, write_hf
 from lm_trainer.export.output import check_output
+from lm_trainer.generate.engine import generate
+from lm_trainer.generate.sampling import GenerateSettings
+from lm_trainer.generate.score import Context, score
 from lm_trainer.models import Gpt2Config
+from tests.data.test_formats import with_specials
 
 SMALL = Gpt2Config(seq_len=40, hidden_dim=32, num_layers=2, num_heads=4, initializer_range=0.2)
 
@@ -230,6 +235,29 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     edit_config(out, vocab_size=200)
     with pytest.raises(UserError, match=r"257 tokens.* 200"):
         read_hf(out)
+
+
+def test_added_tokens_may_have_no_rows(tmp_path: Path, model: TextModel) -> None:
+    # As Gemma 3's <image_soft_token>, of which its models for text alone know nothing.
+    tokenizer = with_specials("<image>", "<other>")
+    assert tokenizer.vocab_size == model.vocab_size + 2
+    write_hf(tmp_path / "out", dataclasses.replace(model, tokenizer=tokenizer), ExportOptions())
+    loaded = read_hf(tmp_path / "out")
+    assert (loaded.vocab_size, loaded.tokenizer.vocab_size) == (257, 259)
+    assert loaded.tokenizer.identity() == tokenizer.identity()
+    # A text is refused only if it has one.
+    assert loaded.tokenizer.encode("<image>") == list(b"<image>")
+    ids = loaded.tokenizer.encode_template("a<image>")[0]
+    with pytest.raises(UserError, match="has the token 257, but the model knows 0 to 256"):
+        generate(loaded.build(), [ids], GenerateSettings(max_new_tokens=1))
+    for context in (Context(ids, [[1], [2]]), Context([1], [[2], ids])):
+        with pytest.raises(UserError, match="has the token 257, but the model knows 0 to 256"):
+            list(score(loaded.build(), [context]))
+    # The token that ends documents has to have one.
+    ending = with_specials("<image>", eos="<image>")
+    write_hf(tmp_path / "other", dataclasses.replace(model, tokenizer=ending), ExportOptions())
+    with pytest.raises(UserError, match=r"258 tokens.* 257"):
+        read_hf(tmp_path / "other")
 
 
 @pytest.mark.parametrize(

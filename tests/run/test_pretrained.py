@@ -25,6 +25,8 @@ from lm_trainer.run.config import RunConfig, config_hash
 from lm_trainer.run.hf_transfer import import_model
 from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from lm_trainer.run.program import build_program
+from tests.conftest import Lmt, refused
+from tests.data.test_formats import with_specials
 
 LLAMA = LlamaConfig(
     seq_len=64,
@@ -225,6 +227,27 @@ def test_more_tokens_than_rows_and_no_tokenizer_to_compare_with(tmp_path: Path) 
     (tmp_path / "base" / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         source.check_tokenizer(ByteTokenizer())
+
+
+def test_added_tokens_may_have_no_rows(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    tokenizer = with_specials(*(f"<added {i}>" for i in range(9)))
+    tokenizer.save(tmp_path / "base")
+    found = start(config(tmp_path / "base", model=KEYS, data={"tokenizer": str(tmp_path / "base")}))
+    assert tokenizer.vocab_size == 266 > found.check_tokenizer(tokenizer) == 260
+
+
+@pytest.mark.slow
+def test_an_added_token_without_a_row_ends_training_where_it_comes(lmt: Lmt, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    with_specials(*(f"<added {i}>" for i in range(9))).save(tmp_path / "base")
+    records = [{"input_ids": [1, 2, 265 if i == 60 else 3] * 20} for i in range(80)]
+    Path("ids.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"train_urls": ["ids.jsonl"], "format": {"type": "ids"}, "tokenizer": "base", "shuffle": False}
+    trainer = {"num_train_steps": 60, "train_batch_size": 1, "elastic_shards": 1, "max_devices": 1, "sample_tokens": 0}
+    run = {"initialize_from_hf": "base", "use_hf_model_config": True, "data": {**data, "cache_dir": "cache"}}
+    Path("run.yaml").write_text(json.dumps({**run, "trainer": {**trainer, "tracker": []}}))
+    refused(lmt("train", "run.yaml"), "row 60 of shard 0 has the token 265", "but the model knows 0 to 259")
 
 
 # The weights.

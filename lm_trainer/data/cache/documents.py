@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from lm_trainer.data.cache.format import damaged, part_key, read_record
+from lm_trainer.data.cache.checksums import is_intact
+from lm_trainer.data.cache.format import LEDGER, damaged, part_key, read_record
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 
@@ -44,11 +45,7 @@ def read_lengths(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
     Raises:
         MachineError: if the file is lost or damaged.
     """
-    key = part_key(ledger.parts[part], "len")
-    lengths_P = _read_counts(store, key).astype(np.int64)
-    if int(lengths_P.sum()) != ledger.tokens[part]:
-        raise damaged(store, key)
-    return lengths_P
+    return _read_counts(store, ledger, part, "len")[0]
 
 
 def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
@@ -57,24 +54,23 @@ def read_rows(store: KvStore, ledger: Ledger, part: int) -> np.ndarray:
     Raises:
         MachineError: if a file is lost or damaged.
     """
-    key = part_key(ledger.parts[part], "row")
-    rows_P = _read_counts(store, key)
-    if len(rows_P) != len(read_lengths(store, ledger, part)):
-        raise damaged(store, key)
+    rows_P, record = _read_counts(store, ledger, part, "row")
     # The file counts from the part's first row, whose number is in the record.
-    return rows_P.astype(np.int64) + need_record(store, ledger, part)["rows"][0]
+    return rows_P + record["rows"][0]
 
 
 def need_record(store: KvStore, ledger: Ledger, part: int) -> dict[str, Any]:
     """Reads the commit record of a part that the ledger lists.
 
     Raises:
-        MachineError: if it is lost or damaged.
+        MachineError: if it is lost or damaged, or is not the one that the ledger was made of.
     """
     name = ledger.parts[part]
     record = read_record(store, name)
     if record is None:
         raise damaged(store, part_key(name, "json"), "is missing")
+    if not ledger.fits(part, record):
+        raise damaged(store, part_key(name, "json"), f"does not fit {LEDGER}")
     return record
 
 
@@ -98,10 +94,13 @@ def begin_of(store: KvStore, ledger: Ledger, part: int) -> tuple[int, int]:
     return part, before
 
 
-def _read_counts(store: KvStore, key: str) -> np.ndarray:
+def _read_counts(store: KvStore, ledger: Ledger, part: int, kind: str) -> tuple[np.ndarray, dict[str, Any]]:
+    """Reads a file of one number for each document or piece, int64 [P], and the commit record."""
+    key = part_key(ledger.parts[part], kind)
     content = store.read(key)
     if content is None:
         raise damaged(store, key, "is missing")
-    if len(content) % 4:
+    record = need_record(store, ledger, part)
+    if not is_intact(content, record["blobs"][kind]):
         raise damaged(store, key)
-    return np.frombuffer(content, "<u4")
+    return np.frombuffer(content, "<u4").astype(np.int64), record

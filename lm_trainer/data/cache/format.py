@@ -76,7 +76,8 @@ def read_record(store: KvStore, name: str) -> dict[str, Any] | None:
 
 def damaged(store: KvStore, key: str, problem: str = "is damaged") -> MachineError:
     """Returns the error for a file of a cache that is not as it was written."""
-    return MachineError(f"{store.url}/{key} {problem}; remove {store.url} to build it again")
+    parts = "remove what is damaged with lmt data verify --repair, or " if key.startswith("parts/") else ""
+    return MachineError(f"{store.url}/{key} {problem}; {parts}remove {store.url} to build it again")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

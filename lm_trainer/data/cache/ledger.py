@@ -94,18 +94,24 @@ class Ledger:
         self.tokens.append(record["tokens"])
         self.documents.append(record["documents"])
         self.text_bytes.append(record["text_bytes"])
-        blobs = record["blobs"]
-        place = record.get("place")
-        if place is not None:
-            self.places.append([place[name] for name in TokenPlace._fields])
-        tokens = (place or blobs["bin"])["sha256"]
-        beside = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]
-        self.sha256.append(fingerprint([tokens, *beside]) if beside else tokens)
-        self.marks = "msk" in blobs
+        if "place" in record:
+            self.places.append(_place(record))
+        self.sha256.append(_digest(record))
+        self.marks = "msk" in record["blobs"]
         self.rows += record["rows"][1] - record["rows"][0]
         self.empty += record["empty"]
         self.bad += record["bad"]
         self.bad_examples = (self.bad_examples + record["bad_examples"])[:5]
+
+    def fits(self, part: int, record: dict[str, Any]) -> bool:
+        """Returns whether a commit record is the one of which part number `part` was taken in."""
+        try:
+            counts = [record["tokens"], record["documents"]] == [self.tokens[part], self.documents[part]]
+            places = not self.places or _place(record) == self.places[part]
+            noted = all(isinstance(record["blobs"][kind]["sha256"], str) for kind in ("len", "row"))
+            return counts and places and noted and _digest(record) == self.sha256[part]
+        except (KeyError, TypeError, AttributeError):
+            return False
 
     def write(self, store: KvStore) -> None:
         """Writes the ledger, unless the one in the store is as far: of two builders at once, one may be behind."""
@@ -144,3 +150,16 @@ class Ledger:
     def num_documents(self) -> int:
         """Documents that end in some part."""
         return sum(self.documents)
+
+
+def _place(record: dict[str, Any]) -> list[Any]:
+    """Returns the `TokenPlace` of a commit record."""
+    return [record["place"][name] for name in TokenPlace._fields]
+
+
+def _digest(record: dict[str, Any]) -> str:
+    """Hashes the token file of a commit record together with its files of masks and features."""
+    blobs = record["blobs"]
+    tokens = (record["place"] if "place" in record else blobs["bin"])["sha256"]
+    beside = [blobs[kind]["sha256"] for kind in ("msk", "fea") if kind in blobs]
+    return fingerprint([tokens, *beside]) if beside else tokens

@@ -7,7 +7,6 @@ Shape letters: D documents, T tokens, F bytes of a mask file.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,8 +68,8 @@ class LossMaskStream(TokenStream):
     def _decode(self, content: bytes, start: int, count: int) -> np.ndarray:
         return unpack_loss_mask(np.frombuffer(content, np.uint8), start, count)
 
-    def _map_file(self, path: Path) -> Any:
-        return _PackedMask(np.asarray(np.memmap(path, np.uint8, "r")))
+    def _items(self, content_F: np.ndarray) -> Any:
+        return _PackedMask(content_F)
 
 
 class _PackedMask:

@@ -47,6 +47,15 @@ class TokenPlace(NamedTuple):
             raise MachineError(f"cannot read the tokens in {self.path}: {reason_of(error)}") from None
         raise MachineError(f"{self.path} was cut short since it was indexed; put it back, or build the cache again")
 
+    def byte_range(self, start: int, count: int) -> tuple[int, int]:
+        """Returns the bytes [first, last) of `count` ids, counted from the first of the part."""
+        size = np.dtype(self.dtype).itemsize
+        return start * size, (start + count) * size
+
+    def bytes_of(self, ids: Any) -> Any:
+        """Returns what `open` returned as something that is sliced by bytes, as far as these are whole ids."""
+        return ids.view(np.uint8) if isinstance(ids, np.ndarray) else _Bytes(ids, np.dtype(self.dtype).itemsize)
+
 
 class _Slices:
     """An array of TensorStore whose slices are NumPy arrays, counted from one of its items."""
@@ -59,6 +68,17 @@ class _Slices:
             return self._array[self._first + tokens.start : self._first + tokens.stop].read().result()
         except (ValueError, OSError) as error:
             raise MachineError(f"cannot read the tokens in {self._array.spec()}: {reason_of(error)}") from None
+
+
+class _Bytes:
+    """Bytes of the items of another array."""
+
+    def __init__(self, items: _Slices, itemsize: int):
+        self._items, self._itemsize = items, itemsize
+
+    def __getitem__(self, content: slice) -> np.ndarray:
+        ids = self._items[content.start // self._itemsize : content.stop // self._itemsize]
+        return np.ascontiguousarray(ids).view(np.uint8)
 
 
 @lru_cache(maxsize=1)

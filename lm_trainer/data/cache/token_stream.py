@@ -8,15 +8,19 @@ from __future__ import annotations
 import resource
 import threading
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import tensorstore as ts
 
 from lm_trainer.core.bucket import reason_of
-from lm_trainer.core.errors import MachineError
-from lm_trainer.data.cache.format import part_key
+from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.data.cache.checksums import BlockSums, CheckedItems
+from lm_trainer.data.cache.documents import need_record, read_lengths, read_rows
+from lm_trainer.data.cache.format import damaged, part_key
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.token_place import TokenPlace
@@ -24,19 +28,30 @@ from lm_trainer.data.cache.token_place import TokenPlace
 MAX_OPEN_PARTS = min(max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 64), 4096)
 """Each memory-mapped part holds a file descriptor, of which a process may have only so many."""
 
+_COMPARED_AT_ONCE = 64 << 20
+"""Bytes of blocks in object storage that are fetched together to be compared."""
+_REQUESTS = 32
+"""Commit records in object storage that are asked for at the same time."""
+
 
 class TokenStream:
-    """All documents one after another, each ended by EOS. Safe to read from several threads."""
+    """All documents one after another, each ended by EOS. Safe to read from several threads.
+
+    What is read was compared with its checksum, which is a part of the fingerprint of the data.
+    """
 
     _kind: ClassVar[str] = "bin"
     """The file of each part that is read."""
 
     def __init__(self, store: KvStore, ledger: Ledger, dtype: np.dtype):
         self._store, self._dtype = store, dtype
-        self._maps: OrderedDict[int, Any] = OrderedDict()
+        self._maps: OrderedDict[int, CheckedItems] = OrderedDict()
+        self._sums: dict[int, BlockSums] = {}
         self._lock = threading.Lock()
         self.loss_mask: TokenStream | None = None
         """The mask values at the same places, where the data format has a loss mask: see `loss_mask.py`."""
+        self.known_ids: int | None = None
+        """Ids that the model has rows for, where the tokenizer has more: a read that meets another one is refused."""
         self.extend(ledger)
 
     def extend(self, ledger: Ledger) -> None:
@@ -46,7 +61,7 @@ class TokenStream:
             self.loss_mask.extend(ledger)
         counts = self._counts(ledger)
         ends = np.cumsum(counts)
-        self._names, self._starts = ledger.parts, ends - counts
+        self._ledger, self._names, self._starts = ledger, ledger.parts, ends - counts
         # Masks always lie in the cache.
         self._places = ledger.places if self._kind == "bin" else []
         # The last to change: readers know by the ends how far the stream goes, and hold no lock.
@@ -92,18 +107,38 @@ class TokenStream:
             places_N: int [N], the index in `out` at which each run begins.
 
         Raises:
-            MachineError: if a part is missing or was cut short.
+            MachineError: if a part is missing, was cut short or is not as it was written.
+            UserError: for an id that the model has no row for.
         """
         pieces = self._pieces(starts_N, counts_N, places_N)
         if self._store.local is None and not self._places:
             self._copy_remote(pieces, out)
-            return
+        else:
+            self._copy_local(pieces, out)
+        if self.known_ids is not None:
+            self._check_ids(pieces, out, self.known_ids)
+
+    def _copy_local(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
         parts = {part for _, part, _, _ in pieces}
         # Each part is looked up once, not once a piece. Beyond the limit of open files the maps cannot all be held, and
         # each piece asks for its own.
-        map_of = {part: self._map(part) for part in parts}.__getitem__ if len(parts) <= MAX_OPEN_PARTS else self._map
+        few = len(parts) <= MAX_OPEN_PARTS
+        map_of = {part: self._map(part).fastest() for part in parts}.__getitem__ if few else self._map
         for place, part, offset, count in pieces:
             out[place : place + count] = map_of(part)[offset : offset + count]
+
+    def _check_ids(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray, known_ids: int) -> None:
+        for place, part, offset, count in pieces:
+            unknown = np.flatnonzero(out[place : place + count] >= known_ids)
+            if not len(unknown):
+                continue
+            pieces_P = np.cumsum(read_lengths(self._store, self._ledger, part))
+            index = int(np.searchsorted(pieces_P, offset + int(unknown[0]), side="right"))
+            row, shard = read_rows(self._store, self._ledger, part)[index], self._names[part].partition("-")[0]
+            raise UserError(
+                f"{self._store.url}: row {row} of shard {int(shard)} has the token {out[place + int(unknown[0])]}, but "
+                f"the model knows 0 to {known_ids - 1}; leave the row out, or take the text of that token out of it"
+            )
 
     def tail(self, start: int) -> np.ndarray:
         """Reads all tokens from `start` on: int32."""
@@ -140,12 +175,39 @@ class TokenStream:
         del start, count
         return np.frombuffer(content, self._dtype)
 
-    def _map_file(self, path: Path) -> Any:
-        """Returns the file as an array of one item for each token."""
-        # A plain array: slices of a memmap object cost ten times as much.
-        return np.asarray(np.memmap(path, self._dtype, "r"))
+    def _items(self, content_F: np.ndarray) -> Any:
+        """Returns the bytes of a file as something that is sliced as one item for each token."""
+        return content_F.view(self._dtype)
 
-    def _map(self, part: int) -> Any:
+    def _sums_of(self, part: int) -> BlockSums:
+        """Returns the checksums of a part, which stay in memory: each block is compared once."""
+        if part not in self._sums:
+            record, name = need_record(self._store, self._ledger, part), self._names[part]
+            noted = record["place"] if self._places else record["blobs"][self._kind]
+            try:
+                self._sums[part] = BlockSums(noted, self._bytes_of(part))
+            except (ValueError, KeyError, TypeError):
+                raise damaged(self._store, part_key(name, "json")) from None
+        return self._sums[part]
+
+    def _bytes_of(self, part: int) -> int:
+        count = int(self._ends[part] - self._starts[part])
+        if self._places:
+            return count * np.dtype(TokenPlace(*self._places[part]).dtype).itemsize
+        return self._byte_range(0, count)[1]
+
+    def _damaged(self, part: int, first: int) -> MachineError:
+        """Returns the error for a block of a part that begins at byte `first`."""
+        if self._places:
+            path = TokenPlace(*self._places[part]).path
+            return MachineError(
+                f"{path} has changed since it was indexed; put it back as it was, or remove {self._store.url} to index "
+                "it again"
+            )
+        problem = f"has changed since it was written, near byte {first}"
+        return damaged(self._store, part_key(self._names[part], self._kind), problem)
+
+    def _map(self, part: int) -> CheckedItems:
         """Returns the memory map of a part, opened if need be; the one used longest ago is closed beyond the limit."""
         with self._lock:
             if part in self._maps:
@@ -156,18 +218,25 @@ class TokenStream:
                 self._maps.popitem(last=False)
             return tokens
 
-    def _open(self, part: int) -> Any:
+    def _open(self, part: int) -> CheckedItems:
+        sums, failed = self._sums_of(part), partial(self._damaged, part)
         if self._places:
-            return TokenPlace(*self._places[part]).open(int(self._ends[part] - self._starts[part]))
+            place, count = TokenPlace(*self._places[part]), int(self._ends[part] - self._starts[part])
+            items = place.open(count)
+            return CheckedItems(items, place.bytes_of(items), place.byte_range, sums, failed)
+        content_F = self._map_file(part)
+        return CheckedItems(self._items(content_F), content_F, self._byte_range, sums, failed)
+
+    def _map_file(self, part: int) -> np.ndarray:
+        """Maps the bytes of a part's file, uint8 [F]."""
         assert self._store.local is not None
         path = self._store.local / part_key(self._names[part], self._kind)
-        count = int(self._ends[part] - self._starts[part])
-        written = self._byte_range(0, count)[1]
+        written = self._bytes_of(part)
         try:
             size = path.stat().st_size
             if size == written:
-                # An empty file cannot be memory-mapped.
-                return self._map_file(path) if count else np.zeros(0, self._dtype)
+                # A plain array: slices of a memmap object cost ten times as much. An empty file cannot be mapped.
+                return np.asarray(np.memmap(path, np.uint8, "r")) if written else np.zeros(0, np.uint8)
         except OSError as error:
             raise MachineError(
                 f"the cache has lost a part: {error}. Remove {self._store.url} to build it again"
@@ -177,18 +246,55 @@ class TokenStream:
         )
 
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
-        ranges = [self._byte_range(offset, count) for _, _, offset, count in pieces]
-        keys = [part_key(self._names[part], self._kind) for _, part, _, _ in pieces]
+        ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in pieces]
+        self._compare_remote(ranges)
+        for (place, _, offset, count), content in zip(pieces, self._fetch(ranges), strict=True):
+            out[place : place + count] = self._decode(content, offset, count)
+
+    def _compare_remote(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Compares the blocks of (part, first byte, last byte) that have not been compared."""
+        if unknown := {part for part, _, _ in ranges} - self._sums.keys():
+            with ThreadPoolExecutor(_REQUESTS) as pool:
+                list(pool.map(self._sums_of, sorted(unknown)))
+        pending = {
+            (part, block): self._sums[part].bytes_of(block)
+            for part, first, last in ranges
+            for block in self._sums[part].pending(first, last)
+        }
+        for blocks in _batches(pending):
+            contents = self._fetch([(part, *pending[part, block]) for part, block in blocks])
+            for (part, block), content in zip(blocks, contents, strict=True):
+                if not self._sums[part].compare(block, content):
+                    raise self._damaged(part, pending[part, block][0])
+
+    def _fetch(self, ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
+        """Yields the bytes of each (part, first byte, last byte) from object storage."""
+        keys = [part_key(self._names[part], self._kind) for part, _, _ in ranges]
         # TensorStore joins the ranges of one batch that lie close together, and asks for them at the same time.
         with ts.Batch() as batch:
             futures = [
-                self._store.read_range(key, first, last, batch) for key, (first, last) in zip(keys, ranges, strict=True)
+                self._store.read_range(key, first, last, batch)
+                for key, (_, first, last) in zip(keys, ranges, strict=True)
             ]
-        for (place, part, offset, count), key, (first, last), future in zip(pieces, keys, ranges, futures, strict=True):
+        for (part, first, last), key, future in zip(ranges, keys, futures, strict=True):
             try:
                 content = future.result().value
             except (ValueError, OSError) as error:
                 raise MachineError(f"cannot read {self._store.url}/{key}: {reason_of(error)}") from None
             if len(content) != last - first:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
-            out[place : place + count] = self._decode(content, offset, count)
+            yield content
+
+
+def _batches(pending: dict[tuple[int, int], tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yields the keys of blocks in lists of about so many bytes as may be in memory at a time."""
+    batch: list[tuple[int, int]] = []
+    size = 0
+    for key, (first, last) in pending.items():
+        if batch and size + last - first > _COMPARED_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(key)
+        size += last - first
+    if batch:
+        yield batch

@@ -51,6 +51,8 @@ class FormatConfig(Config):
     """True if documents have a loss mask; they may then hold the end-of-document token inside."""
     adds_bos: ClassVar[bool] = True
     """True if a start-of-document token is put in front where the tokenizer has one."""
+    is_answered: ClassVar[bool] = False
+    """True if a row is a prompt and its answer, which belong into one row of training."""
     later: ClassVar[frozenset[str]] = frozenset()
     """Keys that came later: a cache that was built before them is still found where they change nothing."""
 

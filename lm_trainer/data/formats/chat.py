@@ -56,6 +56,7 @@ class ChatFormat(FormatConfig):
     """True to leave out of the loss all that the template does not mark as the assistant's."""
 
     has_loss_mask: ClassVar[bool] = True
+    is_answered: ClassVar[bool] = True
     # A template that wants a start-of-document token writes it itself.
     adds_bos: ClassVar[bool] = False
     later: ClassVar[frozenset[str]] = frozenset({"role_field", "content_field", "roles"})

@@ -35,6 +35,7 @@ class SupervisedFormat(FormatConfig):
     """True to leave the prompt out of the loss."""
 
     has_loss_mask: ClassVar[bool] = True
+    is_answered: ClassVar[bool] = True
     later: ClassVar[frozenset[str]] = frozenset({"context_field", "separate_context"})
 
     @model_validator(mode="after")

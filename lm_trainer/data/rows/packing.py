@@ -12,6 +12,7 @@ positions, N runs of a batch: its pieces and its padding.
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -131,7 +132,8 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None) -
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
         else:
             content = store.read(f"{key}.bin")
-        if content is not None and len(content) == found["bytes"]:
+        # A plan that has changed is made again, as is one of an earlier version, which wrote no checksum.
+        if content is not None and _sha256(content) == found.get("sha256"):
             return PackingPlan.from_bytes(content, found["pieces"], found["rows"])
     # In this process: a million documents take a second of CPU, once for all runs.
     plan = best_fit(cache.document_lengths(), seq_len, stop)
@@ -139,10 +141,15 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None) -
     try:
         # The JSON file comes last: it says that the other one is whole.
         store.write(f"{key}.bin", content)
-        store.write_json(f"{key}.json", {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows})
+        about = {"bytes": len(content), "pieces": len(plan.starts_P), "rows": plan.num_rows}
+        store.write_json(f"{key}.json", {**about, "sha256": _sha256(content)})
     except UserError:
         pass  # A cache that only others may write to: the plan is made again at the next start.
     return plan
+
+
+def _sha256(content: bytes | np.ndarray) -> str:
+    return hashlib.sha256(np.frombuffer(content, np.uint8).data).hexdigest()
 
 
 @dataclass(frozen=True)

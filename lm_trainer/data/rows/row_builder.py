@@ -54,7 +54,7 @@ class RowBuilder:
         seed, format = self.seed_of(name), config.sets[name].format
         if not final:
             # A packing plan depends on all documents, so no packed row is certain before the end; nor is one of audio.
-            whole = config.packing == "best_fit" or isinstance(format, AudioFormat)
+            whole = config.packing_of(name) == "best_fit" or isinstance(format, AudioFormat)
             certain = 0 if whole else _num_certain_chunks(cache.stream, self.seq_len, held_out)
             return TrainSet(name, chunks, certain, config.shuffle_config, seed, final=False)
         if isinstance(format, AudioFormat):
@@ -63,7 +63,7 @@ class RowBuilder:
         stop = self._first_held_out_token(name, chunks, held_out)
         rows: Rows = chunks
         num_rows = chunks.num_rows if stop is None else stop // self.seq_len
-        if config.packing == "best_fit":
+        if config.packing_of(name) == "best_fit":
             plan = open_packing_plan(cache, self.seq_len, stop)
             rows = PackedRows(cache.stream, plan, self.seq_len, self.tokenizer.eos_id)
             num_rows = rows.num_rows

@@ -55,7 +55,7 @@ class TrainSets:
             return "data.exclude"
         if config.stop_strategy != "restart":
             return f"data.stop_strategy: {config.stop_strategy}"
-        if config.packing == "best_fit":
+        if config.packed:
             return "data.packing: best_fit"
         if config.features_shape is not None:
             return "data.format: audio"
@@ -68,7 +68,7 @@ class TrainSets:
         config = self._config
         if config.exclude or config.features_shape is not None:
             return True
-        return config.stop_strategy != "restart" or config.packing == "best_fit"
+        return config.stop_strategy != "restart" or config.packed
 
     def order(self, schedule: BatchSchedule) -> TrainOrder:
         """Returns the rows of a run of these batch sizes by their positions, as far as they are certain."""

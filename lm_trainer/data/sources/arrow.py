@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
+from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, damaged, group, open_seekable
+from lm_trainer.data.sources.files import File, group, open_seekable
 
 _BATCH_ROWS = 1024
 _MAGIC = b"ARROW1"
@@ -61,7 +61,7 @@ def _batches(file: File, stream: IO[bytes], columns: Sequence[str]) -> Iterator[
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{file.url} is truncated or damaged, or no Arrow file: {error}") from None
     except (pyarrow.ArrowException, OSError) as error:
-        raise damaged(file, error) from None
+        raise arrow_error(file, error) from None
 
 
 def _open(stream: IO[bytes], columns: list[int] | None) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lm_trainer.core.errors import UserError
+from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.base import BadRow, FileShard, Row, bad, read_record
-from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.files import File, damaged
 
 
 def batch_rows(shard: FileShard, file: File, batch: Any, number: int, before: int) -> Iterator[Row | BadRow]:
@@ -28,6 +28,23 @@ def batch_rows(shard: FileShard, file: File, batch: Any, number: int, before: in
         else:
             row = record if isinstance(record, BadRow) else read_record(record, shard.text_key, shard.fields)
             yield row._replace(number=at, where=where)
+
+
+def arrow_error(file: File, error: Exception) -> Exception:
+    """Returns the error for what Arrow says of a file: not all that it cannot read is damaged."""
+    import pyarrow
+
+    if isinstance(error, MemoryError):
+        return MachineError(f"there is too little memory to read {file.url}: {error}; lower data.num_workers")
+    if isinstance(error, pyarrow.ArrowNotImplementedError | pyarrow.ArrowCapacityError):
+        return UserError(
+            f"{file.url} is written in a way that pyarrow does not read: {error}; write it again, with another "
+            "compression or in smaller row groups"
+        )
+    # Errors of a disk or a server have a number or a type of their own; those of Arrow's decoders have neither.
+    if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+        return error
+    return damaged(file, error)
 
 
 def check_columns(file: File, schema: Any, columns: Sequence[str]) -> None:

@@ -56,7 +56,7 @@ def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
     """Opens the only file in an archive.
 
     Raises:
-        UserError: if it holds several files or none, or is encrypted.
+        UserError: if it holds several files or none, is encrypted, or is packed in a way that is not read.
         zipfile.BadZipFile: if it is damaged, or no such archive.
     """
     with zipfile.ZipFile(stored) as archive:
@@ -65,7 +65,11 @@ def open_zip(stored: IO[bytes], name: str) -> Iterator[IO[bytes]]:
             raise UserError(f"{name} holds {len(members)} files, and only an archive of one is read; unpack it")
         if members[0].flag_bits & 1:
             raise UserError(f"{name} is encrypted; unpack it")
-        with archive.open(members[0]) as stream:
+        try:
+            opened = archive.open(members[0])
+        except NotImplementedError as error:
+            raise UserError(f"{name} is packed in a way that is not read ({error}); unpack it") from None
+        with opened as stream:
             yield stream
 
 

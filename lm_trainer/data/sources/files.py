@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import itertools
-import lzma
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.compression import compression_of, open_zip
-from lm_trainer.data.sources.zstd import open_zstd
+from lm_trainer.data.sources.frames import DamagedFrames, open_frames
 
 SHARD_BYTES = 64 << 20
 """Small files are read together until this many stored bytes; a larger file is a shard of its own."""
@@ -155,7 +154,7 @@ def open_binary(file: File) -> Iterator[IO[bytes]]:
     try:
         with _unpacked(file) as stream:
             yield stream
-    except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+    except (EOFError, gzip.BadGzipFile, zipfile.BadZipFile, zlib.error, DamagedFrames) as error:
         raise damaged(file, error) from None
     except FileNotFoundError:
         raise UserError(f"{file.url} has disappeared since this run started") from None
@@ -204,11 +203,11 @@ def open_seekable(file: File) -> Iterator[IO[bytes]]:
 @contextmanager
 def _unpacked(file: File) -> Iterator[IO[bytes]]:
     compression = compression_of(file.url)
-    # Not fsspec's own: of zstd it takes a file that was cut short for one that has ended, of an archive it reads the
-    # first file alone.
-    if compression == "zstd":
+    # Not fsspec's own: it takes files that were cut short between or inside of frames for files that have ended, and of
+    # an archive it reads the first file alone.
+    if compression in ("zstd", "xz", "lzma", "bz2"):
         with _stored(file, None) as stream:
-            yield open_zstd(stream, file.url)
+            yield open_frames(stream, compression, file.url)
     elif compression == "zip":
         with _stored(file, None) as stream, open_zip(stream, file.url) as member:
             yield member

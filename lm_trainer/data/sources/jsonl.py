@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -15,6 +16,8 @@ from lm_trainer.data.sources.fields import text_of
 from lm_trainer.data.sources.files import File, group, numbered, open_binary, total_text_size
 
 _BLOCK_BYTES = 1 << 20
+
+_BOM = b"\xef\xbb\xbf"
 
 _CERTAIN_DEPTH = 256
 """Both decoders read what is nested less deeply; beyond, each has a limit of its own."""
@@ -112,13 +115,15 @@ def _items(file: File) -> Iterator[tuple[str, Any]]:
     """Yields (place, line as bytes), or (place, item) for a file that is an array."""
     name = file.name
     with open_binary(file) as stream:
-        first = stream.readline()
-        if suffix(file.url) == ".json" and first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-            yield from _array(file, first + stream.read())
-        elif first:
-            yield f"{name}:1", first
-            for number, line in enumerate(_lines(stream), start=2):
-                yield f"{name}:{number}", line
+        # Blank lines may come before an array; before a line of JSON they are rows of their own.
+        begin = [stream.readline()]
+        while begin[-1] and not begin[-1].removeprefix(_BOM).strip():
+            begin.append(stream.readline())
+        if suffix(file.url) == ".json" and begin[-1].removeprefix(_BOM).lstrip()[:1] == b"[":
+            yield from _array(file, b"".join(begin) + stream.read())
+        else:
+            lines = itertools.chain((line for line in begin if line), _lines(stream))
+            yield from ((f"{name}:{number}", line) for number, line in enumerate(lines, start=1))
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:

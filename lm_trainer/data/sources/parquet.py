@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.sources.arrow_rows import batch_rows, check_columns
+from lm_trainer.data.sources.arrow_rows import arrow_error, batch_rows, check_columns
 from lm_trainer.data.sources.base import BadRow, FileShard, FileSource, Row, Shard
-from lm_trainer.data.sources.files import File, damaged, group, open_seekable
+from lm_trainer.data.sources.files import File, group, open_seekable
 
 _BATCH_ROWS, _BATCH_BYTES = 1024, 1 << 20
 """At most of a batch, which then stays in a core's cache until its rows are used."""
@@ -79,7 +79,7 @@ def _batches(file: File, table: Any, groups: list[int], columns: list[str]) -> I
     try:
         yield from table.iter_batches(_batch_rows(table, groups), row_groups=groups, columns=columns, use_threads=False)
     except (pyarrow.ArrowException, OSError) as error:
-        raise damaged(file, error) from None
+        raise arrow_error(file, error) from None
 
 
 def _batch_rows(table: Any, groups: list[int]) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.token_types import written_type
 from lm_trainer.data.sources.tokens import (
     TokenArray,
     TokenFileSource,
@@ -23,6 +24,21 @@ _NUMPY_MAGIC = b"\x93NUMPY"
 _LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """By the first of the 256 int32 of a header of llm.c, whose third is the number of tokens."""
 _LLMC_HEADER = 1024
+
+_FOREIGN = {
+    b"MMIDIDX\x00": "an index of Megatron; name the .bin file beside it, with data.source: {type: megatron}",
+    b"TNTIDX\x00\x00": "an index of fairseq, which is not read",
+    b"PK\x03\x04": "a zip archive (an .npz, or weights of PyTorch), no tokens",
+    b"PAR1": "a Parquet file; name it with the ending .parquet, or set data.source: {type: parquet}",
+    b"ARROW1\x00\x00": "an Arrow file; name it with the ending .arrow, or set data.source: {type: arrow}",
+    b"\x1f\x8b\x08\x00": "packed by gzip; unpack it",
+    b"\x1f\x8b\x08\x08": "packed by gzip; unpack it",
+    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it",
+    b"\xfd7zXZ\x00": "packed by xz; unpack it",
+    b"GGUF": "a model of llama.cpp, no tokens",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file, which is not read",
+}
+"""Beginnings of files of other formats -> what they are. As tokens their headers would be trained on."""
 
 
 class TokenFiles(TokenFileSource):
@@ -71,6 +87,23 @@ class TokenFileShard(TokenShard):
         raw = dtype if self.dtype is None else np.dtype(self.dtype).newbyteorder("<")
         return [_array(file, raw) for file in self.files]
 
+    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+        # A header says the type.
+        if header or (written := written_type(ids_T, vocab_size)) is None:
+            return None
+        read_in = ids_T.dtype.name
+        # Documents of one token each have the same look where 0 ends them; who names the type knows.
+        if self.dtype is not None and eos_id == 0 and int(ids_T.max()) < vocab_size:
+            return None
+        problem = f"its ids were written as {written.name}, and are read as {read_in}"
+        if written.byteorder == ">":
+            return (
+                f"{problem} with its bytes in the other order; write the file again: "
+                f"numpy.fromfile(FILE, {written.str!r}).astype({written.newbyteorder('<').str!r}).tofile(FILE)"
+            )
+        sure = f" (or {read_in}, if they are that all the same)" if self.dtype is None else ""
+        return f"{problem}; set data.source: {{type: tokens, dtype: {written.name}}}{sure}"
+
     def ends(self, number: int, array: TokenArray) -> np.ndarray | None:
         del number
         return np.array([array.count], np.int64) if self.by_index else None
@@ -87,7 +120,11 @@ def _array(file: File, raw: np.dtype) -> TokenArray:
         if begin.startswith(_NUMPY_MAGIC):
             stream.seek(0)
             dtype, header, said = _numpy_header(file, stream)
-    if len(begin) == _LLMC_HEADER and (magic := int.from_bytes(begin[:4], "little")) in _LLMC_DTYPES:
+    if foreign := next((what for magic, what in _FOREIGN.items() if begin.startswith(magic)), None):
+        raise UserError(f"{file.name} is {foreign}")
+    if (magic := int.from_bytes(begin[:4], "little")) in _LLMC_DTYPES:
+        if len(begin) < _LLMC_HEADER:
+            raise UserError(f"{file.name} begins like a file of llm.c and ends inside of its header; it was cut short")
         dtype, header, said = _LLMC_DTYPES[magic], _LLMC_HEADER, int.from_bytes(begin[8:12], "little")
     count = count_tokens(file, header, dtype)
     if said is not None and said != count:

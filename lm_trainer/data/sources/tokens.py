@@ -56,6 +56,17 @@ class TokenShard(ABC):
         """
         del number, array
 
+    def misread(self, ids_T: np.ndarray, header: int, vocab_size: int, eos_id: int) -> str | None:
+        """Says why ids are certainly of another type than they are read in, and what to write; None where they may not.
+
+        Args:
+            ids_T: integers [T], those of one part.
+            header: bytes before the first id of the file.
+            vocab_size: ids of the tokenizer.
+            eos_id: the end-of-document token.
+        """
+        del ids_T, header, vocab_size, eos_id
+
     @abstractmethod
     def check_unchanged(self) -> None:
         """Looks at the files again.

@@ -51,18 +51,21 @@ class WebDatasetShard(FileShard):
         if key is not None:
             yield f"{file.name}:{key}", _decoded(sample)
 
-    def _members(self, file: File) -> Iterator[tuple[str, str, bytes | None]]:
-        """Yields (key, ending, content) for each file; the content of those that are not asked for is None."""
+    def _members(self, file: File) -> Iterator[tuple[str, str, bytes | BadRow | None]]:
+        """Yields (key, ending, content) for each file or link; the content of what is not asked for is None."""
         wanted = {part for name in self.wanted for part in (name, name.partition(".")[0])}
         with open_tar(file) as archive:
             for member in archive:
                 directory, slash, name = member.name.rpartition("/")
                 stem, dot, ending = name.partition(".")
                 # As the format has it: what begins so describes the archive.
-                if not member.isfile() or not dot or not stem or stem.startswith("__"):
+                if not dot or not stem or stem.startswith("__"):
                     continue
-                opened = archive.extractfile(member) if ending.lower() in wanted else None
-                yield f"{directory}{slash}{stem}", ending.lower(), opened.read() if opened else None
+                content: bytes | BadRow | None = None
+                if ending.lower() in wanted:
+                    content = member.read()
+                    content = bad(f"its .{ending} is a link to no file of the archive") if content is None else content
+                yield f"{directory}{slash}{stem}", ending.lower(), content
 
 
 def _decoded(sample: dict[str, Any]) -> dict[str, Any] | BadRow:

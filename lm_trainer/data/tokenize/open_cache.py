@@ -70,6 +70,10 @@ class OpenCache:
         """The stream of all documents, also of those that are left out."""
         return self.stream.whole if isinstance(self.stream, KeptStream) else self.stream
 
+    def limit_ids(self, count: int) -> None:
+        """Refuses to read ids from `count` on, which the model has no rows for."""
+        self.whole.known_ids = count
+
     def document_lengths(self) -> np.ndarray:
         """The tokens of each document of `stream`, end-of-document token included: int64 [D]."""
         if isinstance(self.stream, KeptStream):

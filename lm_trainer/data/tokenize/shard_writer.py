@@ -5,7 +5,6 @@ Shape letters: T tokens, of a document or of a part.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import quick_handover
+from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
@@ -244,10 +244,7 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
     for kind, blob in blobs.items():
         job.store.write(part_key(name, kind), blob)
     record["tokens"] = len(ids_T)
-    # The digests are for `lmt data verify`, and for the fingerprint of the data.
-    record["blobs"] = {
-        kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
-    }
+    record["blobs"] = {kind: checksums(blob) for kind, blob in blobs.items()}
     job.store.write(part_key(name, "json"), canonical_json(record))
 
 

@@ -5,13 +5,13 @@ Shape letters: T tokens of a part, D documents of a file.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
 from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
@@ -125,10 +125,8 @@ def _index_part(
         "text_bytes": ids_T.nbytes,
         "tokens": count,
         **{"empty": 0, "replaced": 0, "bad": 0, "bad_examples": []},
-        "blobs": {
-            kind: {"bytes": len(blob), "sha256": hashlib.sha256(blob).hexdigest()} for kind, blob in blobs.items()
-        },
-        "place": {**place._asdict(), "sha256": hashlib.sha256(ids_T.data).hexdigest()},
+        "blobs": {kind: checksums(blob) for kind, blob in blobs.items()},
+        "place": {**place._asdict(), **checksums(ids_T)},
     }
     job.store.write(part_key(name, "json"), canonical_json(record))
     return record
@@ -138,9 +136,12 @@ def _check_ids(job: ShardJob, place: TokenPlace, ids_T: np.ndarray) -> None:
     """Makes sure that the ids are of the vocabulary: others would be read from another row of the embedding.
 
     Raises:
-        UserError: naming the first that is not.
+        UserError: naming the first that is not, or the type that all of them were written in.
     """
     vocab_size = job.tokenizer.vocab_size
+    assert isinstance(job.shard, TokenShard)
+    if (problem := job.shard.misread(ids_T, place.header, vocab_size, job.tokenizer.eos_id)) is not None:
+        raise UserError(f"{place.path}: {problem}")
     if int(ids_T.max()) < vocab_size and int(ids_T.min()) >= 0:
         return
     at = int(np.flatnonzero((ids_T < 0) | (ids_T >= vocab_size))[0])

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
+from lm_trainer.data.tokenizer.rust import open_rust, settings_without_chance, without_chance
+
+logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -88,7 +92,7 @@ class HfTokenizer:
     """Runs a `tokenizer.json` by the `tokenizers` package. Picklable.
 
     Args:
-        content: the text of `tokenizer.json`; kept to the byte.
+        content: the text of `tokenizer.json`; kept to the byte, unless it has settings of chance, which are turned off.
         settings: `tokenizer_config.json` as a mapping.
         extras: further files of the tokenizer by name.
         eos_token: overrides the end-of-document token that the settings name.
@@ -113,14 +117,20 @@ class HfTokenizer:
         eos_token: str | None = None,
         origin: str = "the tokenizer",
     ):
-        self._content, self._extras, self._origin = content, dict(extras or {}), origin
-        self._settings = dict(settings or {})
+        self._content, off = without_chance(content)
+        self._settings, off_in_settings = settings_without_chance(settings or {})
+        self._extras, self._origin = dict(extras or {}), origin
+        for file, changed in ((TOKENIZER_FILE, off), (CONFIG_FILE, off_in_settings)):
+            if changed:
+                logger.warning(
+                    "%s: %s says %s, by which one text becomes other tokens each time; that is off here, and in what "
+                    "is saved",
+                    *(origin, file, ", ".join(changed)),
+                )
         try:
-            self._rust = RustTokenizer.from_str(content)
+            self._rust = open_rust(self._content)
         except Exception as error:  # the package raises nothing narrower
             raise UserError(f"{origin}: {TOKENIZER_FILE} cannot be read: {error}") from None
-        self._rust.no_truncation()
-        self._rust.no_padding()
         self._with_specials: RustTokenizer | None = None
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
@@ -191,12 +201,16 @@ class HfTokenizer:
         """Encodes as `encode_plain`, but special tokens in the text are special: it was written by a chat template."""
         # A second copy, since switching `encode_special_tokens` would reach other threads amid their encoding.
         if self._with_specials is None:
-            with_specials = RustTokenizer.from_str(self._content)
-            with_specials.no_truncation()
-            with_specials.no_padding()
-            # Ready before another thread sees it.
-            self._with_specials = with_specials
+            self._with_specials = open_rust(self._content)
         return _with_offsets(self._with_specials, text)
+
+    def ids(self) -> set[int]:
+        """Returns every id that stands for a token."""
+        return set(self._rust.get_vocab(with_added_tokens=True).values())
+
+    def added_tokens(self) -> dict[int, str]:
+        """Returns the tokens that were added to the vocabulary that text is cut into; special ones are among them."""
+        return {index: token.content for index, token in self._rust.get_added_tokens_decoder().items()}
 
     def special_tokens(self) -> dict[str, int]:
         """Returns the text and id of every special token."""

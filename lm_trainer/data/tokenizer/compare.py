@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer as RustTokenizer
-
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
+from lm_trainer.data.tokenizer.rust import open_rust, without_chance
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"
 """Letters of several scripts, digits, code and white space, which normalization and splitting treat differently."""
@@ -27,20 +26,27 @@ def find_difference(tokenizer: HfTokenizer, directory: Path) -> str | None:
     """
     file = directory / TOKENIZER_FILE
     try:
-        theirs = RustTokenizer.from_str(file.read_text("utf-8"))
+        theirs = open_rust(without_chance(file.read_text("utf-8"))[0])
     except Exception as error:  # the package raises nothing narrower
         raise UserError(f"{file}: cannot be read: {error}") from None
-    ours = RustTokenizer.from_str(tokenizer.files()[TOKENIZER_FILE].decode())
+    ours = open_rust(tokenizer.files()[TOKENIZER_FILE].decode())
     ids, expected = (each.get_vocab(with_added_tokens=True) for each in (ours, theirs))
     if ids != expected:
         return _vocabularies(ids, expected)
-    # A file may say that text is to be cut short or filled up, which says nothing of the ids.
-    for each in (ours, theirs):
-        each.no_truncation()
-        each.no_padding()
     if ours.encode(_SAMPLE, add_special_tokens=False).ids != theirs.encode(_SAMPLE, add_special_tokens=False).ids:
         return "it has the same tokens, but cuts text differently"
     return None
+
+
+def has_rows_for(tokenizer: HfTokenizer, rows: int) -> bool:
+    """Returns whether a model with so many rows of its embedding can be that of a tokenizer.
+
+    Some models have no rows for tokens that were added to their vocabulary later and come from no text: a text that has
+    one is refused where it is read.
+    """
+    added = tokenizer.added_tokens()
+    surplus = {index for index in tokenizer.ids() if index >= rows}
+    return surplus <= added.keys() and not surplus & {tokenizer.eos_id, tokenizer.bos_id}
 
 
 def _vocabularies(ids: dict[str, int], expected: dict[str, int]) -> str:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
 from lm_trainer.data.tokenizer.bytes import byte_characters
+from lm_trainer.data.tokenizer.rust import open_rust
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 """A single byte in vocabularies with byte fallback."""
@@ -29,7 +30,7 @@ def token_texts(tokenizer: HfTokenizer) -> list[bytes | None]:
     Bytes of a single token need not be UTF-8: characters may be cut.
     """
     content = tokenizer.files()[TOKENIZER_FILE].decode()
-    rust = RustTokenizer.from_str(content)
+    rust = open_rust(content)
     added = rust.get_added_tokens_decoder()
     # In GPT-2's alphabet each character stands for a byte, so that tokens which end inside of a character are exact.
     byte_level = "ByteLevel" in json.dumps(json.loads(content)["decoder"])

@@ -1,0 +1,118 @@
+"""Files of one or more compressed frames, as streams of bytes that know when they were cut short."""
+
+from __future__ import annotations
+
+import bz2
+import io
+import lzma
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
+
+from lm_trainer.core.errors import MachineError, UserError
+
+_CHUNK = 1 << 20
+
+_MOST_WINDOW = 1 << 31
+"""Bytes of the largest window of zstd, that of `--long=31`; as much memory is taken as a file's own window has."""
+
+
+class DamagedFrames(Exception):
+    """Compressed bytes that are not as they were written."""
+
+
+class _Kind(NamedTuple):
+    start: Callable[[], Any]
+    """Returns a decompressor of one frame."""
+    error: type[Exception]
+    """Raised by it."""
+    zeros: bool
+    """True if zeros may follow a frame: the padding of xz, and the end of a tape."""
+
+
+def open_frames(stored: IO[bytes], compression: str, name: str) -> IO[bytes]:
+    """Opens the unpacked bytes of all frames of `stored`: parallel compressors write many, one after another.
+
+    Python's own readers pass over everything after a frame whose successor they cannot read.
+
+    Args:
+        stored: the compressed bytes.
+        compression: `zstd`, `xz`, `lzma` or `bz2`.
+        name: for messages.
+
+    Raises:
+        UserError: if the package for it is missing.
+    """
+    return io.BufferedReader(_Unpacked(stored, _kind(compression, name), name), _CHUNK)  # pyright: ignore[reportReturnType]
+
+
+def _kind(compression: str, name: str) -> _Kind:
+    if compression == "bz2":
+        return _Kind(bz2.BZ2Decompressor, OSError, zeros=True)
+    if compression in ("xz", "lzma"):
+        return _Kind(lzma.LZMADecompressor, lzma.LZMAError, zeros=True)
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(f"cannot read {name}: .zst needs a package; run: pip install zstandard") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
+    return _Kind(decompressor.decompressobj, zstandard.ZstdError, zeros=False)
+
+
+class _Unpacked(io.RawIOBase):
+    """Raises EOFError where the last frame is incomplete, and DamagedFrames where bytes are of none."""
+
+    def __init__(self, stored: IO[bytes], kind: _Kind, name: str):
+        self._stored, self._kind, self._name = stored, kind, name
+        self._packed, self._ready = b"", memoryview(b"")
+        self._frame: Any = None
+        self._frames = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and self._unpack():
+            pass
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _unpack(self) -> bool:
+        """Unpacks a little more; False at the end."""
+        packed = self._packed or self._stored.read(_CHUNK)
+        if not packed:
+            if self._frame is not None:
+                raise EOFError("the last frame is incomplete")
+            return False
+        self._packed = b""
+        if begins := self._frame is None:
+            if self._frames and self._kind.zeros and not (packed := packed.lstrip(b"\0")):
+                return True
+            self._frame, self._frames = self._kind.start(), self._frames + 1
+        try:
+            self._ready = memoryview(self._frame.decompress(packed))
+        except self._kind.error as error:
+            raise self._blame(error, begins) from None
+        except MemoryError:
+            raise self._no_memory("") from None
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, None
+        return True
+
+    def _blame(self, error: Exception, begins: bool) -> Exception:
+        """Returns the error that says what is wrong: the packages have one type for all of them."""
+        text = str(error).lower()
+        if "memory" in text:
+            return self._no_memory(f" ({error})")
+        if "dictionary" in text:
+            return UserError(f"cannot read {self._name}: it was packed with a dictionary, which is not read; unpack it")
+        if begins and self._frames > 1:
+            return DamagedFrames(f"something else follows its end ({error})")
+        return DamagedFrames(str(error))
+
+    def _no_memory(self, reason: str) -> MachineError:
+        return MachineError(
+            f"cannot unpack {self._name}: there is too little memory for the window that it was packed with{reason}; "
+            "read fewer files at a time (data.num_workers), or pack it with a smaller window"
+        )
