@@ -1,6 +1,6 @@
 """Generation with a key-value cache: one compiled program reads the prompts, another decodes the rest.
 
-Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens.
+Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens, E tokens that end a text.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Stop = Callable[[int, Sequence[int]], bool]
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
     """Continues every prompt and returns the new tokens alone.
 
-    A continuation ends with `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and continuation
-    together fill the model's context. Prompts of different lengths are processed together without influence on one
-    another; the draws of row i depend on (`seed`, i) alone.
+    A continuation ends with a token of `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and
+    continuation together fill the model's context. Prompts of different lengths are processed together without
+    influence on one another; the draws of row i depend on (`seed`, i) alone.
 
     Args:
         model: with its parameters.
@@ -122,8 +122,7 @@ class Generation(NamedTuple):
             # A greedy program does not read it.
             temperature=jnp.float32(settings.temperature or 1.0),
             top_p=jnp.float32(settings.top_p),
-            # No token has the id -1.
-            eos_id=jnp.int32(-1 if settings.eos_id is None else settings.eos_id),
+            end_ids_E=jnp.asarray(settings.end_ids, jnp.int32),
             limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
         )
         return cls(program, nnx.to_pure_dict(state), tokens_BT, lengths_B, inputs)
@@ -180,7 +179,7 @@ class _Inputs(NamedTuple):
     key: jax.Array
     temperature: jax.Array
     top_p: jax.Array
-    eos_id: jax.Array
+    end_ids_E: jax.Array
     limits_B: jax.Array
     """New tokens that each row may have."""
 
@@ -264,7 +263,7 @@ def _decode_until(
             log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = loop.counts_B + ~loop.done_B
-        done_B = loop.done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
+        done_B = loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E, axis=-1) | (counts_B >= inputs.limits_B)
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
         return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], done_B)
 

@@ -24,14 +24,19 @@ class GenerateSettings:
     """Draw from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens whose probabilities reach this; order as in `filter_logits`."""
-    eos_id: int | None = None
-    """Ends a continuation; None: nothing does."""
+    eos_id: int | tuple[int, ...] | None = None
+    """Ends a continuation: a token, or each of several; None: nothing does."""
     seed: int = 0
     """The seed of the draws."""
     log_probs: bool = False
     """Compute the log probability of each new token as well."""
     dtype: DTypeLike = jnp.float32
     """The dtype of the computation and of the cache."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """`eos_id` as a list, which may be empty."""
+        return () if self.eos_id is None else (self.eos_id,) if isinstance(self.eos_id, int) else self.eos_id
 
 
 def filter_logits(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from lm_trainer.parallel.processes import is_lead
 
-_MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "tensorboard", "metrics.jsonl"}
+_MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "hf", "tensorboard", "metrics.jsonl"}
 """Names that an attempt makes before its first step; with any other, a directory stays."""
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from tokenizers import Tokenizer as RustTokenizer
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
+from lm_trainer.data.tokenizer.base import HfTokenizer
+from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"
 """Letters of several scripts, digits, code and white space, which normalization and splitting treat differently."""
