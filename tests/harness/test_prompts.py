@@ -1,0 +1,151 @@
+"""Questions as tasks ask them: the same texts and ids, to the byte, as of the harness's own model for transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
+from lm_trainer.harness.chat import TaskTemplate
+from tests.data.test_formats import with_specials
+
+pytest.importorskip("lm_eval")
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    # Llama 3's: it begins with a token, trims what is said, and names the day.
+    "trimming": (
+        "{{ bos_token }}{% if strftime_now is defined %}<|im_start|>Today: {{ strftime_now('%d %b %Y') }}\n{% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n\n{{ message['content'] | trim }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+    ),
+    # Gemma's.
+    "without system": (
+        "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+        "{% endif %}{% for message in messages %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
+        "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    # With marks of the assistant's words, a null that is written out, and conditions on what is said.
+    "marked": (
+        "{{ none }}{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ m.role }}: {{ m.content.split('<|im_end|>')[-1] }}{% endif %}{{ '\\n' }}"
+        "{% endfor %}{{ 'A:' if add_generation_prompt else '' }}"
+    ),
+}
+DOCUMENTS = [
+    {"q": f"What is {n} and {n}?\n", "choices": [str(n), f"{2 * n}", " <|im_end|>"], "label": 1, "begin": f"It is {n}"}
+    for n in range(1, 7)
+]
+KINDS: dict[str, dict[str, Any]] = {
+    "multiple_choice": {"doc_to_choice": "choices", "doc_to_target": "label"},
+    "generate_until": {"doc_to_target": "{{choices[label]}}", "generation_kwargs": {"until": ["\n"]}},
+    "loglikelihood": {"doc_to_target": "{{choices[label]}}"},
+    "loglikelihood_rolling": {"doc_to_target": "{{q}}"},
+}
+PREFIXES = (None, "Answer:", "The answer is ", "```python\ndef", "{{begin}}")
+DESCRIPTIONS = (None, "Questions about {{begin}}.\n\n")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
+    """Every kind of task, with and without a description and the beginning of an answer."""
+    import datasets.config
+    from lm_eval.tasks import TaskManager
+
+    directory = tmp_path_factory.mktemp("tasks")
+    data = directory / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    for kind, settings in KINDS.items():
+        for number, (prefix, description) in enumerate((p, d) for p in PREFIXES for d in DESCRIPTIONS):
+            task: dict[str, Any] = {
+                "task": f"{kind}_{number}",
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(data)}},
+                "test_split": "test",
+                "fewshot_split": "test",
+                "output_type": kind,
+                "doc_to_text": "{{q}}",
+                **settings,
+            }
+            if prefix is not None:
+                task["gen_prefix"] = prefix
+            if description is not None:
+                task["description"] = description
+            (directory / f"{task['task']}.yaml").write_text(json.dumps(task))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(directory / "cache"))
+        manager = TaskManager(include_path=str(directory), include_defaults=False)
+        yield [manager.load([name])["tasks"][name] for name in sorted(manager.all_tasks)]
+
+
+def theirs(directory: Path) -> Any:
+    """The harness's model for transformers, with a tokenizer and no model."""
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    peer: Any = HFLM.__new__(HFLM)
+    peer.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    peer.chat_template_args, peer.custom_prefix_token_id, peer.add_bos_token = {}, None, None
+    return peer
+
+
+def tokenizer(directory: Path, template: str) -> HfTokenizer:
+    made = with_specials("<|im_start|>", "<|im_end|>", "<bos>", chat_template=template)
+    made.save(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<bos>"}))
+    return load_tokenizer(directory)
+
+
+def requests(task: Any, write: Callable[..., str], examples: int, **options: Any) -> list[Any]:
+    task.set_config(key="num_fewshot", value=examples)
+    task.set_fewshot_seed(seed=1234)
+    task.build_all_requests(limit=3, apply_chat_template=True, chat_template=write, **options)
+    return [instance.args for instance in task.instances]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_kind_of_task_asks_the_same(name: str, tasks: list[Any], tmp_path: Path) -> None:
+    ours, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[name])), theirs(tmp_path)
+    count = 0
+    for task in tasks:
+        for examples, multiturn, system in ((0, False, None), (2, True, "Be brief."), (1, False, None)):
+            options: dict[str, Any] = {"fewshot_as_multiturn": multiturn, "system_instruction": system}
+            expected = requests(task, peer.apply_chat_template, examples, **options)
+            assert requests(task, ours.write, examples, **options) == expected
+            count += len(expected)
+    assert count > 300
+
+
+def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
+    template = TaskTemplate(tokenizer(tmp_path, CHATML))
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}]
+    expected = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\nIt is "
+    assert template.write(messages, add_generation_prompt=False) == expected
+
+
+def test_what_a_template_does_not_take_is_told(tmp_path: Path) -> None:
+    silent = TaskTemplate(tokenizer(tmp_path, "{{ messages[0].content }}"))
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(UserError, match="leaves the beginning of an answer away, which a task gives: 'b'"):
+        silent.write(begun, add_generation_prompt=False)
+    refusing = TaskTemplate(tokenizer(tmp_path, "{{ raise_exception('never') }}"))
+    with pytest.raises(UserError, match="does not take a question: never"):
+        refusing.write(begun, add_generation_prompt=True)
+    failing = TaskTemplate(tokenizer(tmp_path, "{{ 1 / 0 }}"))
+    with pytest.raises(UserError, match="fails at a question: division by zero"):
+        failing.write(begun, add_generation_prompt=True)
+    with pytest.raises(UserError, match="the chat template of the model's tokenizer is wrong"):
+        TaskTemplate(tokenizer(tmp_path, "{% if %}"))
