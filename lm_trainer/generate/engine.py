@@ -263,7 +263,7 @@ def _decode_until(
             log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = loop.counts_B + ~loop.done_B
-        done_B = loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E, axis=-1) | (counts_B >= inputs.limits_B)
+        done_B = loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E[None], axis=-1) | (counts_B >= inputs.limits_B)
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
         return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], done_B)
 

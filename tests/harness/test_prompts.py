@@ -112,21 +112,23 @@ def tokenizer(directory: Path, template: str) -> HfTokenizer:
 def requests(task: Any, write: Callable[..., str], examples: int, **options: Any) -> list[Any]:
     task.set_config(key="num_fewshot", value=examples)
     task.set_fewshot_seed(seed=1234)
-    task.build_all_requests(limit=3, apply_chat_template=True, chat_template=write, **options)
+    task.build_all_requests(limit=2, apply_chat_template=True, chat_template=write, **options)
     return [instance.args for instance in task.instances]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize(
+    "name", ["chatml", *(pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES if name != "chatml")]
+)
 def test_every_kind_of_task_asks_the_same(name: str, tasks: list[Any], tmp_path: Path) -> None:
     ours, peer = TaskTemplate(tokenizer(tmp_path, TEMPLATES[name])), theirs(tmp_path)
     count = 0
     for task in tasks:
-        for examples, multiturn, system in ((0, False, None), (2, True, "Be brief."), (1, False, None)):
+        for examples, multiturn, system in ((2, True, "Be brief."), (1, False, None)):
             options: dict[str, Any] = {"fewshot_as_multiturn": multiturn, "system_instruction": system}
             expected = requests(task, peer.apply_chat_template, examples, **options)
             assert requests(task, ours.write, examples, **options) == expected
             count += len(expected)
-    assert count > 300
+    assert count > 200
 
 
 def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
