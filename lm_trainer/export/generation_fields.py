@@ -12,6 +12,8 @@ text is computed, or what is returned beside it. All are carried from import to 
 
 GENERATION_FIELDS: Mapping[str, Use] = {
     "eos_token_id": "obeyed",
+    # Of tasks, as by the harness with transformers.
+    "repetition_penalty": "obeyed",
     **dict.fromkeys(
         ("do_sample", "temperature", "top_k", "top_p", "max_length", "max_new_tokens", "num_return_sequences"),
         "option",
@@ -22,8 +24,8 @@ GENERATION_FIELDS: Mapping[str, Use] = {
         (
             *("min_length", "min_new_tokens", "stop_strings", "num_beams", "length_penalty", "early_stopping"),
             *("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormalize_logits"),
-            *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size"),
-            *("encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "exponential_decay_length_penalty"),
+            *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+            *("bad_words_ids", "sequence_bias", "exponential_decay_length_penalty"),
             *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
             *("guidance_scale", "watermarking_config", "token_healing", "decoder_start_token_id"),
             *("penalty_alpha", "dola_layers", "diversity_penalty", "num_beam_groups", "constraints"),
@@ -47,7 +49,7 @@ GENERATION_FIELDS: Mapping[str, Use] = {
 
 _NEUTRAL: Mapping[str, Any] = {
     **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
-    **dict.fromkeys(("length_penalty", "repetition_penalty", "encoder_repetition_penalty", "typical_p"), 1.0),
+    **dict.fromkeys(("length_penalty", "encoder_repetition_penalty", "typical_p"), 1.0),
     **dict.fromkeys(("guidance_scale", "top_h"), 1.0),
 }
 """Values with which a field changes nothing; of the others null, false, 0 and what is empty."""

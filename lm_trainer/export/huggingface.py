@@ -22,6 +22,7 @@ from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
 from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_table import file_name
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import place_spread
 
@@ -207,7 +208,7 @@ def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> D
     if not getattr(config, "tie_word_embeddings", False) or not any(directory.glob("*.safetensors")):
         return config
     weights = Weights(directory)
-    head = {hf.file_name(family, second) for second in family.tied} & weights.keys()
+    head = {file_name(family, second) for second in family.tied} & weights.keys()
     if not head:
         return config
     # As it is in the files, which may lack the prefix that the head's family gives to all other names.

@@ -69,8 +69,9 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
         self._end_ids = all_ends(tokenizer, settings)
-        asked = not_computed(settings.generation if settings else {})
-        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in asked)
+        generation = settings.generation if settings else {}
+        self._penalty = float(generation.get("repetition_penalty") or 1.0)
+        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in not_computed(generation))
         self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
 
     @property
@@ -188,6 +189,7 @@ class HarnessModel(TemplateLM):
             temperature=float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0,
             top_k=int(kwargs.get("top_k") or 0),
             top_p=float(kwargs.get("top_p") or 1.0),
+            repetition_penalty=float(kwargs.get("repetition_penalty") or self._penalty),
             eos_id=self._end_ids,
             dtype=self._dtype,
         )

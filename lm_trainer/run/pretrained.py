@@ -88,13 +88,12 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     # Only headers are read: a missing tensor is named before text is tokenised.
     source.plan(section)
     differing = (note,) if (note := section.differs_from_hf()) is not None else ()
-    if section.seq_len < source.config.seq_len:
-        kept = f"rows have {section.seq_len:,} tokens; exports keep the context of {source.config.seq_len:,} tokens"
-        differing = (*differing, kept)
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
-    return HfStart(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes, *differing))
+    return HfStart(
+        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *differing)
+    )
 
 
 def carried_settings(config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: Place) -> HfSettings | None:
@@ -194,12 +193,13 @@ class HfCheckpoint:
         model, vocab_size, settings = read_hf_settings(directory)
         return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
-    def describe(self) -> str:
-        """One line: what it is."""
+    def describe(self, model: DecoderConfig) -> str:
+        """One line: what it is, and what stays of it where a run trains `model`."""
         files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
         count = parameter_count(self.config.spec(self.vocab_size))
-        dtypes = ", ".join(sorted(self.weights.dtypes))
-        return f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+        dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
+        text = f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+        return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the ids of the tokenizer mean something else to this checkpoint."""

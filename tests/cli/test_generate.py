@@ -156,7 +156,9 @@ def test_each_token_that_ends_texts_of_a_model_ends_one(lmt: Lmt, hf_model: Path
     transformers = pytest.importorskip("transformers")
     prompts = ["hello", "def main"]
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model)
-    free = [model.generate(torch.tensor([[*prompt.encode()]]), max_new_tokens=12, eos_token_id=None) for prompt in prompts]
+    free = [
+        model.generate(torch.tensor([[*prompt.encode()]]), max_new_tokens=12, eos_token_id=None) for prompt in prompts
+    ]
     # A token of the middle of each text, which the tokenizer takes for a byte like any other.
     ends = [int(row[0, len(prompt) + 5]) for row, prompt in zip(free, prompts, strict=True)]
     for file in hf_model.iterdir():

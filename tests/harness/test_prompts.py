@@ -12,6 +12,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.harness.chat import TaskTemplate
+from tests.conftest import TINY_GPT2, MakeHfModel
 from tests.data.test_formats import with_specials
 
 pytest.importorskip("lm_eval")
@@ -32,7 +33,7 @@ TEMPLATES = {
     "without system": (
         "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
         "{% endif %}{% for message in messages %}"
-        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('no turn') }}{% endif %}"
         "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
         "{{ message['content'] | trim }}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
@@ -56,6 +57,47 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 PREFIXES = (None, "Answer:", "The answer is ", "```python\ndef", "{{begin}}")
 DESCRIPTIONS = (None, "Questions about {{begin}}.\n\n")
+
+
+SPECIALS = tuple(f"<s{number}>" for number in range(42))
+
+
+@pytest.mark.slow
+def test_answers_end_where_those_of_the_harness_do(make_hf_model: MakeHfModel, tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models import huggingface
+
+    from lm_trainer.export.huggingface import read_hf
+    from lm_trainer.harness.model import HarnessModel
+
+    base = make_hf_model("GPT2", **{**TINY_GPT2, "vocab_size": 299, "bos_token_id": None, "eos_token_id": 256})
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((base / name).read_bytes())
+    with_specials(*SPECIALS).save(tmp_path)
+    peer: Any = huggingface.HFLM
+
+    def ask(until: list[str], ends: list[int], **generation: Any) -> tuple[list[str], list[str]]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends, **generation}))
+        settings: Any = {"until": until, "max_gen_toks": 40, "do_sample": False}
+        texts = [f"def f{number}(" for number in range(12)]
+        asked = [Instance("generate_until", {}, (text, settings), 0) for text in texts]
+        read = read_hf(tmp_path)
+        ours = HarnessModel(read.build(), read.tokenizer, settings=read.settings).generate_until(asked)
+        model = peer(pretrained=str(tmp_path), batch_size=1, dtype="float32", device="cpu")
+        return ours, model.generate_until(asked)
+
+    free, expected = ask([], [256])
+    assert free == expected
+    # Special tokens and bytes that end texts, by the task and by the model.
+    ours, expected = ask([*SPECIALS[:20], "\x03"], [256])
+    assert ours == expected
+    assert sum(map(len, ours)) < sum(map(len, free)) - 20
+    ours, expected = ask(["\x03"], [256, *range(40, 60), *range(280, 299)])
+    assert ours == expected
+    assert sum(map(len, ours)) < sum(map(len, free)) - 20
+    ours, expected = ask([], [256], repetition_penalty=1.4)
+    assert ours == expected
+    assert ours != free
 
 
 @pytest.fixture(scope="module")
