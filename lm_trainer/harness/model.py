@@ -217,8 +217,8 @@ class HarnessModel(TemplateLM):
         return for_decoding(self._model, self._dtype)
 
     def _room(self, wanted: int) -> int:
-        """The new tokens that there is room for, with half of the context for the question at least."""
-        room = max(min(wanted, self.max_length // 2), 1)
+        """The new tokens that there is room for; half of the context where they would leave none for the question."""
+        room = wanted if wanted < self.max_length else max(self.max_length // 2, 1)
         if room < wanted:
             logger.warning(
                 "a task asks for up to %d new tokens, but the model reads %d; it writes up to %d",

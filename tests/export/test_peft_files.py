@@ -96,7 +96,7 @@ def test_every_setting_of_peft_is_known() -> None:
     assert set(re.findall(r"'([a-z_]+)'", hint)) <= listed
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("init", ["gaussian", "eva", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora"])
 def test_an_adapter_that_was_trained_is_that_of_peft_or_refused(

@@ -12,8 +12,9 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.harness.chat import TaskTemplate
-from tests.conftest import TINY_GPT2, MakeHfModel
+from tests.conftest import MakeHfModel
 from tests.data.test_formats import with_specials
+from tests.export.test_carried import LLAMA
 
 pytest.importorskip("lm_eval")
 
@@ -70,7 +71,8 @@ def test_answers_end_where_those_of_the_harness_do(make_hf_model: MakeHfModel, t
     from lm_trainer.export.huggingface import read_hf
     from lm_trainer.harness.model import HarnessModel
 
-    base = make_hf_model("GPT2", **{**TINY_GPT2, "vocab_size": 299, "bos_token_id": None, "eos_token_id": 256})
+    # With a head of its own: a tied one repeats the last token.
+    base = make_hf_model("Llama", **{**LLAMA, "vocab_size": 299, "bos_token_id": None, "eos_token_id": 256})
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base / name).read_bytes())
     with_specials(*SPECIALS).save(tmp_path)
