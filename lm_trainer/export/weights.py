@@ -23,7 +23,7 @@ MAX_JSON_BYTES = 64 * 2**20
 """A configuration or an index above this size is refused unread."""
 
 _COMPARED_BYTES = 64 << 20
-"""Of each tensor that is held while two are compared, as float32."""
+"""Bytes of each tensor that are held while two are compared, as float32."""
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)

@@ -56,7 +56,7 @@ class HfStart:
         return self.vocab_size
 
     def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
-        """What the run carries from the checkpoint to its exports; None: it has them from an earlier attempt."""
+        """The settings of the checkpoint, for exports of the run; None: it has them from an earlier attempt."""
         source = self.source
         return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
 
@@ -97,7 +97,7 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
 
 
 def carried_settings(config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: Place) -> HfSettings | None:
-    """What a run carries of the published model that it comes from; None: it comes from none.
+    """The settings of the published model that a run comes from; None: it comes from none.
 
     Args:
         config: the run.
@@ -184,7 +184,7 @@ class HfCheckpoint:
     vocab_size: int
     weights: Weights
     settings: HfSettings
-    """What is beside the weights."""
+    """Everything that is beside the weights."""
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:

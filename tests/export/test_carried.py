@@ -1,4 +1,4 @@
-"""What is beside the weights of a published model, on its way through import, training and export."""
+"""Files and fields beside the weights of a published model, on their way through import, training and export."""
 
 from __future__ import annotations
 
