@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 Use = Literal["obeyed", "option", "unknown here", "of the program"]
-"""`obeyed`: as transformers does. `option`: commands and tasks have an option of their own, whose default is another.
+"""`obeyed`: as transformers does. `option`: commands have an option of their own, with another default.
 `unknown here`: changes the text that transformers writes, and is not computed here. `of the program`: changes how a
 text is computed, or what is returned beside it. All are carried from import to export."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_GEN_TOKS = 256
 """New tokens where a task does not say, as the harness has it."""
 
+_DEFAULTS = {"top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
+"""Settings of `generate` of transformers where neither a task nor the model says them."""
 _GENERATED_TOGETHER = 8
 _CHUNK = 16
 """New tokens between two looks for the end of an answer."""
@@ -69,9 +71,8 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
         self._end_ids = all_ends(tokenizer, settings)
-        generation = settings.generation if settings else {}
-        self._penalty = float(generation.get("repetition_penalty") or 1.0)
-        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in not_computed(generation))
+        self._generation = settings.generation if settings else {}
+        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in not_computed(self._generation))
         self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
 
     @property
@@ -187,9 +188,9 @@ class HarnessModel(TemplateLM):
         settings = GenerateSettings(
             max_new_tokens=new,
             temperature=float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0,
-            top_k=int(kwargs.get("top_k") or 0),
-            top_p=float(kwargs.get("top_p") or 1.0),
-            repetition_penalty=float(kwargs.get("repetition_penalty") or self._penalty),
+            top_k=int(self._setting("top_k", kwargs)),
+            top_p=float(self._setting("top_p", kwargs)),
+            repetition_penalty=float(self._setting("repetition_penalty", kwargs)),
             eos_id=self._end_ids,
             dtype=self._dtype,
         )
@@ -211,6 +212,11 @@ class HarnessModel(TemplateLM):
             postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
             for tokens in answers
         ]
+
+    def _setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+        """A setting of a task, else of the model, else of transformers."""
+        values = (kwargs.get(name), self._generation.get(name), _DEFAULTS[name])
+        return next(value for value in values if value is not None)
 
     @functools.cached_property
     def _writer(self) -> Decoder:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,34 @@ def test_every_kind_of_task_asks_the_same(name: str, tasks: list[Any], tmp_path:
     assert count > 200
 
 
+@pytest.mark.parametrize("around", [("<bos>", ""), ("<bos>", "<|im_end|>"), ("", "<|im_end|>"), ("", "")])
+def test_texts_have_the_ids_that_the_harness_gives_them(around: tuple[str, str], tmp_path: Path) -> None:
+    from lm_trainer.harness.model import HarnessModel
+
+    tokenizer(tmp_path, CHATML)
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    before, after = ([{"SpecialToken": {"id": name, "type_id": 0}}] if name else [] for name in around)
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}, *after],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": [ids[name]], "tokens": [name]} for name in around if name},
+    }
+    file.write_text(json.dumps(content))
+    model: Any = SimpleNamespace(spec=SimpleNamespace(num_positions=64))
+    ours, peer = HarnessModel(model, load_tokenizer(tmp_path)), theirs(tmp_path)
+    assert ours.prefix_token_id == peer.prefix_token_id
+    assert ours.eot_token_id == peer.eot_token_id
+    texts = ["", "a", "<bos>a", "a<bos>", "<|im_start|>user\n b<|im_end|>", "<|endoftext|>c", " d ", "\n"]
+    for text in texts:
+        for add in (None, True, False):
+            assert ours.tok_encode(text, add) == peer.tok_encode(text, add), (text, add)
+    for context, answer in itertools.product(texts[1:], texts[1:]):
+        assert ours._encode_pair(context, answer) == peer._encode_pair(context, answer), (context, answer)
+
+
 def test_an_answer_that_is_begun_stays_open(tmp_path: Path) -> None:
     template = TaskTemplate(tokenizer(tmp_path, CHATML))
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is "}]
@@ -195,3 +225,20 @@ def test_what_a_template_does_not_take_is_told(tmp_path: Path) -> None:
         failing.write(begun, add_generation_prompt=True)
     with pytest.raises(UserError, match="the chat template of the model's tokenizer is wrong"):
         TaskTemplate(tokenizer(tmp_path, "{% if %}"))
+
+
+def test_draws_are_from_the_tokens_that_transformers_draws_from(tmp_path: Path) -> None:
+    from lm_trainer.export.settings import HfSettings
+    from lm_trainer.harness.model import HarnessModel
+
+    transformers = pytest.importorskip("transformers")
+    made = tokenizer(tmp_path, CHATML)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(num_positions=64))
+    defaults = transformers.GenerationConfig._get_default_generation_params()
+    plain = HarnessModel(model, made)
+    for name in ("top_k", "top_p", "repetition_penalty"):
+        assert plain._setting(name, {}) == defaults[name]
+        own = HarnessModel(model, made, settings=HfSettings({}, {name: 0.5, "num_beams": 4, "min_p": 0.0}))
+        assert own._setting(name, {}) == 0.5
+        assert own._setting(name, {name: 0.25}) == 0.25
+        assert own._not_computed == "num_beams=4"
