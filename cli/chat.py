@@ -38,6 +38,8 @@ def chat(
 
     # Before anything imports jax, whose allocator and threads it sets.
     prepare_process()
+    import dataclasses
+
     from lm_trainer.core.errors import UserError
     from lm_trainer.generate.chat import Chat
     from lm_trainer.generate.text import Sampling, for_terminal
@@ -47,6 +49,7 @@ def chat(
     sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     chosen = local_devices(devices)
     source = open_model(model, step=step, devices=chosen)
+    sampling = dataclasses.replace(sampling, eos_id=source.end_ids)
     talk = Chat(source.build(chosen), source.tokenizer, context=source.config.seq_len, sampling=sampling, system=system)
     prompt = "> " if sys.stdin.isatty() else ""
     while True:

@@ -215,7 +215,8 @@ def _on_tasks(model: "EvalModel", tasks: "Tasks", samples: Path | None) -> tuple
     from lm_trainer.harness.model import HarnessModel
     from lm_trainer.harness.report import task_json, task_rows, write_samples
 
-    asked = HarnessModel(model.decoder(), model.tokenizer, dtype=model.config.trainer.mp.compute_dtype)
+    dtype = model.config.trainer.mp.compute_dtype
+    asked = HarnessModel(model.decoder(), model.tokenizer, settings=model.settings, dtype=dtype)
     found = tasks.ask(asked)
     if samples is not None:
         write_samples(samples, found)

@@ -44,6 +44,15 @@ def export_hf(
     merge: Annotated[
         bool, typer.Option("--merge", help="Write the whole model, with the run's adapter merged in.")
     ] = False,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens that config.json says the model reads.",
+            show_default="those of the model that the run began from, or of the run's rows where they are longer",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a directory that `transformers` loads: safetensors, configuration, tokenizer and card.
 
@@ -67,7 +76,11 @@ def export_hf(
     from lm_trainer.run.open_model import open_for_export
 
     options = ExportOptions(
-        dtype=dtype.value, max_shard_size=parse_size(max_shard_size), overwrite=overwrite, hub_name=push_to_hub
+        dtype=dtype.value,
+        max_shard_size=parse_size(max_shard_size),
+        overwrite=overwrite,
+        hub_name=push_to_hub,
+        context=context,
     )
     # Before the weights are read, which takes a while for a large model.
     place = open_place(out)

@@ -6,7 +6,7 @@ Shape letters: B rows of a batch, S positions.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import configure_jax
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data.tokenizer import HfTokenizer
-from lm_trainer.export.huggingface import read_hf, read_hf_config
+from lm_trainer.export.huggingface import TextModel, read_hf, read_hf_config
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.run.adapters import load_whole
 from lm_trainer.run.config import RunConfig
@@ -30,7 +31,7 @@ from lm_trainer.run.local_params import local_params
 from lm_trainer.run.model import TokenNll, trace_model
 from lm_trainer.run.open_model import local_model
 from lm_trainer.run.program import Program, plan_program
-from lm_trainer.run.saved_model import read_config
+from lm_trainer.run.saved_model import LoadedModel, read_config
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.model_def import Params
 
@@ -63,6 +64,8 @@ class EvalModel:
     """Rows of the embedding."""
     program: Program
     params: Params
+    settings: HfSettings | None
+    """Those of the published model that it comes from."""
 
     @property
     def losses(self) -> Evaluator:
@@ -110,7 +113,7 @@ def open_eval_model(
     loaded = load_whole(source, step, averaged=averaged)
     # An adapter is merged by now.
     config = config.model_copy(update={"adapter": None})
-    return _place(loaded.name, loaded.step, config, loaded.vocab_size, loaded.tokenizer, loaded.params, context)
+    return _place(loaded, loaded.step, config, context)
 
 
 def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> EvalModel:
@@ -125,7 +128,7 @@ def _of_files(path: Path, context: int | None, overrides: Sequence[str]) -> Eval
         config = load(file, [*settings, *_ONE_PROCESS, *overrides], RunConfig).config
     _configure(config)
     text = read_hf(path)
-    return _place(text.name, None, config, text.vocab_size, text.tokenizer, text.params, row)
+    return _place(text, None, config, row)
 
 
 def _configure(config: RunConfig) -> None:
@@ -133,26 +136,19 @@ def _configure(config: RunConfig) -> None:
     configure_jax(trainer.jax_config, trainer.jax_compilation_cache_dir, trainer.cpu_threads)
 
 
-def _place(  # noqa: PLR0913 - a model is all of these
-    name: str,
-    step: int | None,
-    config: RunConfig,
-    vocab_size: int,
-    tokenizer: Any,
-    params: Mapping[str, Any],
-    context: int | None,
-) -> EvalModel:
-    most = config.model.spec(vocab_size).num_positions
+def _place(model: LoadedModel | TextModel, step: int | None, config: RunConfig, context: int | None) -> EvalModel:
+    most = config.model.spec(model.vocab_size).num_positions
     if context is not None and not 1 <= context <= most:
         raise UserError(f"--context {context}: the model reads 1 to {most} tokens")
     trainer = config.trainer
     loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size)
-    model = trace_model(config, vocab_size)
-    program = plan_program(trainer, config.optimizer, model, loss, seq_len=config.model.seq_len)
+    traced = trace_model(config, model.vocab_size)
+    program = plan_program(trainer, config.optimizer, traced, loss, seq_len=config.model.seq_len)
     storage, dtype = program.sharding.storage, trainer.mp.param_dtype
-    placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in named_leaves(dict(params)).items()}
+    params = named_leaves(dict(model.params))
+    placed = {name: jax.device_put(_cast(x, dtype), storage[name]) for name, x in params.items()}
     row = context or config.model.seq_len
-    return EvalModel(name, step, config, tokenizer, row, vocab_size, program, placed)
+    return EvalModel(model.name, step, config, model.tokenizer, row, model.vocab_size, program, placed, model.settings)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -10,7 +10,8 @@ import numpy as np
 
 from lm_trainer.core.bucket import Place
 from lm_trainer.export.card import TrainingFacts, adapter_card
-from lm_trainer.export.huggingface import DTYPES, FILES, ExportOptions
+from lm_trainer.export.files import FILES
+from lm_trainer.export.huggingface import DTYPES, ExportOptions
 from lm_trainer.export.output import complete_directory
 from lm_trainer.export.weights import write_file, write_json
 from lm_trainer.models.base import DecoderConfig

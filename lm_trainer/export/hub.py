@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.hub import why_no_hub
+from lm_trainer.export.files import CONFIG, DOWNLOADED
 from lm_trainer.export.output import exported_copy
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 TOKEN_VARIABLE = "HF_TOKEN"
-_DOWNLOADED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json"]
 # Deleted by a push unless it uploads them again; other files of the repository stay.
 _STALE = ["*.safetensors", "*.safetensors.index.json"]
 
@@ -77,7 +77,7 @@ def prepare_push(name: str) -> str:
 
 
 def push(
-    directory: Place, name: str, *, public: bool, patterns: Sequence[str], message: str = "Upload the model"
+    directory: Place, name: str, *, public: bool, patterns: Collection[str], message: str = "Upload the model"
 ) -> Pushed:
     """Uploads the files of an export that match `patterns` to the model repository `name` (`ORG/NAME`).
 
@@ -117,7 +117,7 @@ def _open_repository(api: HfApi, name: str, *, public: bool) -> bool:
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local copy of the model `name` from the hub: configuration, tokenizer and safetensors, nothing else.
+    """The local copy of the model `name` from the hub: the files of `DOWNLOADED`, nothing else.
 
     Without `weights` it has config.json alone.
 
@@ -131,7 +131,7 @@ def download(name: str, *, revision: str | None = None, weights: bool = True) ->
     _check_online()
     with _explained(name):
         # Never pickles or code: only files that are read without running them.
-        wanted = _DOWNLOADED if weights else _DOWNLOADED[:1]
+        wanted = list(DOWNLOADED) if weights else [CONFIG]
         # False, not None: None would take the token of a login, of which the user has said nothing here.
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, token=_token() or False))
 

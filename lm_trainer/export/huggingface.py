@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,34 +15,21 @@ from flax import nnx
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.export.card import TrainingFacts, model_card
+from lm_trainer.export.files import CONFIG, FILES, GENERATION
 from lm_trainer.export.output import complete_directory
 from lm_trainer.export.peft_files import AdaptedWeights, adapter_base, is_adapter_directory
-from lm_trainer.export.weights import Weights, read_json, write_json, write_weights
+from lm_trainer.export.settings import HfSettings
+from lm_trainer.export.weights import Weights, read_json, write_weights
 from lm_trainer.models import hf
+from lm_trainer.models.hf_section import any_length
+from lm_trainer.models.hf_table import file_name
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import place_spread
 
 if TYPE_CHECKING:
-    from lm_trainer.data.tokenizer import HfTokenizer
+    from lm_trainer.data.tokenizer import HfTokenizer, Tokenizer
     from lm_trainer.models.base import DecoderConfig
     from lm_trainer.nn.decoder import Decoder
-
-FILES = (
-    "README.md",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "model.safetensors",
-    "model-*-of-*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-"""Patterns of the names that an exported directory may hold."""
 
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
@@ -60,6 +47,13 @@ class TextModel:
     name: str
     """For people: the title of the card."""
     facts: TrainingFacts = field(default_factory=TrainingFacts)
+    settings: HfSettings | None = None
+    """Those of the published model that it comes from; None: it comes from none."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that each end a text, that of the tokenizer first."""
+        return all_ends(self.tokenizer, self.settings)
 
     def build(self, devices: Sequence[Any] | None = None) -> Decoder:
         """The module with these parameters, cut over devices of this process (None: all) unless they are on some."""
@@ -80,6 +74,9 @@ class ExportOptions:
     """Replace an earlier export at the same place."""
     hub_name: str | None = None
     """`ORG/NAME` on the hub, for the snippet in the card."""
+    context: int | None = None
+    """Tokens that config.json says the model reads. None: as many as its source says, or the rows of the run are
+    long."""
 
 
 def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
@@ -91,23 +88,18 @@ def write_hf(out: Place, model: TextModel, options: ExportOptions) -> None:
         UserError: when the format has no place for something the model has, or `out` may not be replaced.
         MachineError: when the file system refuses.
     """
-    dtype, tokenizer = DTYPES[options.dtype], model.tokenizer
+    dtype = DTYPES[options.dtype]
     tensors = hf.file_params(model.config, model.params)
-    config = dict(
-        hf.config_to_hf(model.config, vocab_size=model.vocab_size, eos_id=tokenizer.eos_id, bos_id=tokenizer.bos_id)
-    )
-    # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
-    config |= {"dtype": dtype.name, "torch_dtype": dtype.name}
+    settings = _exported_settings(model, options)
     parameters = sum(tensor.size for tensor in tensors.values())
     # All that may be refused comes before the first file is written.
-    card = model_card(model.name, hf_config=config, parameters=parameters, facts=model.facts, hub_name=options.hub_name)
+    card = model_card(
+        model.name, hf_config=settings.config, parameters=parameters, facts=model.facts, hub_name=options.hub_name
+    )
     with complete_directory(out, overwrite=options.overwrite, replaceable=FILES) as draft:
-        write_json(draft / "config.json", config)
-        write_json(draft / "generation_config.json", model.config.generation_to_hf(_generation_config(config)))
-        if (preprocessor := model.config.preprocessor_to_hf()) is not None:
-            write_json(draft / "preprocessor_config.json", preprocessor)
+        settings.write(draft)
         write_weights(draft, tensors, dtype=dtype, max_shard_size=options.max_shard_size)
-        tokenizer.save(draft)
+        model.tokenizer.save(draft)
         (draft / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -116,14 +108,27 @@ def check_exportable(config: DecoderConfig) -> None:
     hf.check_writable(config)
 
 
-def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id")}
-    return {"do_sample": True, "temperature": 0.8, **{key: value for key, value in ids.items() if value is not None}}
+def all_ends(tokenizer: Tokenizer, settings: HfSettings | None) -> tuple[int, ...]:
+    """The tokens that each end a text: that of the tokenizer, and those of the model's settings."""
+    return tuple(dict.fromkeys((tokenizer.eos_id, *(settings.end_ids if settings else ()))))
+
+
+def _exported_settings(model: TextModel, options: ExportOptions) -> HfSettings:
+    config, context = model.config, options.context
+    if context is not None and not any_length(config, model.vocab_size):
+        raise UserError(f"--context {context}: the model has a parameter for each position; leave it away")
+    longest = config if context is None else config.model_copy(update={"seq_len": context})
+    settings = made = HfSettings.made_for(longest, model.vocab_size, model.tokenizer)
+    if model.settings is not None:
+        settings = model.settings.for_model(config, model.vocab_size, model.tokenizer, context=context)
+    # transformers 5 reads `dtype`, and 4 reads `torch_dtype`.
+    written = dict.fromkeys(("dtype", "torch_dtype"), DTYPES[options.dtype].name)
+    return replace(settings, config={**settings.config, **written, "architectures": made.config["architectures"]})
 
 
 def is_hf_directory(path: Path) -> bool:
     """Returns True if `path` looks like a Hugging Face model or an adapter; `read_hf` finds out if it is sound."""
-    return (path / "config.json").is_file() or is_adapter_directory(path)
+    return (path / CONFIG).is_file() or is_adapter_directory(path)
 
 
 def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None = None) -> TextModel:
@@ -142,7 +147,7 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     from lm_trainer.data.tokenizer import load_tokenizer
     from lm_trainer.data.tokenizer.compare import has_rows_for
 
-    config, vocab_size = read_hf_config(directory)
+    config, vocab_size, settings = read_hf_settings(directory)
     base = adapter_base(directory) if is_adapter_directory(directory) else directory
     home = tokenizer or (directory if (directory / "tokenizer.json").is_file() else base)
     if not (home / "tokenizer.json").is_file():
@@ -158,11 +163,17 @@ def read_hf(directory: Path, *, tokenizer: Path | None = None, name: str | None 
     with blame(directory):
         hf.plan_reading(config, vocab_size, *weights.headers())
         params = hf.params_from_hf(config, vocab_size, weights)
-    return TextModel(config, vocab_size, params, loaded, name or directory.resolve().name)
+    name = name or directory.resolve().name
+    return TextModel(config, vocab_size, params, loaded, name, settings=settings.for_tokenizer(loaded, base))
 
 
 def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
-    """Reads config.json: the configuration of the model, and the size of its vocabulary.
+    """The first two of `read_hf_settings`."""
+    return read_hf_settings(directory)[:2]
+
+
+def read_hf_settings(directory: Path) -> tuple[DecoderConfig, int, HfSettings]:
+    """Reads what is beside the weights: the configuration of the model, the size of its vocabulary, and all settings.
 
     Raises:
         UserError: for a family or setting that is not supported, code in the directory, or a damaged or missing file.
@@ -171,7 +182,7 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
         raise UserError(f"{directory}: no such directory")
     if is_adapter_directory(directory):
         directory = adapter_base(directory)
-    config_file = directory / "config.json"
+    config_file = directory / CONFIG
     raw = read_json(config_file)
     if "auto_map" in raw:
         raise UserError(
@@ -181,8 +192,31 @@ def read_hf_config(directory: Path) -> tuple[DecoderConfig, int]:
     with blame(config_file):
         _check_unquantized(raw)
         config, vocab_size = hf.config_from_hf(raw)
-    generation = directory / "generation_config.json"
-    return (config.with_generation(read_json(generation)) if generation.is_file() else config), vocab_size
+    with blame(directory):
+        config = _with_own_head(config, vocab_size, directory)
+    settings = HfSettings.read(directory)
+    if (directory / GENERATION).is_file():
+        config = config.with_generation(settings.generation)
+    return config, vocab_size, settings
+
+
+def _with_own_head(config: DecoderConfig, vocab_size: int, directory: Path) -> DecoderConfig:
+    """The configuration, without shared weights where the files have a head that differs from the embedding.
+
+    So does transformers since version 5, whatever `tie_word_embeddings` says.
+    """
+    family = config.hf_family()
+    if not getattr(config, "tie_word_embeddings", False) or not any(directory.glob("*.safetensors")):
+        return config
+    weights = Weights(directory)
+    head = {file_name(family, second) for second in family.tied} & weights.keys()
+    if not head:
+        return config
+    # As it is in the files, which may lack the prefix that the head's family gives to all other names.
+    copies = hf.plan_reading(config, vocab_size, *weights.headers()).repeated
+    if all(weights.are_equal(copy, first) for copy, first in copies.items()):
+        return config
+    return config.model_copy(update={"tie_word_embeddings": False})
 
 
 def _check_unquantized(raw: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from lm_trainer.core.bucket import Bucket, Place, read_json
@@ -22,7 +22,7 @@ COMPLETE = "_COMPLETE.json"
 """The object that is written last into a directory of a bucket, with the names and sizes of all others."""
 
 
-def check_output(out: Place, *, overwrite: bool, replaceable: Sequence[str]) -> None:
+def check_output(out: Place, *, overwrite: bool, replaceable: Collection[str]) -> None:
     """Checks that `complete_directory` may place its result at `out`; changes nothing.
 
     Raises:
@@ -31,30 +31,40 @@ def check_output(out: Place, *, overwrite: bool, replaceable: Sequence[str]) -> 
     """
     if isinstance(out, Bucket):
         # Without its last object it is what a writer that was killed has left.
-        _check_free(out, out.list(), overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
+        names = iter(out.list())
+        _check_free(out, names, overwrite=overwrite or not is_export(out), replaceable=(*replaceable, COMPLETE))
         return
     local_path(out)
     if not out.exists() and not out.is_symlink():
         return
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out}: exists and is not a directory; choose another name")
-    found = sorted(path.name for path in out.iterdir())
-    _check_free(out, found, overwrite=overwrite, replaceable=replaceable)
+    _check_free(out, _names_below(out), overwrite=overwrite, replaceable=replaceable)
 
 
-def _check_free(out: Place, found: Sequence[str], *, overwrite: bool, replaceable: Sequence[str]) -> None:
-    if found and not overwrite:
-        raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
-    foreign = [name for name in found if not any(fnmatch.fnmatchcase(name, pattern) for pattern in replaceable)]
-    if foreign:
-        raise UserError(
-            f"{out}: holds {foreign[0]}, which is not part of an exported model, so --overwrite does not touch it; "
-            f"choose another directory"
-        )
+def _names_below(directory: Path) -> Iterator[str]:
+    """Yields the path of every file below a directory, and of every directory that is empty, relative to it."""
+    for folder, folders, files in os.walk(directory):
+        # Links to directories are listed, and not followed.
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        if Path(folder) != directory and not folders and not files:
+            yield Path(folder).relative_to(directory).as_posix()
+        yield from ((Path(folder) / name).relative_to(directory).as_posix() for name in sorted([*files, *links]))
+
+
+def _check_free(out: Place, names: Iterator[str], *, overwrite: bool, replaceable: Collection[str]) -> None:
+    for name in names:
+        if not overwrite:
+            raise UserError(f"{out}: exists and is not empty; choose another name, or say --overwrite to replace it")
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in replaceable):
+            raise UserError(
+                f"{out}: holds {name}, which is not part of an exported model, so --overwrite does not touch it; "
+                f"choose another directory"
+            )
 
 
 @contextlib.contextmanager
-def complete_directory(out: Place, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
+def complete_directory(out: Place, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     """Makes an empty directory to write into, which becomes `out` when the block ends, and is removed if it raises.
 
     The leftovers of a killed writer are removed by the next one for the same `out`. In a bucket an object with the list
@@ -92,7 +102,7 @@ def complete_directory(out: Place, *, overwrite: bool, replaceable: Sequence[str
 
 
 @contextlib.contextmanager
-def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Sequence[str]) -> Iterator[Path]:
+def _uploaded(out: Bucket, *, overwrite: bool, replaceable: Collection[str]) -> Iterator[Path]:
     check_output(out, overwrite=overwrite, replaceable=replaceable)
     with tempfile.TemporaryDirectory(prefix="lmt-") as directory, _machine_errors(out):
         draft = Path(directory)

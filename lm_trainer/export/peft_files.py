@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,14 +20,44 @@ from lm_trainer.export.weights import Weights, read_json
 ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_PLAIN = {
-    "bias": "none",
-    "use_dora": False,
-    "modules_to_save": None,
-    "layer_replication": None,
-    "megatron_config": None,
+_COMPUTED = frozenset(
+    {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
+    | {"fan_in_fan_out"}
+)
+"""Settings of PEFT's LoraConfig that the product is computed by; ranks are those of the tensors."""
+_WITHOUT_EFFECT = frozenset(
+    # Of the program that reads or trains the adapter.
+    {"task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config", "lora_dropout", "megatron_core"}
+    # VeLoRA changes the backward pass alone.
+    | {"revision", "velora_config"}
+    # Layers that have an adapter: those of which there are tensors.
+    | {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    # Adapters of the embedding or the head are refused as tensors.
+    | {"ensure_weight_tying"}
+    # Details of a setting in `_ONLY`, without which they count for nothing.
+    | {"eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size"}
+)
+"""Settings that change nothing of what a trained adapter adds."""
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    # The others change the weights of the base when an adapter is made, and again when it is loaded.
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+    "bias": ("none",),
+    "modules_to_save": (),
+    "trainable_token_indices": (),
+    "target_parameters": (),
+    "layer_replication": (),
+    "lora_bias": (),
+    "use_dora": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "alora_invocation_tokens": (),
+    "megatron_config": (),
+    "monteclora_config": (),
+    "arrow_config": (),
+    "kasa_config": (),
 }
-"""Settings of PEFT, and the value with which an adapter is a sum of products alone."""
+"""Settings with the values, beside null, false and what is empty, with which an adapter is a sum of products alone."""
+KNOWN_SETTINGS = _COMPUTED | _WITHOUT_EFFECT | _ONLY.keys()
 
 
 def is_adapter_directory(path: Path) -> bool:
@@ -53,6 +84,17 @@ def adapter_base(directory: Path) -> Path:
     )
 
 
+class _Adapter(NamedTuple):
+    """The adapter of a linear layer."""
+
+    module: str
+    """The name of the layer in PEFT."""
+    a: StoredTensor
+    """[R, I]."""
+    b: StoredTensor
+    """[O, R]."""
+
+
 class AdaptedWeights(Weights):
     """The tensors of the base with the adapter's products added to them, in float32; see `Weights`.
 
@@ -71,8 +113,10 @@ class AdaptedWeights(Weights):
             found = read_header(directory / _ADAPTER_WEIGHTS)
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
-        self._pairs = {self._target(name, directory): pair for name, pair in _pairs(found, directory).items()}
-        for name, (a, b) in self._pairs.items():
+        # A module of PEFT, and the tensor of the base that it adapts, may differ in their prefix.
+        pairs = _pairs(found, directory)
+        self._pairs = {self._target(module, directory): _Adapter(module, *pair) for module, pair in pairs.items()}
+        for name, (_, a, b) in self._pairs.items():
             shape = self.stored[name].shape
             outputs, inputs = shape[::-1] if self._by_inputs else shape
             if len(a.shape) != 2 or a.shape != (a.shape[0], inputs) or b.shape != (outputs, a.shape[0]):
@@ -85,8 +129,9 @@ class AdaptedWeights(Weights):
         weight = super().__getitem__(name)
         if name not in self._pairs:
             return weight
-        a_RI, b_OR = (stored.read().astype(np.float32) for stored in self._pairs[name])
-        change_OI = self._scale(name, len(a_RI)) * (b_OR @ a_RI)
+        module, *stored = self._pairs[name]
+        a_RI, b_OR = (tensor.read().astype(np.float32) for tensor in stored)
+        change_OI = self._scale(module, len(a_RI)) * (b_OR @ a_RI)
         return weight + (change_OI.T if self._by_inputs else change_OI)
 
     @property
@@ -101,8 +146,7 @@ class AdaptedWeights(Weights):
                 return candidate
         raise UserError(f"{directory / _ADAPTER_WEIGHTS}: an adapter for {name}, which {self.directory} does not have")
 
-    def _scale(self, name: str, rank: int) -> float:
-        module = name.removesuffix(".weight")
+    def _scale(self, module: str, rank: int) -> float:
         patterns = self._config.get("alpha_pattern") or {}
         found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
         alpha = next(found, self._config.get("lora_alpha", rank))
@@ -112,9 +156,10 @@ class AdaptedWeights(Weights):
 def _checked(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if config.get("peft_type") != "LORA":
         raise UserError(f"{file}: peft_type {config.get('peft_type')!r} is not read; merge it with PEFT, or use LORA")
-    for key, plain in _PLAIN.items():
-        if config.get(key) not in (plain, None, []):
-            raise UserError(f"{file}: {key}: {config[key]!r} is not read; merge it with PEFT (`merge_and_unload`)")
+    for key, value in config.items():
+        if value and (key not in KNOWN_SETTINGS or (key in _ONLY and value not in _ONLY[key])):
+            known = "" if key in KNOWN_SETTINGS else ", and what it means is not known here"
+            raise UserError(f"{file}: {key}: {value!r} is not read{known}; merge it with PEFT (`merge_and_unload`)")
     return config
 
 

@@ -22,6 +22,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 * 2**20
 """A configuration or an index above this size is refused unread."""
 
+_COMPARED_BYTES = 64 << 20
+"""Bytes of each tensor that are held while two are compared, as float32."""
 _SHARD_NAME = re.compile(r"[\w.-]+\.safetensors", re.ASCII)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", re.IGNORECASE)
@@ -161,6 +163,17 @@ class Weights(Mapping[str, np.ndarray]):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, from the header alone."""
         return self.stored[name].shape
+
+    def are_equal(self, one: str, other: str) -> bool:
+        """True if two tensors have the same shape and values; holds a few rows of them at a time."""
+        shape = self.shape(one)
+        if self.shape(other) != shape:
+            return False
+        length, *others = shape or (1,)
+        rows = max(1, _COMPARED_BYTES // (4 * max(1, int(np.prod(others)))))
+        regions = [(slice(start, min(start + rows, length)),) for start in range(0, length, rows)]
+        first, second = self.stored[one], self.stored[other]
+        return all(np.array_equal(first.read(region), second.read(region)) for region in regions)
 
     def headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         """Shape and file name of every tensor."""

@@ -30,7 +30,7 @@ class Chat:
         model: writes the answers.
         tokenizer: has a chat template.
         context: tokens that the model reads at most.
-        sampling: the choice of tokens.
+        sampling: the choice of tokens, and those that end an answer beside that of the template.
         system: instructions at the beginning.
 
     Raises:
@@ -41,11 +41,10 @@ class Chat:
         self, model: Decoder, tokenizer: HfTokenizer, *, context: int, sampling: Sampling, system: str | None = None
     ):
         self._model, self._tokenizer, self._context = for_decoding(model, sampling.dtype), tokenizer, context
-        self._sampling = replace(sampling, eos_id=tokenizer.eos_id)
         self._template = compile_template(tokenizer)
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages = list(self._start)
-        self._end_ids = self._ends_of_turns()
+        self._sampling = replace(sampling, eos_id=(*sampling.end_ids, tokenizer.eos_id, *self._ends_of_turns()))
 
     def reset(self) -> None:
         """Begins anew, with the same instructions."""
@@ -64,9 +63,7 @@ class Chat:
                 f"the conversation has {len(ids)} tokens, but the model reads {self._context}; begin anew with /reset"
             )
         said: list[str] = []
-        pieces = stream_tokens(
-            generate_stream, self._model, self._tokenizer, ids, self._sampling, stop=(), end_ids=self._end_ids
-        )
+        pieces = stream_tokens(generate_stream, self._model, self._tokenizer, ids, self._sampling, stop=())
         try:
             for piece in pieces:
                 said.append(piece)

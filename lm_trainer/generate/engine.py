@@ -1,6 +1,6 @@
 """Generation with a key-value cache: one compiled program reads the prompts, another decodes the rest.
 
-Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens.
+Shape letters: B rows, T prompt positions, V vocabulary, D hidden dimension, G new tokens, E tokens that end a text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits
+from lm_trainer.generate.sampling import GenerateSettings, draw, filter_logits, penalize
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.decoder import Decoder
 
@@ -29,9 +29,9 @@ Stop = Callable[[int, Sequence[int]], bool]
 def generate(model: Decoder, prompts: Sequence[Sequence[int]], settings: GenerateSettings) -> list[list[int]]:
     """Continues every prompt and returns the new tokens alone.
 
-    A continuation ends with `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and continuation
-    together fill the model's context. Prompts of different lengths are processed together without influence on one
-    another; the draws of row i depend on (`seed`, i) alone.
+    A continuation ends with a token of `eos_id` (which is part of it), after `max_new_tokens`, or where prompt and
+    continuation together fill the model's context. Prompts of different lengths are processed together without
+    influence on one another; the draws of row i depend on (`seed`, i) alone.
 
     Args:
         model: with its parameters.
@@ -115,6 +115,7 @@ class Generation(NamedTuple):
             top_k=settings.top_k,
             nucleus=settings.top_p < 1,
             log_probs=settings.log_probs,
+            penalized=settings.repetition_penalty != 1.0,
             dtype=jnp.dtype(settings.dtype),
         )
         inputs = _Inputs(
@@ -122,8 +123,8 @@ class Generation(NamedTuple):
             # A greedy program does not read it.
             temperature=jnp.float32(settings.temperature or 1.0),
             top_p=jnp.float32(settings.top_p),
-            # No token has the id -1.
-            eos_id=jnp.int32(-1 if settings.eos_id is None else settings.eos_id),
+            penalty=jnp.float32(settings.repetition_penalty),
+            end_ids_E=jnp.asarray(settings.end_ids, jnp.int32),
             limits_B=jnp.asarray(np.minimum(room, context - lengths_B)),
         )
         return cls(program, nnx.to_pure_dict(state), tokens_BT, lengths_B, inputs)
@@ -134,7 +135,7 @@ class Generation(NamedTuple):
 
     def decode(self, cache: KvCache, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Computes the new tokens, int32 [B, G], and how many of them count in each row, int32 [B]."""
-        loop = _start(self.program, cache, logits_BV, self.inputs)
+        loop = self._start(cache, logits_BV)
         done = _decode(self.program, self.params, loop, self.lengths_B, self.inputs, self.program.buffer)
         return done.tokens_BG, done.counts_B
 
@@ -142,7 +143,7 @@ class Generation(NamedTuple):
         self, cache: KvCache, logits_BV: jax.Array, *, chunk: int, stop: Stop
     ) -> Iterator[list[Continuation]]:
         """As `decode`, with what there is after every `chunk` tokens."""
-        loop = _start(self.program, cache, logits_BV, self.inputs)
+        loop = self._start(cache, logits_BV)
         while not bool(np.all(loop.done_B)):
             until = int(loop.step) + chunk
             loop = _decode_chunk(self.program, self.params, loop, self.lengths_B, self.inputs, until)
@@ -156,6 +157,17 @@ class Generation(NamedTuple):
             yield rows
             ended = [bool(done) or stop(i, row.tokens) for i, (done, row) in enumerate(zip(done_B, rows, strict=True))]
             loop = loop._replace(done_B=jnp.asarray(ended))
+
+    def _start(self, cache: KvCache, logits_BV: jax.Array) -> _Loop:
+        rows, vocab_size = logits_BV.shape
+        tokens_BG = jnp.zeros((rows, self.program.buffer), jnp.int32)
+        log_probs_BG = jnp.zeros((rows, self.program.buffer if self.program.log_probs else 0), jnp.float32)
+        seen_BV = np.zeros((rows, vocab_size if self.program.penalized else 0), bool)
+        if self.program.penalized:
+            for seen, tokens, length in zip(seen_BV, self.tokens_BT, self.lengths_B, strict=True):
+                seen[tokens[:length]] = True
+        counts_B, done_B = jnp.zeros(rows, jnp.int32), self.inputs.limits_B < 1
+        return _Loop(jnp.int32(0), tokens_BG, log_probs_BG, counts_B, cache, logits_BV, jnp.asarray(seen_BV), done_B)
 
 
 class _Program(NamedTuple):
@@ -171,6 +183,8 @@ class _Program(NamedTuple):
     nucleus: bool
     """True if `top_p` cuts tokens off."""
     log_probs: bool
+    penalized: bool
+    """True if tokens that were seen become less likely."""
     dtype: np.dtype
 
 
@@ -180,7 +194,8 @@ class _Inputs(NamedTuple):
     key: jax.Array
     temperature: jax.Array
     top_p: jax.Array
-    eos_id: jax.Array
+    penalty: jax.Array
+    end_ids_E: jax.Array
     limits_B: jax.Array
     """New tokens that each row may have."""
 
@@ -197,15 +212,9 @@ class _Loop(NamedTuple):
     cache: KvCache
     logits_BV: jax.Array
     """Logits of the next token."""
+    seen_BV: jax.Array
+    """bool: the token is in the prompt or among the new tokens; [B, 0] unless that matters."""
     done_B: jax.Array
-
-
-def _start(program: _Program, cache: KvCache, logits_BV: jax.Array, inputs: _Inputs) -> _Loop:
-    rows = logits_BV.shape[0]
-    tokens_BG = jnp.zeros((rows, program.buffer), jnp.int32)
-    log_probs_BG = jnp.zeros((rows, program.buffer if program.log_probs else 0), jnp.float32)
-    counts_B = jnp.zeros(rows, jnp.int32)
-    return _Loop(jnp.int32(0), tokens_BG, log_probs_BG, counts_B, cache, logits_BV, inputs.limits_B < 1)
 
 
 def _rounded(count: int, most: int) -> int:
@@ -255,7 +264,12 @@ def _decode_until(
         return jnp.any(~loop.done_B) & (loop.step < until)
 
     def body(loop: _Loop) -> _Loop:
-        next_B = choose(loop.step, loop.logits_BV)
+        logits_BV, seen_BV = loop.logits_BV, loop.seen_BV
+        if program.penalized:
+            logits_BV = penalize(logits_BV, seen_BV, inputs.penalty)
+        next_B = choose(loop.step, logits_BV)
+        if program.penalized:
+            seen_BV = seen_BV.at[jnp.arange(len(next_B)), next_B].set(True)
         tokens_BG = jax.lax.dynamic_update_slice(loop.tokens_BG, next_B[:, None], (0, loop.step))
         log_probs_BG = loop.log_probs_BG
         if program.log_probs:
@@ -264,9 +278,11 @@ def _decode_until(
             log_probs_BG = jax.lax.dynamic_update_slice(log_probs_BG, of_next_B1, (0, loop.step))
         # A row that is done goes on computing, since all share one program; its tokens do not count.
         counts_B = loop.counts_B + ~loop.done_B
-        done_B = loop.done_B | (next_B == inputs.eos_id) | (counts_B >= inputs.limits_B)
+        done_B = (
+            loop.done_B | jnp.any(next_B[:, None] == inputs.end_ids_E[None], axis=-1) | (counts_B >= inputs.limits_B)
+        )
         logits_B1V, cache = model.decode(next_B[:, None], (lengths_B + loop.step)[:, None], loop.cache)
-        return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], done_B)
+        return _Loop(loop.step + 1, tokens_BG, log_probs_BG, counts_B, cache, logits_B1V[:, 0], seen_BV, done_B)
 
     return jax.lax.while_loop(unfinished, body, loop)
 

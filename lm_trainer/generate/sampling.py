@@ -24,14 +24,21 @@ class GenerateSettings:
     """Draw from this many of the likeliest tokens; 0: from all."""
     top_p: float = 1.0
     """Draw from the likeliest tokens whose probabilities reach this; order as in `filter_logits`."""
-    eos_id: int | None = None
-    """Ends a continuation; None: nothing does."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of the prompt and the continuation less likely, as `penalize` does; 1: does nothing."""
+    eos_id: int | tuple[int, ...] | None = None
+    """Ends a continuation: a token, or each of several; None: nothing does."""
     seed: int = 0
     """The seed of the draws."""
     log_probs: bool = False
     """Compute the log probability of each new token as well."""
     dtype: DTypeLike = jnp.float32
     """The dtype of the computation and of the cache."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """`eos_id` as a list, which may be empty."""
+        return () if self.eos_id is None else (self.eos_id,) if isinstance(self.eos_id, int) else self.eos_id
 
 
 def filter_logits(
@@ -79,6 +86,15 @@ def _ordered(values: jax.Array) -> jax.Array:
     # There are two zeros, which are equal.
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def penalize(logits_BV: jax.Array, seen_BV: jax.Array, penalty: jax.Array) -> jax.Array:
+    """Divides the logits of tokens that were seen by `penalty`, or multiplies them where they are negative.
+
+    Keskar et al. 2019 (arXiv 1909.05858), as transformers has it.
+    """
+    penalized_BV = jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty)
+    return jnp.where(seen_BV, penalized_BV, logits_BV)
 
 
 def draw(keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:

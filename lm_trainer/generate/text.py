@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -131,12 +131,12 @@ def continue_texts(
     *_, outputs = generate_stream(
         for_decoding(source.build(devices), sampling.dtype),
         [ids for _, ids in rows],
-        replace(sampling, eos_id=tokenizer.eos_id),
+        replace(sampling, eos_id=source.end_ids),
         stop=lambda _, tokens: cut_at(tokenizer.decode(tokens), stop)[1],
         chunk=CHUNK if stop else sampling.max_new_tokens,
     )
     for (prompt, ids), new in zip(rows, outputs, strict=True):
-        yield _sample(tokenizer, prompt, ids, new, stop)
+        yield _sample(source, prompt, ids, new, stop)
 
 
 def stream_text(
@@ -152,12 +152,12 @@ def stream_text(
     from lm_trainer.generate.layout import for_decoding
 
     _check_stop(stop)
-    ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.tokenizer.eos_id)
+    ids, settings = _checked_ids(source, prompt), replace(sampling, eos_id=source.end_ids)
     model = for_decoding(source.build(devices), settings.dtype)
     yield from stream_tokens(generate_stream, model, source.tokenizer, ids, settings, stop=stop)
 
 
-def stream_tokens(  # noqa: PLR0913 - a model, its prompt, and the end of what it writes
+def stream_tokens(
     generate_stream: Any,
     model: Any,
     tokenizer: Tokenizer,
@@ -165,7 +165,6 @@ def stream_tokens(  # noqa: PLR0913 - a model, its prompt, and the end of what i
     settings: GenerateSettings,
     *,
     stop: Sequence[str],
-    end_ids: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yields text as it is written, from prompt ids.
 
@@ -176,15 +175,13 @@ def stream_tokens(  # noqa: PLR0913 - a model, its prompt, and the end of what i
         model: the decoder.
         tokenizer: its tokenizer.
         ids: the prompt.
-        settings: with the token that ends a document.
+        settings: with the tokens that end the text.
         stop: texts that end the continuation.
-        end_ids: tokens that end it as well.
     """
     shown, before = 0, tokenizer.decode(ids)
-    ends = {settings.eos_id, *end_ids}
 
     def written(tokens: Sequence[int]) -> tuple[str, bool]:
-        at = next((i for i, token in enumerate(tokens) if token in ends), None)
+        at = _end(tokens, settings.end_ids)
         whole = tokenizer.decode([*ids, *tokens[:at]])
         text, stopped = cut_at(
             whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens[:at]), stop
@@ -242,16 +239,21 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return ids or [tokenizer.eos_id]
 
 
-def _sample(tokenizer: Tokenizer, prompt: str, ids: Sequence[int], new: Continuation, stop: Sequence[str]) -> Sample:
-    ended = tokenizer.eos_id in new.tokens
-    tokens = list(new.tokens[: new.tokens.index(tokenizer.eos_id)] if ended else new.tokens)
+def _end(tokens: Sequence[int], end_ids: Collection[int]) -> int | None:
+    """The place of the token that ends a continuation."""
+    return next((place for place, token in enumerate(tokens) if token in end_ids), None)
+
+
+def _sample(source: TextModel, prompt: str, ids: Sequence[int], new: Continuation, stop: Sequence[str]) -> Sample:
+    tokenizer, end = source.tokenizer, _end(new.tokens, source.end_ids)
+    tokens = list(new.tokens[:end])
     # Decoded together: a character or a space may be spread over the last token before and the first one after.
     before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])
     text, stopped = cut_at(whole[len(before) :] if whole.startswith(before) else tokenizer.decode(tokens), stop)
     if stopped:
         # The tokens without which the text that ends it is not there.
         tokens = tokens[: next(n for n in range(len(tokens) + 1) if cut_at(tokenizer.decode(tokens[:n]), stop)[1])]
-    finish = "stop" if stopped else "document_end" if ended else "length"
+    finish = "stop" if stopped else "length" if end is None else "document_end"
     return Sample(prompt, text, tokens, finish, new.log_probs[: len(tokens)] if new.log_probs else None)
 
 

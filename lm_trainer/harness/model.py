@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,12 +15,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.formats.chat import compile_template
 from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.export.generation_fields import not_computed
+from lm_trainer.export.huggingface import all_ends
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate_stream
 from lm_trainer.generate.layout import for_decoding
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.score import Context, Score, score
+from lm_trainer.harness.chat import TaskTemplate
 from lm_trainer.nn.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -27,6 +31,8 @@ logger = logging.getLogger(__name__)
 MAX_GEN_TOKS = 256
 """New tokens where a task does not say, as the harness has it."""
 
+_DEFAULTS = {"top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
+"""Settings of `generate` of transformers where neither a task nor the model says them."""
 _GENERATED_TOGETHER = 8
 _CHUNK = 16
 """New tokens between two looks for the end of an answer."""
@@ -42,21 +48,31 @@ class _Asked(NamedTuple):
 class HarnessModel(TemplateLM):
     """The interface of `lm_eval.api.model.LM` for a decoder of this package.
 
-    Texts are encoded as `lm_eval`'s own model for transformers encodes them, so that results can be compared: special
-    tokens in a text are special, and the tokenizer's start token is put in front, if it has one.
+    Texts are written out and encoded as `lm_eval`'s own model for transformers does, so that results can be compared:
+    special tokens in a text are special, and the tokenizer adds its own.
 
     Args:
         model: with its parameters.
         tokenizer: the model's.
+        settings: of the published model that it comes from: further tokens that end an answer.
         dtype: of the computation.
         max_length: tokens that the model reads at most; None: its context.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: HfTokenizer, *, dtype: Any = jnp.float32, max_length: int | None = None
+        self,
+        model: Decoder,
+        tokenizer: HfTokenizer,
+        *,
+        settings: HfSettings | None = None,
+        dtype: Any = jnp.float32,
+        max_length: int | None = None,
     ):
         super().__init__()
         self._model, self._tokenizer, self._dtype = model, tokenizer, jnp.dtype(dtype)
+        self._end_ids = all_ends(tokenizer, settings)
+        self._generation = settings.generation if settings else {}
+        self._not_computed = ", ".join(f"{name}={value!r}" for name, value in not_computed(self._generation))
         self.max_length = min(max_length or model.spec.num_positions, model.spec.num_positions)
 
     @property
@@ -80,11 +96,9 @@ class HarnessModel(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Encodes a text as transformers' tokenizer does."""
         del kwargs
-        ids = self._tokenizer.encode_template(string)[0]
-        bos = self._tokenizer.bos_id
-        if bos is None or add_special_tokens is False or ids[:1] == [bos]:
-            return ids
-        return [bos, *ids]
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._tokenizer.decode_all([self.prefix_token_id]))
+        return self._tokenizer.encode_special(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log probabilities of continuations, and whether they are the likeliest ones."""
@@ -145,6 +159,12 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues each context up to one of its stop texts."""
         del disable_tqdm
+        if self._not_computed:
+            logger.warning(
+                "the model's generation_config.json asks for %s, by which transformers writes other answers; it is not "
+                "computed here",
+                self._not_computed,
+            )
         results: list[str] = [""] * len(requests)
         arguments: list[Any] = [request.args for request in requests]
         groups: dict[str, list[int]] = {}
@@ -168,33 +188,43 @@ class HarnessModel(TemplateLM):
         settings = GenerateSettings(
             max_new_tokens=new,
             temperature=float(kwargs.get("temperature") or 0.0) if kwargs.get("do_sample") else 0.0,
-            top_k=int(kwargs.get("top_k") or 0),
-            top_p=float(kwargs.get("top_p") or 1.0),
-            eos_id=self.eot_token_id,
+            top_k=int(self._setting("top_k", kwargs)),
+            top_p=float(self._setting("top_p", kwargs)),
+            repetition_penalty=float(self._setting("repetition_penalty", kwargs)),
+            eos_id=self._end_ids,
             dtype=self._dtype,
         )
         prompts = [self.tok_encode(context)[-(self.max_length - new) :] for context in contexts]
 
-        def stop(row: int, tokens: Sequence[int]) -> bool:
-            del row
-            text = self._tokenizer.decode(tokens)
+        def has_ended(tokens: Sequence[int]) -> bool:
+            # A text that ends an answer may be the name of a special token.
+            text = self._tokenizer.decode_all(tokens)
             return any(term and term in text for term in until)
 
         # Rows are filled up, so that the last batch needs no program of its own.
         filled = prompts + [prompts[-1]] * (_GENERATED_TOGETHER - len(prompts))
-        *_, written = generate_stream(self._writer, filled, settings, stop=stop, chunk=_CHUNK)
+        *_, written = generate_stream(
+            self._writer, filled, settings, stop=lambda _, tokens: has_ended(tokens), chunk=_CHUNK
+        )
+        # Up to the token with which the text is there that ends it: more may have been written since the last look.
+        answers = [row.tokens[: _first_true(has_ended, row.tokens)] for row in written[: len(prompts)]]
         return [
-            postprocess_generated_text(self._tokenizer.decode(each.tokens), stop=until, think_end_token=None)
-            for each in written[: len(prompts)]
+            postprocess_generated_text(self._tokenizer.decode(tokens), stop=until, think_end_token=None)
+            for tokens in answers
         ]
+
+    def _setting(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+        """A setting of a task, else of the model, else of transformers."""
+        values = (kwargs.get(name), self._generation.get(name), _DEFAULTS[name])
+        return next(value for value in values if value is not None)
 
     @functools.cached_property
     def _writer(self) -> Decoder:
         return for_decoding(self._model, self._dtype)
 
     def _room(self, wanted: int) -> int:
-        """The new tokens that there is room for, with half of the context for the question at least."""
-        room = max(min(wanted, self.max_length // 2), 1)
+        """The new tokens that there is room for; half of the context where they would leave none for the question."""
+        room = wanted if wanted < self.max_length else max(self.max_length // 2, 1)
         if room < wanted:
             logger.warning(
                 "a task asks for up to %d new tokens, but the model reads %d; it writes up to %d",
@@ -203,13 +233,21 @@ class HarnessModel(TemplateLM):
         return room
 
     def _eos_text(self) -> str:
-        return next(text for text, index in self._tokenizer.special_tokens().items() if index == self.eot_token_id)
+        return self._tokenizer.decode_all([self.eot_token_id])
+
+    @functools.cached_property
+    def _template(self) -> TaskTemplate:
+        return TaskTemplate(self._tokenizer)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Writes a conversation out by the tokenizer's template."""
-        template = compile_template(self._tokenizer)
-        return template.render(list(chat_history), add_generation_prompt=add_generation_prompt).text
+        """Writes a conversation out by the tokenizer's template; without a prompt for it, its last message is open."""
+        return self._template.write(chat_history, add_generation_prompt=add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source of the tokenizer's template."""
-        return compile_template(self._tokenizer).source if chat_template else None
+        return self._template.source if chat_template else None
+
+
+def _first_true(holds: Callable[[Sequence[int]], bool], tokens: Sequence[int]) -> int:
+    """The least number of first tokens for which `holds`, which holds for all longer ones then; else all."""
+    return bisect.bisect_left(range(len(tokens)), True, key=lambda count: holds(tokens[:count]))

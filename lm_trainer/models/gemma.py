@@ -38,7 +38,8 @@ _FOUR_NORMS = layer_norms(
     mlp_pre_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-_FIXED = {"attention_dropout": 0.0, "attention_bias": False, "use_bidirectional_attention": False}
+_FIXED = {"attention_bias": False, "use_bidirectional_attention": False}
+_INERT = {"attention_dropout": 0.0}
 _SHARED = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "tie_word_embeddings": True}
 _LEGACY_GELU = {"gelu": "gelu_new"}
 """The first files of Gemma say gelu, and mean its tanh approximation; transformers reads them so."""
@@ -96,6 +97,7 @@ class GemmaConfig(_GemmaConfig):
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
+        inert=_INERT,
         computed_from_hf=lambda hf: {"rope": rope_from_hf(hf), **heads_from_hf(hf, kv_heads=16, head_dim=256)},
         computed_to_hf=_gemma_to_hf,
         tied=TIED,
@@ -222,6 +224,7 @@ class Gemma2Config(_WindowedGemmaConfig):
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
+        inert=_INERT,
         computed_from_hf=_gemma2_from_hf,
         computed_to_hf=_gemma2_to_hf,
         tied=TIED,
@@ -257,6 +260,7 @@ class Gemma3Config(_WindowedGemmaConfig):
         unprefixed=(HEAD.hf,),
         # A field that Gemma 3 has from Gemma 2; it normalizes queries and keys instead.
         fixed={**_FIXED, "attn_logit_softcapping": None},
+        inert=_INERT,
         computed_from_hf=_gemma3_from_hf,
         computed_to_hf=_gemma3_to_hf,
         tied=TIED,

@@ -37,7 +37,7 @@ def adopt_hf_config(
     problems = [
         f"model.{key} is {ours}, but {value} in config.json"
         for key, ours, value in _differences(section, theirs, vocab_size)
-        if key in given and not (key == "seq_len" and _any_length(theirs, vocab_size))
+        if key in given and not (key == "seq_len" and any_length(theirs, vocab_size))
     ]
     if problems:
         raise UserError(
@@ -65,7 +65,7 @@ def compare_with_hf_config(
         )
     problems, notes = [], []
     for key, ours, value in _differences(section, theirs, vocab_size):
-        if key == "seq_len" and _any_length(theirs, vocab_size):
+        if key == "seq_len" and any_length(theirs, vocab_size):
             continue
         text = f"model.{key} is {ours}, but {value} in config.json"
         (notes if key in given else problems).append(text)
@@ -109,6 +109,6 @@ _OF_TRAINING = frozenset(
 """Keys that do not change what a trained model computes."""
 
 
-def _any_length(config: DecoderConfig, vocab_size: int) -> bool:
+def any_length(config: DecoderConfig, vocab_size: int) -> bool:
     """Returns true if rows may be longer or shorter than the checkpoint's: no parameter has a row for each position."""
     return not config.spec(vocab_size).embedding.learned_positions

@@ -76,6 +76,9 @@ class HfFamily:
     """Fields of ours that are no copy of a field of the file; raises ValueError for what has no place here."""
     computed_to_hf: Callable[[Any], dict[str, Any]]
     """The inverse of `computed_from_hf`; raises ValueError for what has no place in the format."""
+    inert: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that change nothing of what a trained model computes, such as a dropout that is not known here. Any value
+    of a file is taken; a model that was made here is written with this one."""
     ignored: str = ""
     """A regular expression for tensors of older files that hold no parameters."""
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -247,6 +250,7 @@ def write_config(family: HfFamily, config: Any) -> dict[str, Any]:
         **{entry.hf: _written(entry, getattr(config, entry.ours)) for entry in family.fields},
         **computed,
         **family.fixed,
+        **family.inert,
     }
 
 

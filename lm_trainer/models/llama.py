@@ -51,7 +51,9 @@ _HF = HfFamily(
     tensors=(*EMBEDDING, HEAD, *PRE_NORMS, *ATTENTION, *MLP),
     prefix="model.",
     unprefixed=(HEAD.hf,),
-    fixed={"attention_dropout": 0.0, "pretraining_tp": 1},
+    fixed={},
+    # Slices of a matrix product, which are added up to it.
+    inert={"attention_dropout": 0.0, "pretraining_tp": 1},
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,
     # Rotary frequencies, which earlier versions of transformers saved with the weights; they follow from theta.

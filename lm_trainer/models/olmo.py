@@ -37,7 +37,7 @@ _TENSORS = (
     *MLP,
 )
 _FIELDS = hf_fields(rms_norm_eps=1e-5)
-_FIXED = {"attention_dropout": 0.0, "attention_bias": False}
+_FIXED, _INERT = {"attention_bias": False}, {"attention_dropout": 0.0}
 _THETA, _PATTERN = 500_000.0, 4
 
 
@@ -93,6 +93,7 @@ class Olmo2Config(_OlmoConfig):
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
+        inert=_INERT,
         computed_from_hf=_olmo2_from_hf,
         computed_to_hf=shared_to_hf,
         tied=TIED,
@@ -117,6 +118,7 @@ class Olmo3Config(_OlmoConfig):
         prefix="model.",
         unprefixed=(HEAD.hf,),
         fixed=_FIXED,
+        inert=_INERT,
         computed_from_hf=_olmo3_from_hf,
         computed_to_hf=_olmo3_to_hf,
         tied=TIED,

@@ -102,13 +102,12 @@ _HF = HfFamily(
         *_norm("decoder.layer_norm", "final_norm"),
     ),
     prefix="model.",
-    fixed={
+    fixed={"scale_embedding": False, "tie_word_embeddings": True},
+    inert={
         "activation_dropout": 0.0,
         "encoder_layerdrop": 0.0,
         "decoder_layerdrop": 0.0,
         "apply_spec_augment": False,
-        "scale_embedding": False,
-        "tie_word_embeddings": True,
     },
     computed_from_hf=_from_hf,
     computed_to_hf=_to_hf,

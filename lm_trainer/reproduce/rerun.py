@@ -26,6 +26,7 @@ from lm_trainer.run.environment import pinned_cpu_threads
 from lm_trainer.run.fingerprint import extend_chain, fingerprint
 from lm_trainer.run.hooks import scalar
 from lm_trainer.run.metrics import step_metrics
+from lm_trainer.run.saved_model import SETTINGS
 from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer
@@ -155,7 +156,7 @@ def _with_checkpoint(config: RunConfig, checkpoints: Place, step: int, scratch: 
         trainer = config.trainer.model_copy(update={"load_checkpoint_path": str(checkpoints / step)})
         return config.model_copy(update={"trainer": trainer})
     scratch.mkdir(parents=True)
-    for name in ("config.yaml", "tokenizer"):
+    for name in ("config.yaml", "tokenizer", SETTINGS):
         source = checkpoints / name
         if source.is_dir():
             shutil.copytree(source, scratch / name)

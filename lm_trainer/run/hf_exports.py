@@ -16,8 +16,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.card import TrainingFacts
+from lm_trainer.export.files import FILES
 from lm_trainer.export.hub import Pushed, prepare_push, push
-from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, check_exportable, write_hf
+from lm_trainer.export.huggingface import ExportOptions, TextModel, check_exportable, write_hf
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.nn.lora import is_adapter_param
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.adapters import base_name
@@ -66,6 +68,8 @@ class HfExports:
     tokenizer: HfTokenizer
     hub_name: str | None = None
     """The repository to upload to, from `check_exports`."""
+    settings: HfSettings | None = None
+    """Those of the published model that the run comes from."""
     _uploads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "upload"))
     _uploading: tuple[Place, Future[Pushed]] | None = None
 
@@ -115,7 +119,8 @@ class HfExports:
         model, adapter = self.config.model, self.config.adapter
         if adapter is None:
             vocab_size = len(params["embed.tokens"])
-            whole = TextModel(model, vocab_size, program.model.nested(params), self.tokenizer, self.run_id, facts)
+            nested = program.model.nested(params)
+            whole = TextModel(model, vocab_size, nested, self.tokenizer, self.run_id, facts, self.settings)
             write_hf(out, whole, options)
         else:
             base, vocab_size = base_name(self.config), program.model.shapes["embed.tokens"].shape[0]

@@ -9,8 +9,9 @@ from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import HUB_NAME, local_path, url_problem
 from lm_trainer.export.adapter import AdapterModel, write_adapter
+from lm_trainer.export.files import FILES
 from lm_trainer.export.hub import Pushed, check_push, download, push
-from lm_trainer.export.huggingface import FILES, ExportOptions, TextModel, read_hf, write_hf
+from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
 from lm_trainer.export.output import check_output
 from lm_trainer.run.saved_model import write_model
 
@@ -67,6 +68,7 @@ def import_model(source: str, out: Path, *, tokenizer: Path | None = None, revis
         params=model.params,
         tokenizer=model.tokenizer,
         vocab_size=model.vocab_size,
+        settings=model.settings,
     )
     return model
 

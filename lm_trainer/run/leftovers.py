@@ -9,7 +9,7 @@ from typing import Any, Self
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.copy import COPY
 
-_MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "tensorboard", "metrics.jsonl", COPY}
+_MADE_AT_THE_START = {"config.yaml", "run.json", ".lock", "tokenizer", "hf", "tensorboard", "metrics.jsonl", COPY}
 """Names that an attempt makes before its first step; with any other, a directory stays."""
 
 

@@ -91,9 +91,8 @@ def open_for_export(source: str, *, step: int | None = None, merge: bool = False
 
 
 def _text_model(loaded: LoadedModel) -> TextModel:
-    return TextModel(
-        loaded.config.model, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, _facts(loaded)
-    )
+    config, facts = loaded.config.model, _facts(loaded)
+    return TextModel(config, loaded.vocab_size, loaded.params, loaded.tokenizer, loaded.name, facts, loaded.settings)
 
 
 def _facts(loaded: LoadedModel) -> TrainingFacts:

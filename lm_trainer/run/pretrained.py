@@ -19,7 +19,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
-from lm_trainer.export.huggingface import blame, read_hf_config
+from lm_trainer.export.huggingface import blame, read_hf_config, read_hf_settings
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.export.tensor_file import Region
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
@@ -29,8 +30,9 @@ from lm_trainer.parallel.sharded_array import HOST_BYTES, make_sharded_array
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import checkpoint_directory, run_id
+from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.hf_transfer import fetch_directory
-from lm_trainer.run.saved_model import read_config, read_vocabulary
+from lm_trainer.run.saved_model import read_config, read_settings, read_vocabulary
 from lm_trainer.step.model_def import ModelDef, Params
 
 
@@ -52,6 +54,11 @@ class HfStart:
         if self.source is not None:
             self.source.check_tokenizer(tokenizer)
         return self.vocab_size
+
+    def settings(self, tokenizer: HfTokenizer) -> HfSettings | None:
+        """The settings of the checkpoint, for exports of the run; None: it has them from an earlier attempt."""
+        source = self.source
+        return None if source is None else source.settings.for_tokenizer(tokenizer, source.directory)
 
     def attach(self, model: ModelDef) -> ModelDef:
         """The model, with the checkpoint's values to start from."""
@@ -84,7 +91,26 @@ def find_start(config: RunConfig, run: str) -> HfStart | None:
     tokenizer = config.data.tokenizer_config
     if isinstance(tokenizer, Pretrained):
         source.check_tokenizer(load_pretrained(tokenizer))
-    return HfStart(_with_model(config, section), source.vocab_size, source, (source.describe(), *notes, *differing))
+    return HfStart(
+        _with_model(config, section), source.vocab_size, source, (source.describe(section), *notes, *differing)
+    )
+
+
+def carried_settings(config: RunConfig, start: HfStart | None, tokenizer: HfTokenizer, own: Place) -> HfSettings | None:
+    """The settings of the published model that a run comes from; None: it comes from none.
+
+    Args:
+        config: the run.
+        start: the checkpoint in Hugging Face's layout that it begins from.
+        tokenizer: the run's.
+        own: directory of its checkpoints, which has the settings after the first attempt.
+    """
+    if (kept := read_settings(own)) is not None:
+        return kept
+    if start is not None:
+        return start.settings(tokenizer)
+    other = config.trainer.load_checkpoint_path or config.trainer.initialize_from
+    return None if other is None else read_settings(find_checkpoints(other)[0])
 
 
 def resolve_model(config: RunConfig, name: str) -> RunConfig:
@@ -157,20 +183,23 @@ class HfCheckpoint:
     """The model section that config.json describes."""
     vocab_size: int
     weights: Weights
+    settings: HfSettings
+    """Everything that is beside the weights."""
 
     @classmethod
     def open(cls, config: RunConfig) -> HfCheckpoint:
         """Finds the checkpoint that `initialize_from_hf` means; raises as `find_start`."""
         directory = _locate(config)
-        model, vocab_size = read_hf_config(directory)
-        return cls(source_name(config), directory, model, vocab_size, Weights(directory))
+        model, vocab_size, settings = read_hf_settings(directory)
+        return cls(source_name(config), directory, model, vocab_size, Weights(directory), settings)
 
-    def describe(self) -> str:
-        """One line: what it is."""
+    def describe(self, model: DecoderConfig) -> str:
+        """One line: what it is, and what stays of it where a run trains `model`."""
         files = f"{len(self.weights.files)} file{'s' * (len(self.weights.files) > 1)}"
         count = parameter_count(self.config.spec(self.vocab_size))
-        dtypes = ", ".join(sorted(self.weights.dtypes))
-        return f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+        dtypes, context = ", ".join(sorted(self.weights.dtypes)), self.config.seq_len
+        text = f"starting from the weights of {self.name}: {self.config.type}, {count:,} parameters, {dtypes}, {files}"
+        return f"{text}; exports keep its context of {context:,} tokens" if model.seq_len < context else text
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the ids of the tokenizer mean something else to this checkpoint."""
@@ -216,7 +245,10 @@ class HfCheckpoint:
         stored = self.plan(model)
         # Files of tied models may hold the tensor twice; copies that differ would be two models.
         for copy, first in stored.repeated.items():
-            self._check_equal(copy, first)
+            if not self.weights.are_equal(copy, first):
+                raise UserError(
+                    f"{self.directory}: {copy} differs from {first}, but this model has one tensor for both"
+                )
         return {name: self._assemble(pieces, shapes[name], shardings[name]) for name, pieces in stored.pieces.items()}
 
     def _assemble(self, pieces: list[SourceSlice], like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
@@ -230,17 +262,6 @@ class HfCheckpoint:
 
     def _read(self, name: str, region: Region) -> np.ndarray:
         return self.weights.stored[name].read(region)
-
-    def _check_equal(self, copy: str, first: str) -> None:
-        rows, *others = self.weights.shape(first)
-        # A few rows at a time: the embedding of a large model does not fit into the host twice.
-        step = max(1, HOST_BYTES // (4 * int(np.prod(others))))
-        for start in range(0, rows, step):
-            region = (slice(start, min(start + step, rows)),)
-            if not np.array_equal(self._read(copy, region), self._read(first, region)):
-                raise UserError(
-                    f"{self.directory}: {copy} differs from {first}, but this model has one tensor for both"
-                )
 
 
 def _locate(config: RunConfig, *, weights: bool = True) -> Path:

@@ -24,6 +24,7 @@ from lm_trainer.core.files import local_path, write_atomically
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import spread
@@ -38,6 +39,8 @@ PARAMS = "params."
 """Prefix of the names of parameters among the arrays of a checkpoint."""
 AVERAGED = "averaged."
 """Prefix of the weights to export, where they are others than those that are trained."""
+SETTINGS = "hf"
+"""Directory of the settings that a run carries from the published model that it comes from, beside its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class LoadedModel:
     """The run's id, or the name of the directory."""
     record: Mapping[str, Any]
     """The JSON that was saved with it: `train_loss` and `eval_losses` where they are known."""
+    settings: HfSettings | None = None
+    """Those of the published model that it comes from."""
 
 
 def load_model(
@@ -125,7 +130,18 @@ def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence
         params = {name: np.asarray(x) for name, x in params.items()}
     tokenizer = load_tokenizer(local_copy(directory, "tokenizer") / "tokenizer")
     name = config.trainer.id or directory.name
-    return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record)
+    settings = read_settings(directory)
+    return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record, settings)
+
+
+def read_settings(directory: Place) -> HfSettings | None:
+    """The settings of the published model that a run comes from, beside its checkpoints; None where there are none.
+
+    Raises:
+        UserError: when they are damaged.
+    """
+    copy = local_copy(directory, SETTINGS) / SETTINGS
+    return HfSettings.read(copy) if copy.is_dir() else None
 
 
 def _saved_arrays(record: Mapping[str, Any], prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -160,7 +176,13 @@ def read_config(directory: Place, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def write_model(
-    out: Path, *, model_config: DecoderConfig, params: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int
+    out: Path,
+    *,
+    model_config: DecoderConfig,
+    params: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    settings: HfSettings | None = None,
 ) -> None:
     """Writes weights as a checkpoint of step 0, to train from (`trainer.initialize_from`), sample from or export.
 
@@ -172,6 +194,7 @@ def write_model(
         params: nested dicts of arrays.
         tokenizer: written beside the weights.
         vocab_size: rows of the embedding.
+        settings: of the published model that they come from.
 
     Raises:
         UserError: when `out` exists and is not empty, or cannot be written.
@@ -192,6 +215,8 @@ def write_model(
         store.close()
         write_atomically(draft / "config.yaml", to_yaml(RunConfig(model=model_config)))  # pyright: ignore[reportArgumentType]
         tokenizer.save(draft / "tokenizer")
+        if settings is not None:
+            settings.write(draft / SETTINGS)
         if out.is_dir():
             out.rmdir()
         draft.rename(out)

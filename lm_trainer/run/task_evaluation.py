@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from lm_trainer.data.tokenizer import HfTokenizer
+    from lm_trainer.export.settings import HfSettings
     from lm_trainer.run.config import RunConfig
 
 
@@ -24,17 +25,19 @@ class TaskEvaluation:
     Args:
         config: of the run.
         tokenizer: of the run.
+        settings: of the published model that it comes from.
 
     Raises:
         UserError: for a task that there is not, and data that cannot be read.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: HfTokenizer):
+    def __init__(self, config: RunConfig, tokenizer: HfTokenizer, settings: HfSettings | None = None):
         quiet_bars()
         from lm_trainer.harness.run import Tasks
 
         assert config.eval_harness is not None
-        self._config, self._tokenizer, self._tasks = config, tokenizer, Tasks(config.eval_harness)
+        self._config, self._tokenizer, self._settings = config, tokenizer, settings
+        self._tasks = Tasks(config.eval_harness)
 
     def add_to(self, loop: LoopParts, run_dir: Path) -> None:
         """Adds the hook to those of a loop, where it is due every `eval_harness_steps` steps and at the end."""
@@ -54,6 +57,7 @@ class TaskEvaluation:
         model = HarnessModel(
             loop.program.model.merge(params),
             self._tokenizer,
+            settings=self._settings,
             dtype=self._config.trainer.mp.compute_dtype,
             max_length=harness.max_eval_length,
         )

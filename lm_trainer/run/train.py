@@ -21,6 +21,7 @@ from lm_trainer.data import open_data
 from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.export.huggingface import check_exportable
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.generate.engine import generate
 from lm_trainer.generate.sampling import GenerateSettings
 from lm_trainer.generate.speech import write_heard
@@ -44,8 +45,9 @@ from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.model import recomputes_layers, trace_model
 from lm_trainer.run.notes import recomputation_note
-from lm_trainer.run.pretrained import HfStart, find_start
+from lm_trainer.run.pretrained import HfStart, carried_settings, find_start
 from lm_trainer.run.program import Program, plan_run
+from lm_trainer.run.saved_model import SETTINGS
 from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.step.model_def import ModelDef
@@ -142,9 +144,9 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         if not data.complete:
             options.hooks.add(BuildWatch(config, data, progress), every=1)
         if config.hf_save_path is not None:
-            exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name)
+            exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name, run.settings)
             options.exports = (stack.enter_context(exports),)
-        tasks = None if config.eval_harness is None else TaskEvaluation(config, data.tokenizer)
+        tasks = None if config.eval_harness is None else TaskEvaluation(config, data.tokenizer, run.settings)
         sets = data.validation()
         options.eval_sets = named_sets(sets)
         if not sets:
@@ -219,6 +221,8 @@ class PreparedRun:
     """FLOPs that rematerialisation adds to them."""
     hub_name: str | None
     """The repository that exports are uploaded to."""
+    settings: HfSettings | None
+    """Those of the published model that the run comes from."""
 
     def batches(self) -> Iterator[Batch]:
         """This process's rows of the batches from the next step on."""
@@ -268,10 +272,13 @@ def _place_state(
     if pretrained is not None:
         model = pretrained.attach(model)
     _describe(config, vocab_size, model, data, attempt.progress)
+    settings = carried_settings(config, pretrained, data.tokenizer, attempt.directory.checkpoints)
     # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:
             data.tokenizer.save(directory / "tokenizer")
+            if settings is not None:
+                settings.write(directory / SETTINGS)
     facts: dict[str, Any] = {"vocab_size": vocab_size}
     loads = attempt.config
     if base := find_base(config, attempt.store):
@@ -285,7 +292,7 @@ def _place_state(
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
     again = recomputed_flops_per_token(spec, seq_len, every_layer=recomputes_layers(config.trainer, spec))
     flops = training_flops(flops_per_token(spec, seq_len), model)
-    return PreparedRun(config, attempt, data, program, state, facts, flops, again, hub_name)
+    return PreparedRun(config, attempt, data, program, state, facts, flops, again, hub_name, settings)
 
 
 def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:

@@ -149,3 +149,29 @@ def test_log_probs_are_those_of_transformers(lmt: Lmt, hf_model: Path) -> None:
     expected = torch.log_softmax(logits.double(), -1)[range(4, len(ids) - 1), ids[5:]].tolist()
     assert sample["logprobs"] == pytest.approx(expected, abs=1e-4)
     refused(lmt("generate", hf_model, *options), "--logprobs", "--json")
+
+
+def test_each_token_that_ends_texts_of_a_model_ends_one(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    prompts = ["hello", "def main"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf_model)
+    free = [
+        model.generate(torch.tensor([[*prompt.encode()]]), max_new_tokens=12, eos_token_id=None) for prompt in prompts
+    ]
+    # A token of the middle of each text, which the tokenizer takes for a byte like any other.
+    ends = [int(row[0, len(prompt) + 5]) for row, prompt in zip(free, prompts, strict=True)]
+    for file in hf_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, *ends]}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    options = ("generate", tmp_path, "--max-new-tokens", "12", "--temperature", "0")
+    for prompt in prompts:
+        expected = model.generate(torch.tensor([[*prompt.encode()]]), max_new_tokens=12)[0, len(prompt) :].tolist()
+        assert expected[-1] in ends
+        assert len(expected) < 8
+        sample = json.loads(lmt(*options, "--prompt", prompt, "--json").stdout)
+        assert sample["tokens"] == expected[:-1], "the end is no part of the text"
+        assert sample["finish"] == "document_end"
+        # The same text piece by piece.
+        assert lmt(*options, "--prompt", prompt).stdout == for_terminal(prompt + sample["text"]) + "\n"

@@ -11,6 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.hub import check_push
 from tests.core.forks import run_fork
 from tests.export.fake_hub import TOKEN, FakeHub, Repo, fake_hub
@@ -33,11 +34,11 @@ def exported(tmp_path: Path) -> Path:
     return out
 
 
-def client(code: str, env: dict[str, str], tmp_path: Path) -> CompletedProcess[str]:
+def client(code: str, env: dict[str, str], tmp_path: Path, imports: str = "") -> CompletedProcess[str]:
     """Runs `code` with the functions of the hub module, and reports an error as the command line would."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom lm_trainer.core.errors import UserError\n"
-        "from lm_trainer.export.hub import download, push\n"
+        f"from lm_trainer.export.hub import download, push\n{imports}"
         f"try:\n    print({code})\n"
         "except UserError as error:\n    print('error:', error, file=sys.stderr); sys.exit(error.exit_code)\n"
     )
@@ -137,12 +138,32 @@ def test_malformed_names_are_refused_before_anything_is_asked(name: str) -> None
 
 def test_download_takes_weights_configuration_and_tokenizer_but_no_code(hub: FakeHub, tmp_path: Path) -> None:
     wanted = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    wanted |= dict.fromkeys(("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"), b"carried")
+    wanted |= dict.fromkeys(("preprocessor_config.json", "adapter_config.json", "generation_config.json"), b"{}")
     refused = {"modeling_evil.py": b"import os", "pytorch_model.bin": b"pickle"}
     hub.repos["org/nano"] = Repo(private=False, files=wanted | refused)
     result = client("download('org/nano')", hub.environment(token=None), tmp_path)
     assert result.returncode == 0, result.stderr
     local = Path(result.stdout.strip())
     assert {path.name: path.read_bytes() for path in local.iterdir()} == wanted
+
+
+def test_tokenizers_come_with_all_of_their_files(hub: FakeHub, tmp_path: Path) -> None:
+    files = ByteTokenizer().files()
+    further = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.model", "vocab.json")
+    files |= dict.fromkeys(further, b"{{ x }}")
+    code = {"modeling_evil.py": b"", "training_args.bin": b""}
+    hub.repos["org/nano"] = Repo(private=False, files={**files, **code})
+    code_of_names = "sorted(load_pretrained(Pretrained(name='org/nano')).files())"
+    program = (
+        "from lm_trainer.data.tokenizer import Pretrained\nfrom lm_trainer.data.tokenizer.hf import load_pretrained\n"
+    )
+    result = client(code_of_names, hub.environment(token=None), tmp_path, program)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(sorted(files))
+    # Once more without the hub, from what was downloaded.
+    again = client(code_of_names, {**hub.environment(token=None), "HF_HUB_OFFLINE": "1"}, tmp_path, program)
+    assert again.stdout == result.stdout, again.stderr
 
 
 def test_downloading_what_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

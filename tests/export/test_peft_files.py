@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import read_hf
+from lm_trainer.export.peft_files import KNOWN_SETTINGS, AdaptedWeights
 from lm_trainer.run.open_model import open_model
 from tests.conftest import TINY_GPT2, MakeHfModel
 
@@ -30,7 +33,12 @@ LLAMA: dict[str, Any] = {
     "pad_token_id": 0,
 }
 LORA: dict[str, dict[str, Any]] = {
-    "GPT2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    # A pattern that begins with the prefix, which files of the base may lack.
+    "GPT2": {
+        "target_modules": ["c_attn", "c_proj"],
+        "fan_in_fan_out": True,
+        "alpha_pattern": {"^transformer.h.1.mlp.c_proj": 21},
+    },
     "Llama": {
         "target_modules": ["q_proj", "down_proj", "v_proj"],
         "rank_pattern": {"down_proj": 5},
@@ -78,6 +86,49 @@ def test_an_adapter_of_peft_is_read_as_the_model_that_it_stands_for(
     assert np.abs(expected - without).max() > 0.05, "the adapter is heard"
 
 
+def test_every_setting_of_peft_is_known() -> None:
+    peft = pytest.importorskip("peft", reason="compares with PEFT, which is not installed")
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    assert fields - KNOWN_SETTINGS == set()
+    # Every way to begin that PEFT lists is decided.
+    listed = {"gaussian", "eva", "orthogonal", "mica", "pissa", "olora", "corda", "loftq", "lora_ga"}
+    hint = str(peft.LoraConfig.__dataclass_fields__["init_lora_weights"].type)
+    assert set(re.findall(r"'([a-z_]+)'", hint)) <= listed
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["gaussian", "eva", "orthogonal", "mica", "pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_was_trained_is_that_of_peft_or_refused(
+    init: str, make_hf_model: MakeHfModel, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft", reason="compares with PEFT, which is not installed")
+    base = make_hf_model("Llama", **LLAMA)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, task_type="CAUSAL_LM", init_lora_weights=init, target_modules=["q_proj"]
+    )
+    trained = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    trained.save_pretrained(tmp_path)
+    ByteTokenizer().save(tmp_path)
+    if init not in ("gaussian", "eva", "orthogonal", "mica"):
+        with pytest.raises(UserError, match=f"init_lora_weights: '{init}' is not read"):
+            read_hf(tmp_path)
+        return
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(plain, tmp_path).merge_and_unload()
+    weight = merged.get_parameter("model.layers.1.self_attn.q_proj.weight").detach().numpy()
+    found = AdaptedWeights(tmp_path, base)["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(found, weight, atol=1e-6)
+
+
 @pytest.fixture
 def saved(make_hf_model: MakeHfModel, tmp_path: Path) -> Path:
     return adapter(make_hf_model("GPT2", **MODELS["GPT2"]), tmp_path / "adapter", **LORA["GPT2"])[1]
@@ -95,6 +146,18 @@ def edit(directory: Path, **changes: Any) -> None:
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not read"),
         ({"use_dora": True}, "use_dora: True is not read; merge it with PEFT"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save: \['lm_head'\] is not read"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' is not read; merge it with PEFT"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights: 'pissa_niter_16' is not read"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights: 'olora' is not read"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights: 'corda' is not read"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights: 'loftq' is not read"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights: 'lora_ga' is not read"),
+        ({"bias": "lora_only"}, "bias: 'lora_only' is not read"),
+        ({"lora_bias": True}, "lora_bias: True is not read"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices: \[3\] is not read"),
+        ({"target_parameters": ["mlp.experts"]}, "target_parameters: .* is not read"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: .* is not read"),
+        ({"use_of_tomorrow": True}, "use_of_tomorrow: True is not read, and what it means is not known here"),
         ({"base_model_name_or_path": "some/model"}, "some/model, is no directory on this machine; download it"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
         ({"fan_in_fan_out": False}, "it is the adapter of another model"),
@@ -119,3 +182,18 @@ def test_half_of_a_pair_and_a_layer_that_is_not_there_are_refused(saved: Path) -
     save_file({key.replace("h.0.", "h.7."): x for key, x in tensors.items()}, file)
     with pytest.raises(UserError, match=r"an adapter for transformer\.h\.7\.\S+, which .* does not have"):
         read_hf(saved)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_patterns_match_the_names_of_peft_whatever_those_of_the_base_files_are(saved: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    base = Path(json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"])
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(base / "model.safetensors").items()}
+    save_file(tensors, bare / "model.safetensors")
+    one, other = AdaptedWeights(saved, base), AdaptedWeights(saved, bare)
+    for layer in (0, 1):
+        name = f"h.{layer}.mlp.c_proj.weight"
+        np.testing.assert_array_equal(one[f"transformer.{name}"], other[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -129,3 +129,20 @@ def test_log_probs_are_those_of_the_forward_pass(model, forward) -> None:
         for at, (token, log_prob) in enumerate(zip(row.tokens, row.log_probs, strict=True)):
             logits = forward([*prompt, *row.tokens[:at]]).astype(np.float64)
             assert log_prob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()), abs=1e-4)
+
+
+def test_a_penalty_on_repetition_is_that_of_transformers(
+    model: Decoder, forward: Callable[[Sequence[int]], np.ndarray]
+) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    penalize = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0, repetition_penalty=1.7))
+    for prompt, row in zip(PROMPTS, found, strict=True):
+        expected: list[int] = []
+        for _ in range(len(row)):
+            ids = [*prompt, *expected]
+            logits = torch.tensor(np.asarray(forward(ids), np.float32)[None])
+            expected.append(int(penalize(torch.tensor([ids]), logits).argmax()))
+        assert row == expected
+    assert found != generate(model, PROMPTS, GenerateSettings(max_new_tokens=8, temperature=0))

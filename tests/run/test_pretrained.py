@@ -16,7 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import nested_from_names
 from lm_trainer.data.tokenizer import HfTokenizer, load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.export.huggingface import ExportOptions, TextModel, write_hf
+from lm_trainer.export.huggingface import ExportOptions, TextModel, read_hf, write_hf
 from lm_trainer.models import DecoderConfig, LlamaConfig, Phi3Config, Qwen2Config, hf
 from lm_trainer.models.rope import Llama3Rope, LongRope
 from lm_trainer.parallel import sharded_array
@@ -25,8 +25,9 @@ from lm_trainer.run.config import RunConfig, config_hash
 from lm_trainer.run.hf_transfer import import_model
 from lm_trainer.run.pretrained import HfCheckpoint, HfStart, find_start, resolve_model
 from lm_trainer.run.program import build_program
-from tests.conftest import Lmt, refused
+from tests.conftest import Lmt, MakeHfModel, refused
 from tests.data.test_formats import with_specials
+from tests.export.test_peft_files import LLAMA as LLAMA_FIELDS
 
 LLAMA = LlamaConfig(
     seq_len=64,
@@ -347,3 +348,43 @@ def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
     (tmp_path / "qwen" / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.k_proj\.bias is missing"):
         start(config(tmp_path / "qwen", use_hf_model_config=True))
+
+
+def test_a_head_that_differs_from_the_embedding_is_one_of_its_own(make_hf_model: MakeHfModel, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    base = make_hf_model("Llama", **LLAMA_FIELDS, tie_word_embeddings=True)
+    tensors = load_file(base / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ByteTokenizer().save(tmp_path)
+    ids = np.arange(24)[None]
+    positions = np.arange(24, dtype=np.int32)[None]
+    for change in (0.0, 0.5):
+        save_file({**tensors, "lm_head.weight": embedding + np.float32(change)}, tmp_path / "model.safetensors")
+        read = read_hf(tmp_path)
+        assert read.config.tie_word_embeddings is (change == 0), change  # pyright: ignore[reportAttributeAccessIssue]
+        model = jax.jit(read.build(jax.local_devices()[:1]))
+        with torch.no_grad():
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.from_numpy(ids)).logits.numpy()
+        np.testing.assert_allclose(model(ids.astype(np.int32), positions, np.zeros_like(positions)), theirs, atol=1e-4)
+    # The run has the head as well, and says so in what it exports.
+    assert start(config(tmp_path, use_hf_model_config=True)).config.model.tie_word_embeddings is False  # pyright: ignore[reportAttributeAccessIssue]
+    write_hf(tmp_path / "out", read_hf(tmp_path), ExportOptions())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
+        **raw,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def test_a_dropout_that_is_not_known_here_is_no_obstacle(base: Path, tmp_path: Path) -> None:
+    for file in base.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    raw = json.loads((base / "config.json").read_text()) | {"attention_dropout": 0.1, "pretraining_tp": 2}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert start(config(tmp_path, use_hf_model_config=True)).config.model.spec(260) == LLAMA.spec(260)

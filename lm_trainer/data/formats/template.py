@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -55,11 +55,14 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str], special: Sequence[str]):
-        jinja2 = _jinja()
+        jinja2 = jinja()
         self.source, self._variables = source, dict(variables)
         self._special = sorted(special, key=len, reverse=True)
         try:
-            self._template = _environment().from_string(source)
+            # A template that asks for today's date would give other tokens tomorrow.
+            now = datetime(2000, 1, 1)
+            environment = template_environment(now=lambda: now, answer=(_OPEN, _CLOSE), finalize=_refuse_null)
+            self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise UserError(f"data.format.chat_template: the template is wrong: {error}") from None
 
@@ -124,7 +127,8 @@ class ChatTemplate:
         return Rendered("".join(out), answers, quoted)
 
 
-def _jinja() -> Any:
+def jinja() -> Any:
+    """The package jinja2; raises `UserError` where it is not installed."""
     try:
         import jinja2
         import jinja2.ext
@@ -135,11 +139,23 @@ def _jinja() -> Any:
     return jinja2
 
 
-def _environment() -> Any:
-    jinja2 = _jinja()
+def template_environment(
+    *,
+    now: Callable[[], datetime],
+    answer: tuple[str, str] = ("", ""),
+    finalize: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Makes a sandbox in which chat templates run as in transformers.
+
+    Args:
+        now: the time that `strftime_now` tells.
+        answer: written before and after what `{% generation %}` marks as the assistant's.
+        finalize: of Jinja: changes each value before it is written out.
+    """
+    jinja2 = jinja()
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %} ... {% endgeneration %}`: puts marks around the text between."""
+        """`{% generation %} ... {% endgeneration %}`: writes `answer` around the text between."""
 
         tags = frozenset({"generation"})
 
@@ -149,7 +165,7 @@ def _environment() -> Any:
             return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
+            return answer[0] + caller() + answer[1]
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -158,18 +174,18 @@ def _environment() -> Any:
         # Jinja's own filter escapes letters for HTML, which would then be tokens.
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    def written(value: Any) -> Any:
-        # Jinja would write `None`, and the model would learn to say it.
-        if value is None:
-            raise jinja2.TemplateError("it would write out a null as the word None")
-        return value
-
     # Blanks are trimmed as transformers does it, for which templates are written.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, finalize=written, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, finalize=finalize, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
-    # A template that asks for today's date would give other tokens tomorrow.
-    environment.globals["strftime_now"] = datetime(2000, 1, 1).strftime
+    environment.globals["strftime_now"] = lambda format: now().strftime(format)
     return environment
+
+
+def _refuse_null(value: Any) -> Any:
+    # Jinja would write `None`, and the model would learn to say it.
+    if value is None:
+        raise jinja().TemplateError("it would write out a null as the word None")
+    return value

@@ -16,8 +16,8 @@ from lm_trainer.data.sources.tokens import TokenShard
 from lm_trainer.data.tokenize.cache_spec import CacheSpec
 from lm_trainer.data.tokenize.progress import BuildProgress, OnProgress
 from lm_trainer.data.tokenizer import BytesTokenizer, HfTokenizer, Pretrained, TokenizerConfig, TrainedBpe, train_bpe
-from lm_trainer.data.tokenizer.base import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
+from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.hf import load_pretrained
 
 _CONTENT, _RECIPE = f"tokenizer/{TOKENIZER_FILE}", "tokenizer/recipe.json"

@@ -21,18 +21,16 @@ from tokenizers import Tokenizer as RustTokenizer
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import local_path
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, settings_without_chance, without_chance
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-EXTRA_FILES = ("special_tokens_map.json", "chat_template.jinja")
-"""Carried along unread, so that an exported model's tokenizer is the one it was trained with."""
-
 EOS_TOKEN = "<|endoftext|>"
 """The end-of-document token of the tokenizers that are made here."""
 
+_OWN_SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+"""tokenizer_config.json of a tokenizer that comes without one."""
 _USUAL_EOS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -118,7 +116,7 @@ class HfTokenizer:
         origin: str = "the tokenizer",
     ):
         self._content, off = without_chance(content)
-        self._settings, off_in_settings = settings_without_chance(settings or {})
+        self._settings, off_in_settings = settings_without_chance(settings or _OWN_SETTINGS)
         self._extras, self._origin = dict(extras or {}), origin
         for file, changed in ((TOKENIZER_FILE, off), (CONFIG_FILE, off_in_settings)):
             if changed:
@@ -135,7 +133,9 @@ class HfTokenizer:
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         self._vocab_size = max(vocabulary.values(), default=-1) + 1
         self._eos_token = self._find_eos(vocabulary, eos_token)
-        self._settings["eos_token"] = self._eos_token
+        # A token may be written with more than its text, which stays.
+        if token_text(self._settings.get("eos_token")) != self._eos_token:
+            self._settings["eos_token"] = self._eos_token
         self._eos_id = vocabulary[self._eos_token]
         self._bos_id = self._find_bos()
         # Text that looks like a special token is encoded like any other text: a document must not end itself.
@@ -147,7 +147,7 @@ class HfTokenizer:
             )
 
     def _find_eos(self, vocabulary: Mapping[str, int], wanted: str | None) -> str:
-        named = wanted or _token_text(self._settings.get("eos_token"))
+        named = wanted or token_text(self._settings.get("eos_token"))
         if named is None:
             named = next((token for token in _USUAL_EOS if token in vocabulary), None)
         if named is None:
@@ -199,10 +199,17 @@ class HfTokenizer:
 
     def encode_template(self, text: str) -> tuple[list[int], np.ndarray]:
         """Encodes as `encode_plain`, but special tokens in the text are special: it was written by a chat template."""
+        return _with_offsets(self._special_rust(), text)
+
+    def encode_special(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the ids that transformers gives: special tokens in the text are special, and its own are added."""
+        return self._special_rust().encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _special_rust(self) -> RustTokenizer:
         # A second copy, since switching `encode_special_tokens` would reach other threads amid their encoding.
         if self._with_specials is None:
             self._with_specials = open_rust(self._content)
-        return _with_offsets(self._with_specials, text)
+        return self._with_specials
 
     def ids(self) -> set[int]:
         """Returns every id that stands for a token."""
@@ -219,7 +226,7 @@ class HfTokenizer:
 
     def named_tokens(self) -> dict[str, str]:
         """Returns the tokens that the settings name, such as `eos_token`."""
-        texts = {key: _token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
+        texts = {key: token_text(value) for key, value in self._settings.items() if key.endswith("_token")}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     @property
@@ -235,6 +242,10 @@ class HfTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids, with the names of special tokens in it."""
+        return self._rust.decode([int(i) for i in ids], skip_special_tokens=False)
+
     def identity(self) -> dict[str, Any]:
         return {
             "sha256": hashlib.sha256(self._content.encode()).hexdigest(),
@@ -248,12 +259,10 @@ class HfTokenizer:
         return {**self.identity(), "backend": self.backend, "version": version}
 
     def files(self) -> dict[str, bytes]:
-        """Returns the content of every file that `save` writes, by name."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        settings |= self._settings
+        """Returns the content of every file that `save` writes, by its path below the directory."""
         return {
             TOKENIZER_FILE: self._content.encode(),
-            CONFIG_FILE: (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
+            CONFIG_FILE: (json.dumps(self._settings, indent=2, ensure_ascii=False) + "\n").encode(),
             **self._extras,
         }
 
@@ -265,10 +274,10 @@ class HfTokenizer:
             UserError: for a URL.
         """
         directory = local_path(directory)
-        drafts = {name: directory / f".{name}.tmp" for name in self.files()}
+        drafts = {name: (directory / name).with_name(f".{Path(name).name}.tmp") for name in self.files()}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             for name, content in self.files().items():
+                drafts[name].parent.mkdir(parents=True, exist_ok=True)
                 with drafts[name].open("wb") as file:
                     file.write(content)
                     file.flush()
@@ -291,6 +300,6 @@ def _rebuild(kind: type[HfTokenizer], content: str, settings: dict, extras: dict
     return kind(content, settings, extras, origin=origin)
 
 
-def _token_text(value: Any) -> str | None:
+def token_text(value: Any) -> str | None:
     """Returns the text of a token, which settings give as text or as an object with the text in `content`."""
     return value.get("content") if isinstance(value, dict) else value

@@ -40,6 +40,10 @@ class ByteTokenizer(HfTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if i < EOS_ID).decode("utf-8", "replace")
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        pieces = (EOS_TOKEN.encode() if i == EOS_ID else bytes([i]) for i in map(int, ids) if i <= EOS_ID)
+        return b"".join(pieces).decode("utf-8", "replace")
+
 
 def byte_characters() -> list[str]:
     """Returns the character that stands for each byte in byte-level vocabularies: GPT-2's `bytes_to_unicode`."""

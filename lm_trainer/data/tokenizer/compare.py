@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
+from lm_trainer.data.tokenizer.base import HfTokenizer
+from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust, without_chance
 
 _SAMPLE = "Hello, World! It's 2,048 tokens\n\tdef f(x):  return x**2 # naïve café — 東京 Москва 🙂\r\n\n   end"

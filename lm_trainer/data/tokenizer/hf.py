@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, Literal
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.hub import why_no_hub
-from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_FILE, HfTokenizer, TokenizerConfig
+from lm_trainer.data.tokenizer.base import HfTokenizer, TokenizerConfig
+from lm_trainer.data.tokenizer.files import CARRIED_FILES, CONFIG_FILE, TOKENIZER_FILE, read_carried
 
 
 class Pretrained(TokenizerConfig):
@@ -93,13 +95,12 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
             f"data.tokenizer: {directory} holds no {TOKENIZER_FILE}. Load it once with transformers' AutoTokenizer and "
             "save_pretrained to get one"
         )
-    extras = {name: (directory / name).read_bytes() for name in EXTRA_FILES if (directory / name).is_file()}
     settings = _settings(directory / CONFIG_FILE)
-    return HfTokenizer(_text(file), settings, extras, eos_token=eos_token, origin=str(path))
+    return HfTokenizer(_text(file), settings, read_carried(directory), eos_token=eos_token, origin=str(path))
 
 
 def _from_hub(config: Pretrained) -> HfTokenizer:
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     if _cached_file(config) is None and (reason := why_no_hub()) is not None:
@@ -116,17 +117,18 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
             return fetch(name)
         except LocalEntryNotFoundError:
             # Without network. The settings name the end of a document, so their absence must be known, not assumed.
-            known = try_to_load_from_cache(config.name, name, revision=config.revision) is _CACHED_NO_EXIST
-            if name == CONFIG_FILE and not known:
+            if try_to_load_from_cache(config.name, name, revision=config.revision) is not _CACHED_NO_EXIST:
                 raise
             return None
         except EntryNotFoundError:
             return None
 
     try:
-        content = _text(fetch(TOKENIZER_FILE))
+        file = fetch(TOKENIZER_FILE)
         settings_file = fetch_optional(CONFIG_FILE)
-        extras = {name: file.read_bytes() for name in EXTRA_FILES if (file := fetch_optional(name))}
+        # One question for all names of further files. Without network those count that were downloaded before.
+        with contextlib.suppress(LocalEntryNotFoundError):
+            snapshot_download(config.name, revision=config.revision, allow_patterns=list(CARRIED_FILES))
     except Exception as error:  # the hub's client raises its own, httpx's, and OSErrors
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -134,7 +136,7 @@ def _from_hub(config: Pretrained) -> HfTokenizer:
             f"of that name: {type(error).__name__}: {reason}. Without network use a local directory or `bytes`"
         ) from None
     settings = _settings(settings_file) if settings_file else {}
-    return HfTokenizer(content, settings, extras, eos_token=config.eos_token, origin=config.name)
+    return HfTokenizer(_text(file), settings, read_carried(file.parent), eos_token=config.eos_token, origin=config.name)
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import re
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
-from lm_trainer.data.tokenizer.base import TOKENIZER_FILE, HfTokenizer
+from lm_trainer.data.tokenizer.base import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import byte_characters
+from lm_trainer.data.tokenizer.files import TOKENIZER_FILE
 from lm_trainer.data.tokenizer.rust import open_rust
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")

@@ -1,0 +1,67 @@
+"""Files of a tokenizer in the Hugging Face ecosystem, and their names in every class of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lm_trainer.core.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+_TEMPLATES = "additional_chat_templates"
+
+CARRIED_FILES = (
+    # The whole tokenizer for other versions of transformers, as tokenizer.4.0.0.json.
+    "tokenizer.*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    # Templates: the tokenizer's, its further ones by name, and the one that processors had in earlier versions.
+    "chat_template.jinja",
+    f"{_TEMPLATES}/*.jinja",
+    "chat_template.json",
+    # Vocabularies of the slow tokenizers, which other programs still read: llama.cpp converts Gemma from
+    # tokenizer.model.
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "tekken.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "normalizer.json",
+    "spiece.model",
+    "spm.model",
+    "spm_char.model",
+    "sentencepiece.model",
+    "sentencepiece.bpe.model",
+    "bpe.codes",
+    "byte_maps.json",
+    "dict.txt",
+    "emoji.json",
+    "entity_vocab.json",
+    "prophetnet.tokenizer",
+    "source.spm",
+    "target.spm",
+    "target_vocab.json",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "word_pronunciation.json",
+    "word_shape.json",
+)
+"""Patterns of the files that are carried along unread, so that an exported model's tokenizer is that of its source."""
+
+TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, *CARRIED_FILES)
+"""Patterns of all files of a tokenizer."""
+
+
+def read_carried(directory: Path) -> dict[str, bytes]:
+    """Reads the files of a tokenizer that are carried along, by their path below `directory`.
+
+    Raises:
+        UserError: when one of them cannot be read.
+    """
+    files = [path for pattern in CARRIED_FILES for path in sorted(directory.glob(pattern)) if path.is_file()]
+    try:
+        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+    except OSError as error:
+        raise UserError(f"{directory}: a file of the tokenizer cannot be read: {error}") from None

@@ -1,0 +1,90 @@
+"""Conversations, written out to the byte as lm-evaluation-harness has transformers write them out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import datetime
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.data.formats.template import jinja, template_environment
+from lm_trainer.data.tokenizer import HfTokenizer
+
+logger = logging.getLogger(__name__)
+
+_MARK = "\ufdd3 "
+"""The end of a message that is to be continued: a noncharacter of Unicode, and a blank that some templates trim."""
+
+
+class TaskTemplate:
+    """The chat template of a tokenizer, for the questions of tasks.
+
+    Raises:
+        UserError: if the tokenizer has none, or it is wrong.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer):
+        if tokenizer.chat_template is None:
+            raise UserError("the model's tokenizer has no chat template")
+        self.source, self._variables = tokenizer.chat_template, tokenizer.named_tokens()
+        # Templates may write the date of today into a question, as they do in transformers.
+        environment = template_environment(now=datetime.now)
+        try:
+            self._template = environment.from_string(self.source)
+        except jinja().TemplateError as error:
+            raise UserError(f"the chat template of the model's tokenizer is wrong: {error}") from None
+
+    def write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        """Writes messages out, with the beginning of an answer or up to the open end of the last message.
+
+        A template that refuses the messages gets them without those of the system.
+
+        Raises:
+            UserError: if it refuses the others as well, or drops the message that is to be continued.
+        """
+        errors = jinja()
+        try:
+            return self._write(messages, add_generation_prompt=add_generation_prompt)
+        except errors.TemplateError as error:
+            rest = [message for message in messages if message["role"] != "system"]
+            _warn_once(str(error))
+        try:
+            return self._write(rest, add_generation_prompt=add_generation_prompt)
+        except errors.TemplateError as error:
+            raise UserError(f"the chat template does not take a question: {error}") from None
+
+    def _write(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        if add_generation_prompt:
+            return self._render(messages, add_generation_prompt=True)
+        *before, last = messages
+        text = self._render([*before, {**last, "content": last["content"] + _MARK}], add_generation_prompt=False)
+        start, mark, after = text.rpartition(_MARK.strip())
+        if not mark or last["content"].strip() not in text:
+            raise UserError(
+                f"the chat template leaves the beginning of an answer away, which a task gives: {last['content']!r}"
+            )
+        # A template that trims what is said has trimmed the blank of the mark, and would trim those before it.
+        return start if after.startswith(_MARK[-1]) else start.rstrip()
+
+    def _render(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except jinja().TemplateError:
+            raise
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UserError(f"the chat template fails at a question: {error}") from None
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(reason: str) -> None:
+    if reason not in _warned:
+        _warned.add(reason)
+        logger.warning("the chat template refuses a question (%s); it is asked without the system's message", reason)
