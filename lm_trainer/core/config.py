@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from lm_trainer.core.bucket import PLACES
 from lm_trainer.core.docstrings import field_docs
-from lm_trainer.core.files import HUB_NAME, url_problem
+from lm_trainer.core.files import HUB_NAME, path_problem
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,10 @@ def _path_as_text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Takes:
-    """The mark of a key that takes a path as text; callers in Python may give a `Path`."""
+    """The mark of a key that takes a path as text; callers in Python may give a `Path`.
+
+    A `~` stays as it was written, for whoever uses the path: see `lm_trainer.core.files.expanded`.
+    """
 
     schemes: tuple[str, ...] = ()
     """Schemes of the URLs that work in its place."""
@@ -210,7 +213,7 @@ class Takes:
         return core_schema.no_info_after_validator_function(self._checked, text)
 
     def _checked(self, value: str) -> str:
-        if problem := url_problem(value, self.schemes, self.name):
+        if problem := path_problem(value, self.schemes, self.name):
             raise ValueError(f"{problem}. {self.instead}" if self.instead else problem)
         return value
 

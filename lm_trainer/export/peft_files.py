@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import path_inside
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 from lm_trainer.export.weights import Weights, read_json
 
@@ -68,7 +69,7 @@ class AdaptedWeights(Weights):
         file = directory / ADAPTER_CONFIG
         self._config = _checked(read_json(file), file)
         try:
-            found = read_header(directory / _ADAPTER_WEIGHTS)
+            found = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
         self._pairs = {self._target(name, directory): pair for name, pair in _pairs(found, directory).items()}

@@ -13,6 +13,7 @@ from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_r
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import check_name, path_inside
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.find import checkpoints_of, find_run, root_of
 from lm_trainer.trackers import read_metrics
@@ -58,7 +59,7 @@ class RunRecord:
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
-            content["id"],
+            check_name(content["id"], path / "run.json"),
             checkpoints_of(path),
             content["identity"],
             content.get("changes", []),
@@ -134,11 +135,12 @@ class RunRecord:
             )
         # Each change of the configuration has kept the file before it, which holds up to the step of the change.
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
+        file = path_inside(self.path, name, self.path / "run.json")
         # Without trackers, whose packages need not be installed where the run is computed again.
-        plain = load(self.path / name, ["trainer.tracker=[]"], RunConfig).config
+        plain = load(file, ["trainer.tracker=[]"], RunConfig).config
         if not overrides:
             return plain
-        config = load(self.path / name, ["trainer.tracker=[]", *overrides], RunConfig).config
+        config = load(file, ["trainer.tracker=[]", *overrides], RunConfig).config
         if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
             raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
         return config

@@ -18,7 +18,7 @@ import numpy as np
 
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import MachineError
-from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.core.files import local_path, make_writable, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class JsonlConfig(TrackerConfig):
     """The directory; metrics.jsonl and its companions go to `path`/run id."""
 
     def open(self, run: TrackedRun) -> JsonlTracker:
-        directory = Path(self.path).expanduser() / run.id
+        directory = local_path(self.path) / run.id
         make_writable(directory, "trainer.tracker.path")
         return JsonlTracker(replace(run, dir=directory))
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.cache.token_place import open_array
 from lm_trainer.data.sources.base import Shard, SourceConfig, Split
@@ -38,7 +39,7 @@ class LevanterCache(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        root = Path(self.path).expanduser().absolute() / split
+        root = local_path(self.path).absolute() / split
         if not (root / _LEDGER).is_file():
             if split == "validation":
                 return []

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.core.hub import why_no_hub
+from lm_trainer.core.inside import path_inside
 from lm_trainer.data.tokenizer.base import CONFIG_FILE, EXTRA_FILES, TOKENIZER_FILE, HfTokenizer, TokenizerConfig
 
 
@@ -31,7 +33,7 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
     Raises:
         UserError: if it is not there, is no fast tokenizer, or cannot be downloaded.
     """
-    path = Path(config.name).expanduser()
+    path = Path(expanded(config.name))
     if path.exists():
         return _from_path(path, config.eos_token)
     if _is_path(config.name):
@@ -78,7 +80,7 @@ def _cached_file(config: Pretrained) -> Path | None:
 
 def _is_path(name: str) -> bool:
     return (
-        Path(name).expanduser().exists()
+        Path(expanded(name)).exists()
         or name.startswith((".", "/", "~"))
         or name.endswith(".json")
         or name.count("/") > 1
@@ -93,8 +95,10 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
             f"data.tokenizer: {directory} holds no {TOKENIZER_FILE}. Load it once with transformers' AutoTokenizer and "
             "save_pretrained to get one"
         )
-    extras = {name: (directory / name).read_bytes() for name in EXTRA_FILES if (directory / name).is_file()}
-    settings = _settings(directory / CONFIG_FILE)
+    # What lies beside goes into exports unread: a link must not take another file of this machine along.
+    beside = {name: path_inside(directory, name, directory) for name in (CONFIG_FILE, *EXTRA_FILES)}
+    settings = _settings(beside.pop(CONFIG_FILE))
+    extras = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     return HfTokenizer(_text(file), settings, extras, eos_token=eos_token, origin=str(path))
 
 

@@ -133,7 +133,7 @@ def scores(ladder: LadderConfig) -> list[Score]:
         UserError: for a prediction that was changed.
     """
     found = []
-    for path in sorted((Path(ladder.dir) / "predictions").glob("*.json")):
+    for path in sorted((local_path(ladder.dir) / "predictions").glob("*.json")):
         content = read(path)
         size = content["size"]
         rows = rows_of(ladder, size) if size else []
