@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 from cli.launch_options import EnvOption, SpotOption, name_of, pairs, unset
 
@@ -87,6 +88,6 @@ def tpu(
     )
     if dry_run:
         for line in describe_commands(job, f"{config.stem}.yaml"):
-            typer.echo(line)
+            clean.echo(line)
         return
-    raise typer.Exit(TpuRun(job, to_yaml(run), f"{config.stem}.yaml", typer.echo).run())
+    raise typer.Exit(TpuRun(job, to_yaml(run), f"{config.stem}.yaml", clean.echo).run())

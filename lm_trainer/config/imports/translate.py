@@ -18,6 +18,7 @@ from lm_trainer.config.imports.read import read_foreign
 from lm_trainer.config.place import Place, complete
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.terminal import one_line
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,13 @@ class Translation:
         """Keys that are not in it, a line for each reason."""
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
-            keys.setdefault(reason, []).append(key)
+            # Both may quote the foreign file, in which a line feed would end the comment.
+            keys.setdefault(one_line(reason), []).append(one_line(key))
         return [f"{', '.join(those)}: {reason}" for reason, those in keys.items()]
 
     def to_yaml(self, source: str) -> str:
         """The configuration as a file, which lists at its top what has no equal."""
-        lines = [f"# From {source}, a configuration of {self.dialect}."]
+        lines = [f"# From {one_line(source)}, a configuration of {self.dialect}."]
         lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 
