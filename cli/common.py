@@ -152,7 +152,7 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     except ConfigError as error:
         from lm_trainer.config.imports.translate import foreign_dialect
 
-        if config.is_file() and (framework := foreign_dialect(config)) is not None:
+        if config.is_file() and (framework := foreign_dialect(config, root)) is not None:
             raise UserError(
                 f"{config}: a configuration of {framework}; `lmt config import {config} -o my.yaml` turns it into one "
                 "of ours"

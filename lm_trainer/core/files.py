@@ -50,6 +50,8 @@ def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> 
         schemes: of the URLs that work in the place of a path.
         name: what else works in its place.
     """
+    if "\0" in os.fspath(path):
+        return f"{os.fspath(path)!r}: no path has a zero character"
     return url_problem(path, schemes, name) or variable_problem(path) or _home_problem(path)
 
 

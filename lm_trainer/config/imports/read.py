@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from lm_trainer.config.yaml_nodes import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from lm_trainer.config.yaml_syntax import check_depth
 from lm_trainer.core.errors import UserError
 
 _OPERATORS = {
@@ -72,6 +73,7 @@ def _depth(data: Any) -> int:
 
 
 def _yaml(text: str) -> Any:
+    check_depth(text)
     loader = _Loader(text)
     try:
         root = loader.get_single_node()

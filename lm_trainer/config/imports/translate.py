@@ -12,9 +12,10 @@ import yaml
 from lm_trainer.config.document import Document, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.foreign import adopt
-from lm_trainer.config.imports import DIALECTS, Dialect
+from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import Lost, NoEqualError, Rule, Used, flat
 from lm_trainer.config.imports.read import read_foreign
+from lm_trainer.config.imports.recognise import dialect_of, rule_for, surely_of
 from lm_trainer.config.place import Place, complete
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
@@ -59,7 +60,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     """
     data, skipped = read_foreign(file)
     found = flat(data)
-    dialect = _dialect(file, set(found), name)
+    dialect = dialect_of(file, set(found), name, root)
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
     # What is unset there says nothing.
@@ -67,7 +68,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     assumed = dialect.defaults(given) if callable(dialect.defaults) else dialect.defaults
     values = {**assumed, **given}
     for key in values:
-        rule_key, rule = _rule(dialect, key)
+        rule_key, rule = rule_for(dialect, key)
         if isinstance(rule, Used):
             continue
         try:
@@ -93,13 +94,13 @@ def foreign_settings(key: str) -> list[str]:
     return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
 
 
-def foreign_dialect(file: Path) -> str | None:
+def foreign_dialect(file: Path, root: type[Config]) -> str | None:
     """The framework of a file, by its keys; None for none, and for Levanter, whose keys are read as they are."""
     try:
         keys = set(flat(read_foreign(file)[0]))
     except UserError:
         return None
-    return next((each.name for each in DIALECTS if each.name != "Levanter" and len(each.marks & keys) > 1), None)
+    return surely_of(file, keys, root)
 
 
 def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -110,33 +111,6 @@ def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str
     if isinstance(rule, str):
         return {rule: value}
     return {} if isinstance(rule, Used) else dict(rule(value, values))
-
-
-def _rule(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
-    """The rule for a key, or for the innermost block around it that has one."""
-    while key and key not in dialect.keys:
-        key = key.rpartition(".")[0]
-    return key, dialect.keys.get(key)
-
-
-def _dialect(file: Path, keys: set[str], name: str | None) -> Dialect:
-    names = ", ".join(each.name for each in DIALECTS)
-    if name is not None:
-        chosen = next((each for each in DIALECTS if each.name.lower() == name.lower()), None)
-        if chosen is None:
-            raise UserError(f"--from {name}: unknown; there are {names}")
-        return chosen
-    if file.suffix == ".py":
-        if not DIALECTS[0].marks & keys:
-            raise UserError(
-                f"{file}: no assignment at its top level is one of nanoGPT's. Python that builds a configuration, as "
-                "torchtitan's registries do, is not run; write its settings as TOML, YAML or JSON"
-            )
-        return DIALECTS[0]
-    most = max(DIALECTS, key=lambda each: len(each.marks & keys))
-    if not most.marks & keys:
-        raise UserError(f"{file}: no key tells whose configuration it is ({names}); say it with --from NAME")
-    return most
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:
