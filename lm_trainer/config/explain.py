@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -89,12 +90,15 @@ class Explainer:
             return {}
         models = [model for model in place.models(block, every=True) if tags(model)]
         found = [self._as_if(model, path, block) for model in models]
+        below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
+        for below in (below for one in found for below in one if len(below) > len(path)):
+            below_key[below[len(path)]][below] = None
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
             # A type without the key says nothing about its value, unless none has it.
             having = [one for model, one in zip(models, found, strict=True) if key in model.model_fields] or found
-            for below in having[0]:
-                if below[: len(path) + 1] == (*path, key) and all(below in one for one in having):
+            for below in below_key[key]:
+                if all(below in one for one in having):
                     errors[below] = having[0][below]
         # In the order of the file.
         return {below: errors[below] for one in found for below in one if below in errors}
