@@ -293,7 +293,7 @@ and of the user's own files, and the base of an adapter, which its file names as
 
 
 def joined(source: str) -> set[str]:
-    """What `/` joins to paths in a module, but for constants."""
+    """Operands that `/` joins to paths in a module, but for constants."""
     names = {
         ast.unparse(node.right)
         for node in nodes(ROOT / source)
