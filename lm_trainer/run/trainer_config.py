@@ -232,6 +232,13 @@ class TrainerConfig(Config):
             raise ValueError(problem)
         return value
 
+    @field_validator("replica_dcn_axis_size", mode="before")
+    @classmethod
+    def _slices_are_counted(cls, value: Any) -> Any:
+        if value == -1:
+            raise ValueError("-1, for as many as there are slices, is not found out; write their number")
+        return value
+
     @field_validator("jax_config")
     @classmethod
     def _settings_exist(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
