@@ -56,7 +56,7 @@ class AdanConfig(OptimizerConfig):
         m = optax.tree.update_moment(updates, state.m, self.beta1, 1)
         v = optax.tree.update_moment(change, state.v, self.beta2, 1)
         n = optax.tree.update_moment_per_elem_norm(ahead, state.n, self.beta3, 2)
-        t = optax.safe_increment(state.t)
+        t = state.t + 1
         averages = (m, self.beta1), (v, self.beta2), (n, self.beta3)
         unbiased = (optax.tree.bias_correction(x, beta, t) for x, beta in averages)
         steps = jax.tree.map(lambda m, v, n: (m + self.beta2 * v) / (jnp.sqrt(n) + self.epsilon), *unbiased)

@@ -33,8 +33,7 @@ def log_directory(config: Path) -> Path:
     # Whatever is wrong with the file is the business of those who train by it.
     trainer = (read_file(config).data or {}).get("trainer")
     named = trainer.get("log_dir") if isinstance(trainer, dict) else None
-    usable = isinstance(named, str) and path_problem(named) is None
-    return local_path(named) if usable else _LOGS
+    return local_path(named) if isinstance(named, str) and path_problem(named) is None else _LOGS
 
 
 def log_directories() -> list[Path]:

@@ -31,7 +31,7 @@ def twin(config: AdanConfig) -> Any:
 def test_two_steps_by_hand() -> None:
     """Gradients 1, then 3: m = 0.0796 / 0.0396, v = 0.16 / 0.1536, n = (0.0099 + 0.01 * 4.84^2) / 0.0199."""
     config = AdanConfig(weight_decay=0, max_grad_norm=None)
-    transform = config.transform({})
+    transform: Any = config.transform({})
     state = transform.init({"x": np.zeros(1, np.float32)})
     first, state = transform.update({"x": np.ones(1, np.float32)}, state)
     second, _ = transform.update({"x": np.full(1, 3, np.float32)}, state)
