@@ -20,6 +20,7 @@ from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, make_writable, write_atomically
+from lm_trainer.core.inside import path_inside
 from lm_trainer.core.lease import Lease
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
@@ -101,6 +102,7 @@ class RunDirectory:
     def _hold(self) -> None:
         try:
             for directory in self._local_directories():
+                _refuse_links(directory)
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(_lock(directory))
             if self._copy is not None:
@@ -249,6 +251,15 @@ class RunDirectory:
             self._write(moved)
         listed, self._differences = self._differences, []
         return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
+
+
+def _refuse_links(directory: Path) -> None:
+    """Raises UserError for a link by which a run that somebody gave away would write to other files; checkpoints may be
+    elsewhere, since nothing in them is written again.
+    """
+    for entry in [*directory.iterdir()] if directory.is_dir() else ():
+        if entry.is_symlink() and not entry.name.isdecimal():
+            path_inside(directory, entry.name, directory)
 
 
 @contextlib.contextmanager

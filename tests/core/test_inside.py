@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,13 @@ from lm_trainer.data.formats.audio import AudioFormat
 from lm_trainer.data.sources.base import Row
 from lm_trainer.data.sources.files import check_listed
 from lm_trainer.data.sources.hub import _Repository
+from lm_trainer.data.sources.levanter import LevanterCache
 from lm_trainer.data.tokenizer import load_tokenizer
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.output import complete_directory, exported_files
 from lm_trainer.export.peft_files import AdaptedWeights
 from lm_trainer.export.weights import INDEX_FILE, Weights, read_json
+from lm_trainer.report.figures import write_figures
 from lm_trainer.reproduce.record import RunRecord
 from tests.test_project import ROOT, nodes
 
@@ -279,13 +282,39 @@ def test_a_record_of_a_run_names_the_run_and_files_of_it(tmp_path: Path, name: A
         changed.config(1)
 
 
+@pytest.mark.parametrize("name", ["../../x", "/elsewhere/x", 3])
+def test_shards_of_a_cache_of_levanter_are_in_it(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "train").mkdir()
+    ledger = {"is_finished": True, "layout": "sharded", "finished_shards": [name]}
+    (tmp_path / "train" / "shard_ledger.json").write_text(json.dumps(ledger))
+    (shard,) = LevanterCache(path=str(tmp_path)).shards("train")
+    with pytest.raises(UserError, match=r"train: the name .*; rename or remove it there"):
+        shard.arrays(np.dtype(np.int32))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_figures_of_a_report_are_in_its_directory(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    values = np.arange(3.0)
+
+    def run(metric: str) -> Any:
+        return SimpleNamespace(name="$run", path=Path("logs/run"), metrics={metric: (values, values)})
+
+    written = write_figures([run("eval/../../x$")], tmp_path / "figures")
+    assert {path.parent for path in written} == {tmp_path / "figures"}
+    with pytest.raises(UserError, match=r"logs/run: the name .* has a control character"):
+        write_figures([run("eval/\x1bx")], tmp_path / "figures")
+
+
 OUTSIDE = {
     "lm_trainer/core/bucket_files.py": {"directory.name"},
     "lm_trainer/export/output.py": {"f'.{out.name}.incomplete'", "f'.{out.name}.replaced'"},
     "lm_trainer/export/weights.py": {"filename"},
     "lm_trainer/export/peft_files.py": {"name"},
     "lm_trainer/run/copy.py": {"name"},
+    "lm_trainer/run/directory.py": {"name", "kept"},
     "lm_trainer/data/tokenizer/hf.py": {"near[0]"},
+    "lm_trainer/data/sources/levanter.py": {"split", "entry.name"},
+    "lm_trainer/report/figures.py": set(),
     "lm_trainer/reproduce/record.py": set(),
 }
 """Modules that make paths of names from outside, and what `/` joins in them beside constants: names of our own making

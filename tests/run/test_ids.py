@@ -66,3 +66,24 @@ def test_a_directory_that_is_written_in_two_ways_is_held_once(in_tmp_path: Path)
     trainer = TrainerConfig.model_validate({"log_dir": "runs", "checkpointer": {"base_path": "runs/../runs"}})
     with RunDirectory(trainer, _Settings(trainer=trainer), "a") as directory:
         assert directory.path.is_dir()
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", ".config.yaml.tmp", "artifacts"])
+def test_a_run_that_was_given_away_writes_to_no_other_file(in_tmp_path: Path, name: str) -> None:
+    (in_tmp_path / "mine").write_text("mine")
+    (in_tmp_path / "runs" / "a").mkdir(parents=True)
+    (in_tmp_path / "runs" / "a" / name).symlink_to(in_tmp_path / "mine")
+    trainer = TrainerConfig.model_validate({"log_dir": "runs", "checkpointer": {"base_path": "checkpoints"}})
+    directory = RunDirectory(trainer, _Settings(trainer=trainer), "a")
+    with pytest.raises(UserError, match=r"is a link to .*mine, outside its directory"):
+        directory.__enter__()
+    assert (in_tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_checkpoint_may_be_elsewhere(in_tmp_path: Path) -> None:
+    (in_tmp_path / "archive").mkdir()
+    (in_tmp_path / "checkpoints" / "a").mkdir(parents=True)
+    (in_tmp_path / "checkpoints" / "a" / "10").symlink_to(in_tmp_path / "archive")
+    trainer = TrainerConfig.model_validate({"log_dir": "runs", "checkpointer": {"base_path": "checkpoints"}})
+    with RunDirectory(trainer, _Settings(trainer=trainer), "a") as directory:
+        assert directory.checkpoints == in_tmp_path / "checkpoints" / "a"
