@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
 from lm_trainer.run.environment import environment, environment_differences
@@ -168,7 +169,7 @@ def write_down(record: RunRecord, segments: Sequence[Segment], seed: int) -> boo
         "devices": environment()["devices"],
     }
     try:
-        with (record.path / VERIFIED).open("a", encoding="utf-8") as file:
+        with path_inside(record.path, VERIFIED, record.path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(encode(line)) + "\n")
     except OSError:
         return False
