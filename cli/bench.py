@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_resolved_config, load_run_config, path_option
 from lm_trainer.core.errors import UserError
 
@@ -83,7 +84,7 @@ def mfu(
             with jax.profiler.trace(str(trace)):
                 for _ in range(_TRACED_STEPS):
                     session.run_step()
-            typer.echo(f"wrote a profile to {trace}", err=True)
+            clean.echo(f"wrote a profile to {trace}", err=True)
     _show(Measured(rows, values), as_json)
 
 
@@ -107,7 +108,7 @@ def data(
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.bench.data import measure_data
 
-    typer.echo("loading, compiling and timing ...", err=True)
+    clean.echo("loading, compiling and timing ...", err=True)
     found = measure_data(run, batches=batches, repeats=repeats)
     _show(found, as_json)
 
@@ -218,8 +219,8 @@ def _begin(run: "RunConfig", text: str) -> None:
 
     note = find_vocabulary(run).note
     if note is not None:
-        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
-    typer.echo(text, err=True)
+        clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+    clean.echo(text, err=True)
 
 
 def _make_directory(path: Path) -> None:
@@ -235,4 +236,4 @@ def _show(found: "Measured", as_json: bool) -> None:
 
     from lm_trainer.profile.timing import aligned
 
-    typer.echo(json.dumps(found.values, indent=1) if as_json else "\n".join(aligned(found.rows)))
+    clean.echo(json.dumps(found.values, indent=1) if as_json else "\n".join(aligned(found.rows)))

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import typer
+from cli import clean
+from lm_trainer.core.terminal import for_terminal
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenize.progress import BuildProgress
@@ -26,7 +27,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     def line(at: "BuildProgress") -> None:
         if at.name != last["name"] or time.monotonic() - last["time"] > 30:
             last.update(name=at.name, time=time.monotonic())
-            typer.echo(str(at), err=True)
+            clean.echo(str(at), err=True)
 
     if not console.is_terminal:
         yield line
@@ -37,7 +38,7 @@ def build_progress() -> Iterator[Callable[["BuildProgress"], None]]:
     def draw(at: "BuildProgress") -> None:
         # Only now, so that nothing is drawn where all is tokenised already.
         bar.start()
-        bar.update(task, completed=at.share, description=str(at))
+        bar.update(task, completed=at.share, description=for_terminal(str(at)))
 
     try:
         yield draw

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import CheckpointOption, ModelArgument
 
 
@@ -42,7 +43,7 @@ def chat(
 
     from lm_trainer.core.errors import UserError
     from lm_trainer.generate.chat import Chat
-    from lm_trainer.generate.text import Sampling, for_terminal
+    from lm_trainer.generate.text import Sampling
     from lm_trainer.run.open_model import local_devices, open_model
 
     configure_jax({}, None)
@@ -56,7 +57,7 @@ def chat(
         try:
             line = input(prompt).strip()
         except (EOFError, KeyboardInterrupt):
-            typer.echo()
+            clean.echo()
             return
         match line:
             case "":
@@ -65,17 +66,17 @@ def chat(
                 return
             case "/reset":
                 talk.reset()
-                typer.echo("(a new conversation)")
+                clean.echo("(a new conversation)")
                 continue
             case _ if line.startswith("/"):
-                typer.echo(f"(there is no {line.split()[0]}; there are /reset and /quit)")
+                clean.echo(f"(there is no {line.split()[0]}; there are /reset and /quit)")
                 continue
         try:
             for piece in talk.answer(line):
-                typer.echo(for_terminal(piece), nl=False)
+                clean.echo(piece, nl=False)
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            typer.echo(" ...", nl=False)
+            clean.echo(" ...", nl=False)
         except UserError as error:
-            typer.echo(f"({error})", nl=False)
-        typer.echo()
+            clean.echo(f"({error})", nl=False)
+        clean.echo()

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.config_file import config_file, source_file
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import HUB_NAME, url_problem
+from lm_trainer.core.files import HUB_NAME, expanded, path_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
@@ -55,12 +56,17 @@ def _find_source(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> 
 
 
 def _checked(param: typer.CallbackParam, value: Any, name: str = "", schemes: Sequence[str] = ()) -> Any:
-    """Refuses URLs in the place of one path or of several."""
-    for path in value if isinstance(value, list | tuple) else [value]:
-        if path is not None and (problem := url_problem(path, schemes, name)):
-            shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
-            raise UserError(f"{shown}: {problem}")
-    return value
+    """Refuses what is no path of those that work, in the place of one path or of several; expands `~`, as not every
+    shell does behind `--out=`.
+    """
+    if isinstance(value, list | tuple):
+        return type(value)(_checked(param, path, name, schemes) for path in value)
+    if value is None:
+        return None
+    if problem := path_problem(value, schemes, name):
+        shown = param.opts[0] if param.opts[0].startswith("-") else param.metavar
+        raise UserError(f"{shown}: {problem}")
+    return type(value)(expanded(value))
 
 
 path_argument = partial(typer.Argument, callback=_check_local)
@@ -146,14 +152,14 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     except ConfigError as error:
         from lm_trainer.config.imports.translate import foreign_dialect
 
-        if config.is_file() and (framework := foreign_dialect(config)) is not None:
+        if config.is_file() and (framework := foreign_dialect(config, root)) is not None:
             raise UserError(
                 f"{config}: a configuration of {framework}; `lmt config import {config} -o my.yaml` turns it into one "
                 "of ours"
             ) from error
         raise
     for note in loaded.notes:
-        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+        clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     return loaded
 
 
@@ -193,9 +199,9 @@ def report(error: UserError) -> int:
     for line in lines:
         # Everything is saved: no error to the person who asked for the stop.
         if not isinstance(error, Preempted):
-            typer.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
-        typer.echo(line, err=True)
+            clean.secho("error: ", err=True, nl=False, fg=typer.colors.RED, bold=True)
+        clean.echo(line, err=True)
     if isinstance(error, ConfigError):
         count = len(lines)
-        typer.echo(f"{count} problem{'s' * (count != 1)}; nothing was started.", err=True)
+        clean.echo(f"{count} problem{'s' * (count != 1)}; nothing was started.", err=True)
     return error.exit_code

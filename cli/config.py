@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import (
     OVERRIDES,
     ConfigArgument,
@@ -37,7 +38,7 @@ def show(
 ) -> None:
     """Print the whole configuration, with includes, settings and defaults resolved.
 
-    The output is a configuration that means the same.
+    The output is a configuration that means the same, but for the credentials in URLs and commands, which are blanked.
     """
     from lm_trainer.config.render import to_yaml
 
@@ -46,7 +47,7 @@ def show(
         from lm_trainer.run.parameters import weight_decay
 
         for name, decaying in weight_decay(loaded).items():
-            typer.echo(f"{'decays' if decaying else '-':8}{name}")
+            clean.echo(f"{'decays' if decaying else '-':8}{name}")
         return
     run = resolve(loaded.config, config)
 
@@ -56,7 +57,7 @@ def show(
         taken = run.use_hf_model_config and key[0] == "model" and key[1] in run.model.model_fields_set
         return "config.json" if taken and found == "default" else found
 
-    typer.echo(to_yaml(run, where if origin else None), nl=False)
+    clean.echo(to_yaml(run, where if origin else None, shown=True), nl=False)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -87,7 +88,7 @@ def check(
         check_attention(loaded.config, vocab_size=1, platform=platform)
     if not no_files:
         _check_files(loaded)
-    typer.echo(f"{config}: ok")
+    clean.echo(f"{config}: ok")
 
 
 _KERNEL_PLATFORMS = {"cudnn": "gpu", "splash": "tpu", "ring": "cpu"}
@@ -130,16 +131,16 @@ def import_config(
 
     found = translate(file, RunConfig, framework)
     for note in found.notes:
-        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+        clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     text = found.to_yaml(file.name)
     if output is None:
-        typer.echo(text, nl=False)
+        clean.echo(text, nl=False)
         return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{output}: cannot be written: {error.strerror}") from None
-    typer.echo(f"{output}: written; lmt config check {output} checks it, lmt train {output} trains", err=True)
+    clean.echo(f"{output}: written; lmt config check {output} checks it, lmt train {output} trains", err=True)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -165,9 +166,9 @@ def plot(
     schedules = plot_schedules(load_resolved_config(ctx, config, overrides))
     if out is not None:
         save_image(schedules, out)
-        typer.echo(f"{out}: written", err=True)
+        clean.echo(f"{out}: written", err=True)
     if terminal or out is None:
-        typer.echo(to_text(schedules, width=get_terminal_size().columns), nl=False)
+        clean.echo(to_text(schedules, width=get_terminal_size().columns), nl=False)
 
 
 @app.command()
@@ -187,7 +188,7 @@ def schema(
 
     text = json.dumps(json_schema(RunConfig), indent=2, ensure_ascii=False) + "\n"
     if output is None:
-        typer.echo(text, nl=False)
+        clean.echo(text, nl=False)
         return
     try:
         output.write_text(text, encoding="utf-8")
@@ -215,9 +216,9 @@ def diff(
         old = load_run_config(ctx, _file(ctx, a), [])
         found = differences(old, load_run_config(ctx, _file(ctx, Path(b)), settings))
     for difference in found:
-        typer.echo(str(difference))
+        clean.echo(str(difference))
     if not found:
-        typer.echo("all defaults" if b is None else "no differences")
+        clean.echo("all defaults" if b is None else "no differences")
 
 
 def _file(ctx: typer.Context, path: Path) -> Path:

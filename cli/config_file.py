@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from cli import clean
 from lm_trainer.core.errors import ConfigError
 
 _SUFFIXES = ("", ".yaml", ".yml")
@@ -32,7 +33,7 @@ def source_file(ctx: typer.Context, given: Path) -> Path:
     names = [place / f"{given.name}{suffix}" for place in _places() for suffix in _SUFFIXES]
     found = next((path for path in names if path.is_file()), given)
     if found != given and not ctx.resilient_parsing:
-        typer.secho(f"note: {given} is {found}", err=True, fg=typer.colors.YELLOW)
+        clean.secho(f"note: {given} is {found}", err=True, fg=typer.colors.YELLOW)
     return found
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli import data_at, data_dedup, data_find, data_overlap
+from cli import clean, data_at, data_dedup, data_find, data_overlap
 from cli.build_progress import build_progress
 from cli.common import (
     OVERRIDES,
@@ -71,8 +71,8 @@ def build(
             raise signals.error() from None
     for name, ledger in ledgers:
         bad = f", {ledger.bad} bad rows left out" if ledger.bad else ""
-        typer.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")
-    typer.echo(f"in {', '.join(plan.directories)}")
+        clean.echo(f"{name}: {ledger.num_documents:,} documents, {ledger.num_tokens:,} tokens{bad}")
+    clean.echo(f"in {', '.join(plan.directories)}")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -83,7 +83,7 @@ def status(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgum
 
     caches = report.status(run.data)
     for found in caches:
-        typer.echo(str(found))
+        clean.echo(str(found))
     _refuse_misfits(caches)
 
 
@@ -116,13 +116,13 @@ def verify(
     wrong: list[str] = []
     for cache in caches:
         if not cache.begun:
-            typer.echo(f"{cache.name}: not built")
+            clean.echo(f"{cache.name}: not built")
             continue
         store, parts = KvStore(cache.url), len(cache.ledger.parts)
         found = report.verify(store, cache.ledger)
         wrong += found
         outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
-        typer.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
+        clean.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
         if repair and found:
             _remove_damaged(cache, store)
     if wrong and not repair:
@@ -161,12 +161,11 @@ def inspect(
     """
     run = load_run_config(ctx, config, overrides)
     from lm_trainer.data import inspect as report
-    from lm_trainer.generate.text import for_terminal
 
     for shown in report.inspect(run.data, cache, first, count, chars):
-        typer.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
+        clean.echo(f"[{shown.number}] {shown.where}: {shown.tokens} tokens, {shown.in_loss} of them learnt")
         cut = chars and len(shown.text) > chars
-        typer.echo(for_terminal(shown.text[:chars] + " ..." if cut else shown.text))
+        clean.echo(shown.text[:chars] + " ..." if cut else shown.text)
 
 
 @app.command(context_settings=OVERRIDES)
@@ -187,15 +186,15 @@ def stats(ctx: typer.Context, config: ConfigArgument, overrides: OverridesArgume
         counts = f"{found.documents:,} documents, {found.tokens:,} tokens"
         so_far = "" if cache.ledger.finished else " (so far)"
         per_token = "" if found.bytes_per_token is None else f", {found.bytes_per_token:.2f} bytes per token"
-        typer.echo(f"{cache.name}: {counts}{so_far}{per_token}")
+        clean.echo(f"{cache.name}: {counts}{so_far}{per_token}")
         if found.left_out:
-            typer.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
+            clean.echo(f"  without {found.left_out:,} documents of {found.left_out_tokens:,} tokens (data.exclude)")
         lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in found.quantiles.items())
-        typer.echo(f"  tokens per document: {lengths}")
+        clean.echo(f"  tokens per document: {lengths}")
         if cache.features:
-            typer.echo(f"  {cache.features.of(found.documents)}, each document a row of {seq_len}")
+            clean.echo(f"  {cache.features.of(found.documents)}, each document a row of {seq_len}")
         for name, packed in found.packing.items():
-            typer.echo(
+            clean.echo(
                 f"  packing {name}: {packed.rows:,} rows of {seq_len}, {packed.used:.1%} of positions used, "
                 f"{packed.cut:.1%} of documents cut"
             )
@@ -256,4 +255,4 @@ def train_tokenizer(
     shards = [shard for name, cache in caches.items() if name.endswith("/train") for shard in cache.shards]
     tokenizer = train_bpe(wanted, shards)
     tokenizer.save(output)
-    typer.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")
+    clean.echo(f"{tokenizer.vocab_size} tokens in {output}; use it with data.tokenizer: {output}")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.build_progress import build_progress
 from cli.common import CharsOption, ConfigArgument, OverridesArgument, load_resolved_config
 
@@ -40,9 +41,9 @@ def at(
     with build_progress() as show:
         data = open_data(run.data, seq_len=run.model.seq_len, seed=run.trainer.seed, on_progress=show)
     if step > run.trainer.num_train_steps:
-        typer.echo(f"the run ends after step {run.trainer.num_train_steps}; a longer one would go on so:", err=True)
+        clean.echo(f"the run ends after step {run.trainer.num_train_steps}; a longer one would go on so:", err=True)
     for traced in documents_of_step(data, run.trainer.batch_schedule, step, row):
-        typer.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
+        clean.echo(f"step {step}, {describe_row(traced, named=bool(run.data.configs), chars=chars)}")
 
 
 def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
@@ -53,8 +54,6 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
         named: name the set that it comes from.
         chars: characters to show of each passage; 0: all.
     """
-    from lm_trainer.generate.text import for_terminal
-
     origin = traced.origin
     of_set = f" of {origin.set.name}" if named else ""
     lines = [f"row {traced.row}: row {origin.row}{of_set}, epoch {origin.epoch}"]
@@ -62,6 +61,6 @@ def describe_row(traced: "RowDocuments", *, named: bool, chars: int) -> str:
         lines.append(f"  {passage.where}, {passage.tokens} tokens from {passage.offset} on:")
         cut = chars and len(passage.text) > chars
         # Text of the data may hold commands that terminals obey.
-        text = for_terminal(passage.text[:chars] + " ..." if cut else passage.text)
+        text = passage.text[:chars] + " ..." if cut else passage.text
         lines += [f"    | {line}" for line in text.splitlines()]
     return "\n".join(lines)

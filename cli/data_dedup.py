@@ -1,11 +1,11 @@
 """`lmt data dedup`: documents of the training text that stand in it before, and a list of them to leave out."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.build_progress import build_progress
 from cli.common import (
     CharsOption,
@@ -16,6 +16,7 @@ from cli.common import (
     path_option,
 )
 from cli.scan_progress import ScanProgress
+from lm_trainer.core.terminal import json_line
 
 if TYPE_CHECKING:
     from lm_trainer.data import Data
@@ -72,11 +73,11 @@ def dedup(
         write_list(data, output, [each.entry() for each in found.duplicates])
     groups = _groups(data, found, limit, chars) if report else []
     if as_json:
-        typer.echo(json.dumps({**_totals(found), **({"groups": groups} if report else {})}, ensure_ascii=False))
+        clean.echo(json_line({**_totals(found), **({"groups": groups} if report else {})}))
         return
     _show(found, groups, exact=exact, threshold=threshold)
     if output is not None:
-        typer.echo(f"the list is in {output}; train without them by data.exclude: {output}")
+        clean.echo(f"the list is in {output}; train without them by data.exclude: {output}")
 
 
 def open_train_data(config: Any) -> "Data":
@@ -126,18 +127,17 @@ def _groups(data: "Data", found: "DedupReport", limit: int, chars: int) -> list[
 
 
 def _show(found: "DedupReport", groups: list[dict[str, Any]], *, exact: bool, threshold: float) -> None:
-    from lm_trainer.generate.text import for_terminal
 
     for group in groups:
-        typer.echo(f"{group['kept']}: {group['documents']} more, of {for_terminal(group['text'])!r}")
+        clean.echo(f"{group['kept']}: {group['documents']} more, of {group['text']!r}")
         for each in group["others"]:
             how = "the same" if each["why"] == "exact" else f"similarity {each['similarity']:.2f}"
-            typer.echo(f"  {each['where']}: {how}, {each['tokens']:,} tokens")
+            clean.echo(f"  {each['where']}: {how}, {each['tokens']:,} tokens")
         if group["documents"] > len(group["others"]):
-            typer.echo(f"  and {group['documents'] - len(group['others'])} more")
-    typer.echo(f"{found.documents:,} documents, {found.tokens:,} tokens")
+            clean.echo(f"  and {group['documents'] - len(group['others'])} more")
+    clean.echo(f"{found.documents:,} documents, {found.tokens:,} tokens")
     for kind, what in (("exact", "with the tokens of another"), ("near", f"near others (at least {threshold:g})")):
         if kind == "exact" or not exact:
             documents, tokens = found.total(exact=kind == "exact")
             share = documents / max(found.documents, 1), tokens / max(found.tokens, 1)
-            typer.echo(f"  {what}: {documents:,} documents ({share[0]:.1%}), {tokens:,} tokens ({share[1]:.1%})")
+            clean.echo(f"  {what}: {documents:,} documents ({share[0]:.1%}), {tokens:,} tokens ({share[1]:.1%})")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.build_progress import build_progress
 from cli.common import JsonOption, OverridesArgument, load_resolved_config, path_option, place_argument
 from cli.config_file import config_file
@@ -79,10 +80,10 @@ def find(
                 _show(found[-1], last, named=bool(config.data.configs))
     progress.clear()
     if as_json:
-        typer.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
+        clean.echo(json.dumps({"occurrences": count, "last_step": last, "found": [_plain(each) for each in found]}))
         return
     more = f", of which {limit} are listed (--limit)" if count > limit else ""
-    typer.echo(f"{count:,} occurrence{'' if count == 1 else 's'}{more}")
+    clean.echo(f"{count:,} occurrence{'' if count == 1 else 's'}{more}")
 
 
 def _read(file: Path) -> str:
@@ -109,8 +110,8 @@ def find_configuration(ctx: typer.Context, run: str, overrides: list[str]) -> tu
 def _show(found: "Found", last: int | None, *, named: bool) -> None:
     # The only set has no name.
     split = found.cache if named else found.cache.rpartition("/")[2]
-    typer.echo(f"{split}: {found.where}, character {found.character}")
-    typer.echo(f"  {_when(found, last)}")
+    clean.echo(f"{split}: {found.where}, character {found.character}")
+    clean.echo(f"  {_when(found, last)}")
 
 
 def _when(found: "Found", last: int | None) -> str:

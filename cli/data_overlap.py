@@ -1,16 +1,17 @@
 """`lmt data overlap`: how much of an evaluation set stands in the training text."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.common import JsonOption, OverridesArgument, place_argument
 from cli.data_dedup import OutputOption, open_train_data, write_list
 from cli.data_find import find_configuration
 from cli.scan_progress import ScanProgress
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.terminal import json_line
 
 if TYPE_CHECKING:
     from lm_trainer.data.overlap import EvalDocument, OverlapReport
@@ -72,12 +73,12 @@ def overlap(
         write_list(data, output, lines)
     listed = _listed(data, found, limit)
     if as_json:
-        typer.echo(json.dumps({**_totals(found), "found": listed}, ensure_ascii=False))
+        clean.echo(json_line({**_totals(found), "found": listed}))
         return
     _show(found, listed)
     if output is not None:
         count = sum(map(len, found.train_documents.values()))
-        typer.echo(f"{count:,} training documents with such runs are in {output}; leave them out by data.exclude")
+        clean.echo(f"{count:,} training documents with such runs are in {output}; leave them out by data.exclude")
 
 
 def _documents(evaluation: str, keys: list[str]) -> "Iterator[EvalDocument]":
@@ -126,21 +127,20 @@ def _listed(data: Any, found: "OverlapReport", limit: int) -> list[dict[str, Any
 
 def _show(found: "OverlapReport", listed: list[dict[str, Any]]) -> None:
     from lm_trainer.data.overlap import CLEAN, DIRTY
-    from lm_trainer.generate.text import for_terminal
 
     for each in listed:
-        span = for_terminal(each["span"]).replace("\n", " ")
+        span = each["span"].replace("\n", " ")
         shown = span if len(span) <= 160 else f"{span[:157]}..."
-        typer.echo(f"{each['where']}: {each['covered']} of {each['words']} words, {each['longest']} in a row")
-        typer.echo(f"  in {', '.join(each['train'])}: {shown}")
+        clean.echo(f"{each['where']}: {each['covered']} of {each['words']} words, {each['longest']} in a row")
+        clean.echo(f"  in {', '.join(each['train'])}: {shown}")
     total = max(len(found.documents), 1)
-    typer.echo(f"{len(found.documents):,} documents, runs of {found.ngram} words")
+    clean.echo(f"{len(found.documents):,} documents, runs of {found.ngram} words")
     for what, count in (
         ("with any run in the training text", found.count(0)),
         (f"with {CLEAN:.0%} of their words or more", found.count(CLEAN)),
         (f"with {DIRTY:.0%} of their words or more", found.count(DIRTY)),
     ):
-        typer.echo(f"  {what}: {count:,} ({count / total:.1%})")
-    typer.echo(f"  of all words: {found.share:.1%}")
+        clean.echo(f"  {what}: {count:,} ({count / total:.1%})")
+    clean.echo(f"  of all words: {found.share:.1%}")
     if found.too_short:
-        typer.echo(f"  of fewer words than a run, not looked for: {found.too_short:,}")
+        clean.echo(f"  of fewer words than a run, not looked for: {found.too_short:,}")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import JsonOption, place_argument
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def diff(
     found = compare(RunRecord.read(run_a), RunRecord.read(run_b))
     if as_json:
         content = {_JSON_NAMES.get(name, name): value for name, value in asdict(found).items()}
-        typer.echo(json.dumps(encode(content)))
+        clean.echo(json.dumps(encode(content)))
     else:
-        typer.echo("\n".join(_lines(found)))
+        clean.echo("\n".join(_lines(found)))
     if found.divergence:
         raise typer.Exit(1)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from cli import clean
 from cli.build_progress import build_progress
 from cli.common import CheckpointOption, JsonOption, ModelArgument, OverridesArgument, path_option, place_option
 
@@ -110,10 +111,10 @@ def evaluate(
 
     # Before anything imports jax, whose allocator and threads it sets.
     prepare_process()
-    import json
 
     # First, before a package that the harness shares with others is imported.
     asked = _read_tasks(tasks, tasks_dir, num_fewshot=num_fewshot, limit=limit, chat=chat, samples=samples)
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.evaluate.model import open_eval_model
     from lm_trainer.trackers.jsonl import encode
 
@@ -129,11 +130,11 @@ def evaluate(
         result["tasks"], table = _on_tasks(opened, asked, samples)
         lines += table
     if as_json:
-        typer.echo(json.dumps(encode({**result, "notes": notes}), ensure_ascii=False))
+        clean.echo(json_line(encode({**result, "notes": notes})))
         return
     for note in notes:
-        typer.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
-    typer.echo("\n".join(lines))
+        clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
+    clean.echo("\n".join(lines))
 
 
 class _Found(NamedTuple):

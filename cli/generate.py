@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.common import CheckpointOption, ModelArgument, path_option
 from cli.trace import DataTrace
 from lm_trainer.core.errors import UserError
@@ -66,9 +67,9 @@ def generate(
     # Before anything imports jax, whose allocator and threads it sets.
     prepare_process()
     import dataclasses
-    import json
 
-    from lm_trainer.generate.text import Sampling, continue_texts, for_terminal, read_prompts, stream_text
+    from lm_trainer.core.terminal import json_line
+    from lm_trainer.generate.text import Sampling, continue_texts, read_prompts, stream_text
     from lm_trainer.run.open_model import local_devices, open_model
 
     # Programs that an earlier call compiled are read, which is most of the time to the first token.
@@ -92,17 +93,17 @@ def generate(
         pieces = stream_text(source, prompts[0], sampling, stop=stop or (), devices=chosen)
         first = next(pieces, "")
         for piece in itertools.chain([prompts[0] + first], pieces):
-            typer.echo(for_terminal(piece), nl=False)
+            clean.echo(piece, nl=False)
             sys.stdout.flush()
-        typer.echo()
+        clean.echo()
         return
     samples = continue_texts(source, prompts, sampling, num_samples=num_samples, stop=stop or (), devices=chosen)
     for index, sample in enumerate(samples):
         if json_lines:
             spans = {} if data is None else {"trace": data.spans(sample.tokens)}
-            typer.echo(json.dumps(_as_json(dataclasses.asdict(sample)) | spans, ensure_ascii=False))
+            clean.echo(json_line(_as_json(dataclasses.asdict(sample)) | spans))
             continue
-        typer.echo(("\n---\n" if index else "") + for_terminal(sample.prompt + sample.text))
+        clean.echo(("\n---\n" if index else "") + sample.prompt + sample.text)
         if data is not None:
             data.show(sample.tokens)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import CheckpointOption, ExportedArgument, hub_argument, path_argument, path_option, place_argument
 
 
@@ -86,9 +87,9 @@ def export_hf(
     place = open_place(out)
     check_export(place, options)
     result = export_model(open_for_export(run, step=step, merge=merge), place, options, public=public)
-    typer.echo(f"exported to {out}")
+    clean.echo(f"exported to {out}")
     if result:
-        typer.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")
+        clean.echo(f"pushed to {result.url} ({'private' if result.private else 'public'})")
 
 
 def import_hf(
@@ -125,7 +126,7 @@ def import_hf(
     from lm_trainer.run.hf_transfer import import_model
 
     imported = import_model(model, out, tokenizer=tokenizer, revision=revision)
-    typer.echo(f"imported a {imported.config.type} model to {out}")
+    clean.echo(f"imported a {imported.config.type} model to {out}")
     if (note := imported.config.differs_from_hf()) is not None:
-        typer.echo(note)
-    typer.echo(f"train on from it with trainer.initialize_from={out}")
+        clean.echo(note)
+    clean.echo(f"train on from it with trainer.initialize_from={out}")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder, path_option
 from cli.ladder_fit import add_commands
 from lm_trainer.core.errors import UserError
@@ -100,11 +101,11 @@ def plan(
             save_path=out / f"{found.size}.png",  # pyright: ignore[reportOptionalOperand]
         )
     if as_json:
-        typer.echo(json.dumps([found.as_dict() for found in plans], indent=1))
+        clean.echo(json.dumps([found.as_dict() for found in plans], indent=1))
         return
-    typer.echo(plan_table(plans))
+    clean.echo(plan_table(plans))
     if len(plans) == 1:
-        typer.echo("\n".join(plans[0].lines()))
+        clean.echo("\n".join(plans[0].lines()))
         ladder.run_configurator.plot_lr_schedule(plans[0].num_params, plans[0].batch_size)
 
 
@@ -137,12 +138,12 @@ def run(
         for number in ladder.seeds if seed is None else (seed,):
             found = ladder.get_checkpoints(name, seed=number)
             if found[-1].exists:
-                typer.echo(f"{ladder.run_name(name, number)}: complete, after step {found[-1].step:,}")
+                clean.echo(f"{ladder.run_name(name, number)}: complete, after step {found[-1].step:,}")
                 continue
             with Progress(found[-1].step) as progress:
                 summary = ladder.run(name, seed=number, progress=progress)
-            typer.echo(summary.lines()[0])
-    typer.echo(f"metrics: lmt ladder metrics {config}")
+            clean.echo(summary.lines()[0])
+    clean.echo(f"metrics: lmt ladder metrics {config}")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -172,14 +173,14 @@ def status(
         }
         if made := scores(ladder):
             plain["predictions"] = [score.as_dict() for score in made]
-        typer.echo(json.dumps(plain, indent=1))
+        clean.echo(json.dumps(plain, indent=1))
         return
     for run_name, checkpoints in found.items():
-        typer.echo(run_name)
+        clean.echo(run_name)
         for checkpoint in checkpoints:
-            typer.echo(f"  {checkpoint.display()}")
+            clean.echo(f"  {checkpoint.display()}")
     for score in scores(ladder):
-        typer.echo(score.line())
+        clean.echo(score.line())
 
 
 @app.command(context_settings=OVERRIDES)
@@ -226,7 +227,7 @@ def metrics(
         raise UserError(f"{ladder.dir} has no metrics of this ladder yet; start it with: lmt ladder run {config}")
     text = metrics_table(rows) if kind is None else write(rows, kind, out)
     if text is not None:
-        typer.echo(text, nl=False)
+        clean.echo(text, nl=False)
 
 
 add_commands(app)

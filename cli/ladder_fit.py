@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.common import OVERRIDES, OverridesArgument, load_ladder, path_option, source_argument
 from lm_trainer.core.errors import UserError
 
@@ -120,10 +121,10 @@ def fit(
     if out:
         save(found, out)
     if as_json:
-        typer.echo(json.dumps(found.as_dict(), indent=1))
+        clean.echo(json.dumps(found.as_dict(), indent=1))
         return
     effect = influence(found)
-    typer.echo(fit_text(found, backtest(found), effect, notes(found, effect), fit_isoflop(points)))
+    clean.echo(fit_text(found, backtest(found), effect, notes(found, effect), fit_isoflop(points)))
 
 
 def predict(
@@ -163,12 +164,12 @@ def predict(
     limits = {"max_extrapolation": max_extrapolation, "extrapolate": extrapolate}
     if flops is not None:
         best = law.optimum(found, flops, **limits)
-        typer.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(found, best)))
+        clean.echo(json.dumps(best.as_dict(), indent=1) if as_json else "\n".join(law.optimum_lines(found, best)))
         return
     assert params is not None
     assert tokens is not None
     prediction = law.predict(found, params, tokens, **limits)
-    typer.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
+    clean.echo(json.dumps(prediction.as_dict(), indent=1) if as_json else "\n".join(law.lines(prediction)))
 
 
 def compare(
@@ -211,10 +212,10 @@ def compare(
         extrapolate=extrapolate,
     )
     if as_json:
-        typer.echo(json.dumps([m.as_dict() for m in found], indent=1))
+        clean.echo(json.dumps([m.as_dict() for m in found], indent=1))
         return
-    typer.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
-    typer.echo(multipliers.compare_text(found, first.settings.level))
+    clean.echo(f"{first.points.metric}, A {a}, B {b}; compute is 6 N D of A")
+    clean.echo(multipliers.compare_text(found, first.settings.level))
 
 
 def register(
@@ -270,8 +271,8 @@ def register(
     digest = registry.write(out, found, predictions, size=size)
     for name, prediction in predictions:
         run = prediction.run
-        typer.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
-    typer.echo(f"{out}: registered, sha256 {digest}")
+        clean.echo(f"{name}: {prediction.metric} {run.value:.4f} ({run.low:.4f} to {run.high:.4f})")
+    clean.echo(f"{out}: registered, sha256 {digest}")
 
 
 def report(
@@ -308,4 +309,4 @@ def report(
     if params is not None and tokens is not None:
         target = predict_run(found, params, tokens, max_extrapolation=max_extrapolation, extrapolate=extrapolate)
     write_report(out, found, title=ladder.name if ladder else source.stem, ladder=ladder, target=target)
-    typer.echo(f"{out}: written")
+    clean.echo(f"{out}: written")

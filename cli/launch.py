@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import OVERRIDES, ConfigArgument, OverridesArgument, load_run_config
 from cli.launch_k8s import k8s
 from cli.launch_options import OutputFile, check_device_count, emit, unset
@@ -80,7 +81,7 @@ def local(
     from lm_trainer.launch.local import launch_local
 
     arguments = _training(config, overrides)
-    raise typer.Exit(launch_local(arguments, processes, devices_per_process=devices_per_process, write=typer.echo))
+    raise typer.Exit(launch_local(arguments, processes, devices_per_process=devices_per_process, write=clean.echo))
 
 
 @app.command(context_settings=OVERRIDES)
@@ -185,7 +186,7 @@ def ray(
         devices_per_process=devices_per_process,
         wait=wait,
     )
-    raise typer.Exit(launch_on_ray(_training(config, overrides), job, typer.echo))
+    raise typer.Exit(launch_on_ray(_training(config, overrides), job, clean.echo))
 
 
 app.command(context_settings=OVERRIDES)(tpu)

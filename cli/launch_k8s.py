@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 from cli.launch_options import EnvOption, OutputFile, SpotOption, check_device_count, emit, name_of, pairs, unset
 from lm_trainer.core.errors import UserError
@@ -137,7 +138,7 @@ def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object
 def _check(slices: int, replicas: int) -> None:
     """Says on stderr what of the configuration does not fit several slices."""
     if slices > 1 and replicas != slices:
-        typer.secho(
+        clean.secho(
             f"note: trainer.replica_dcn_axis_size is {replicas} for {slices} slices; set it to {slices}, or parameters "
             f"are gathered over the slow network between them",
             err=True,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import path_option
 from lm_trainer.core.errors import UserError
 
@@ -39,11 +40,11 @@ def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -
     """Writes a script or manifest to a file, hands it in and prints the answer, or both; else prints it."""
     if output is not None:
         output.write_text(text)
-        typer.echo(f"wrote {output}", err=True)
+        clean.echo(f"wrote {output}", err=True)
     if hand_in is not None:
-        typer.echo(hand_in(text))
+        clean.echo(hand_in(text))
     elif output is None:
-        typer.echo(text, nl=False)
+        clean.echo(text, nl=False)
 
 
 def pairs(option: str, texts: list[str] | None) -> dict[str, str]:

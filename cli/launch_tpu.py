@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 from cli.launch_options import EnvOption, SpotOption, check_device_count, name_of, pairs, unset
 
@@ -91,6 +92,6 @@ def tpu(
         check_device_count(run, devices)
     if dry_run:
         for line in describe_commands(job, f"{config.stem}.yaml"):
-            typer.echo(line)
+            clean.echo(line)
         return
-    raise typer.Exit(TpuRun(job, to_yaml(run), f"{config.stem}.yaml", typer.echo).run())
+    raise typer.Exit(TpuRun(job, to_yaml(run), f"{config.stem}.yaml", clean.echo).run())

@@ -6,6 +6,8 @@ import logging
 
 import typer
 
+from cli import clean
+
 _LIBRARIES = ("huggingface_hub",)
 """Libraries that write their lines themselves as well."""
 
@@ -16,8 +18,8 @@ class _Lines(logging.Handler):
         if getattr(record, "shown", False):
             return
         severe = record.levelno >= logging.ERROR
-        typer.secho("error: " if severe else "warning: ", err=True, nl=False, fg=typer.colors.YELLOW)
-        typer.echo(record.getMessage(), err=True)
+        clean.secho("error: " if severe else "warning: ", err=True, nl=False, fg=typer.colors.YELLOW)
+        clean.echo(record.getMessage(), err=True)
 
 
 def show_log_lines() -> None:

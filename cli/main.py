@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from cli import (
     bench,
     chat,
+    clean,
     config,
     data,
     diff,
@@ -80,7 +81,7 @@ class _Commands(TyperGroup):
                 raise typer.Exit(report_error(told)) from None
             raise
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            clean.echo("interrupted", err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except (MemoryError, RuntimeError, ValueError) as error:
             if told := out_of_memory(error):
@@ -124,7 +125,7 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from lm_trainer import __version__
 
-        typer.echo(f"lmt {__version__}")
+        clean.echo(f"lmt {__version__}")
         raise typer.Exit
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from cli import clean
 from cli.common import report
 from lm_trainer.core.errors import out_of_memory
 
@@ -62,24 +63,24 @@ def _explain(run: "RunConfig", config: Path, overrides: list[str]) -> None:
     if not is_lead():
         return
     asked = ["plan", str(config), *overrides, *_devices(run.trainer.max_devices)]
-    typer.echo("working out what this run needs (lmt plan) ...", err=True)
+    clean.echo("working out what this run needs (lmt plan) ...", err=True)
     # In a process of its own: this one has JAX on its devices, and a plan wants emulated ones.
     command = [sys.executable, "-m", "lm_trainer", *asked]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LONGEST)
     except subprocess.TimeoutExpired:
-        typer.echo(f"the plan takes longer than {_LONGEST} s", err=True)
+        clean.echo(f"the plan takes longer than {_LONGEST} s", err=True)
         return
     if done.returncode:
-        typer.echo(done.stderr.strip(), err=True)
+        clean.echo(done.stderr.strip(), err=True)
         return
-    typer.echo(done.stdout.rstrip())
+    clean.echo(done.stdout.rstrip())
     if DOES_NOT_FIT not in done.stdout:
-        typer.echo(
+        clean.echo(
             "By this plan a step fits. Not counted are evaluation (trainer.per_device_eval_parallelism), the start, "
             "other processes on the device, and memory that is in pieces."
         )
-    typer.echo(f"Layouts that fit, the fastest first: {shlex.join(['lmt', *asked])} --search")
+    clean.echo(f"Layouts that fit, the fastest first: {shlex.join(['lmt', *asked])} --search")
 
 
 def _devices(most: int | None) -> list[str]:

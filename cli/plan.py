@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_resolved_config
 from cli.config_file import config_file, source_file
 from lm_trainer.core.errors import UserError
@@ -119,13 +120,13 @@ def plan(
             compile_one = _compiler(name, settings, text, options) if own_compiler else None
             found.append(_search(runs[name], groups[text], assumed[text], compile_one, as_json=as_json))
         if as_json:
-            typer.echo(json.dumps(found[0] if len(found) == 1 else {"searches": found}, indent=1))
+            clean.echo(json.dumps(found[0] if len(found) == 1 else {"searches": found}, indent=1))
         return
     # On stderr, since stdout may be JSON for another program.
-    typer.echo("compiling ...", err=True)
+    clean.echo("compiling ...", err=True)
     if len(pairs) == 1:
         only = planned(*pairs[0])
-        typer.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(lines(only)))
+        clean.echo(json.dumps(only.as_dict(), indent=1) if as_json else "\n".join(lines(only)))
         return
     table = []
     for name, text in pairs:
@@ -134,7 +135,7 @@ def plan(
         except UserError as error:
             table.append(Planned(name, text, None, str(error)))
     plans = {"plans": [each.as_dict() for each in table]}
-    typer.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
+    clean.echo(json.dumps(plans, indent=1) if as_json else "\n".join(comparison_lines(table)))
 
 
 def _files(ctx: typer.Context, first: Path, words: list[str]) -> tuple[list[Path], list[str]]:
@@ -168,11 +169,11 @@ def _search(
     from lm_trainer.plan import search_layouts
     from lm_trainer.plan.search_table import search_lines
 
-    typer.echo("searching ...", err=True)
+    clean.echo("searching ...", err=True)
     best = None if compile_one is None else (_COMPILED, compile_one)
     found = search_layouts(run, group, assumptions, compile_best=best)
     if not as_json:
-        typer.echo("\n".join(search_lines(found)))
+        clean.echo("\n".join(search_lines(found)))
     return found.as_dict()
 
 
@@ -184,7 +185,7 @@ def _compiler(config: str, settings: list[str], devices: str, options: list[str]
     from lm_trainer.plan.search import CompiledLayout
 
     def compile_one(overrides: tuple[str, ...]) -> CompiledLayout:
-        typer.echo(f"compiling with {' '.join(overrides) or 'the configuration as it is'} ...", err=True)
+        clean.echo(f"compiling with {' '.join(overrides) or 'the configuration as it is'} ...", err=True)
         command = [
             sys.executable,
             "-m",

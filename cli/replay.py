@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cli import clean
 from cli.common import CharsOption, OverridesArgument, RunArgument, check_is_run, path_option
 from lm_trainer.core.errors import UserError
 
@@ -57,9 +58,9 @@ def replay(
     # Before anything imports jax, whose allocator and threads it sets.
     prepare_process()
     check_is_run(run)
-    import json
     import sys
 
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.replay import replay as run_replay
     from lm_trainer.reproduce.rerun import QuietProgress
@@ -75,15 +76,15 @@ def replay(
             record, step, top_k=top_k, dump_grads=dump_grads, overrides=overrides or [], progress=progress
         )
     if as_json:
-        typer.echo(json.dumps(encode(_plain(done, show_batch=show_batch)), ensure_ascii=False))
+        clean.echo(json_line(encode(_plain(done, show_batch=show_batch))))
         return
     for line in _lines(record.id, done, top_k):
-        typer.echo(line)
+        clean.echo(line)
     if show_batch:
         from cli.data_at import describe_row
 
         for row in done.rows:
-            typer.echo(describe_row(row, named=True, chars=chars))
+            clean.echo(describe_row(row, named=True, chars=chars))
 
 
 def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: bool) -> None:
@@ -147,11 +148,9 @@ def _norm_lines(norms: "dict[str, Norms]", top_k: int) -> Iterator[str]:
 
 
 def _in_context(token: "HardToken") -> str:
-    from lm_trainer.generate.text import for_terminal
 
     before, target, after = (
-        for_terminal(text).replace("\n", "\\n").replace("\t", "\\t")
-        for text in (token.before, token.token, token.after)
+        text.replace("\n", "\\n").replace("\t", "\\t") for text in (token.before, token.token, token.after)
     )
     return f"{before}⟦{target}⟧{after}"
 

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from cli import clean
 from cli.common import path_option, place_argument
 
 
@@ -40,9 +39,9 @@ def report(
     from lm_trainer.report.run import read_run, told_apart
 
     found = told_apart([read_run(run) for run in runs])
-    out = out or Path(f"{'-'.join(run.name for run in found[:3])}-report.html")
+    out = out or Path(f"{'-'.join(run.path.name for run in found[:3])}-report.html")
     page = report_page(found)
     write_atomically(out, page)
-    typer.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
+    clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB)")
     if figures is not None:
-        typer.echo(f"wrote {len(write_figures(found, figures))} files to {figures}")
+        clean.echo(f"wrote {len(write_figures(found, figures))} files to {figures}")

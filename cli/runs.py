@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from cli import clean
 from cli.common import JsonOption, path_argument
 from lm_trainer.core.errors import UserError
 
@@ -47,11 +46,11 @@ def runs(
     bases = [log_directory(p) if p.is_file() else p for p in places] if places else log_directories()
     found = list_runs(bases)
     if as_json:
-        typer.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in found]))
+        clean.echo(json.dumps([{**asdict(run), "directory": str(run.directory)} for run in found]))
     elif found:
-        typer.echo("\n".join(_table([_HEADINGS, *map(_row, found)])))
+        clean.echo("\n".join(_table([_HEADINGS, *map(_row, found)])))
     else:
-        typer.echo(f"no runs in {', '.join(map(str, bases))}")
+        clean.echo(f"no runs in {', '.join(map(str, bases))}")
 
 
 def _row(run: "RunListing") -> tuple[str, ...]:

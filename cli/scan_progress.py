@@ -5,6 +5,8 @@ import time
 
 import typer
 
+from lm_trainer.core.terminal import for_terminal
+
 _SECONDS = 0.1
 """Between two updates."""
 
@@ -28,7 +30,7 @@ class ScanProgress:
         self._shown_at, self._is_shown = now, True
         share = 100 * done // max(total, 1)
         # What was shown before may be longer.
-        typer.echo(f"\r{name}: {done:,} of {total:,} {self._what} ({share}%)\033[K", err=True, nl=False)
+        typer.echo(f"\r{for_terminal(name)}: {done:,} of {total:,} {self._what} ({share}%)\033[K", err=True, nl=False)
 
     def clear(self) -> None:
         """Removes the line, so that something else can be printed in its place."""

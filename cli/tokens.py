@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from cli import clean
 from cli.common import path_option, place_argument
 
 
@@ -40,4 +39,4 @@ def tokens(
     page = token_page(histories)
     write_atomically(out, page)
     steps = ", ".join(f"{name}: {len(history.steps)} evaluations" for name, history in histories.items())
-    typer.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB; {steps})")
+    clean.echo(f"wrote {out} ({len(page.encode()) / 1e6:.1f} MB; {steps})")

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from cli import clean
 from cli.build_progress import build_progress
 from lm_trainer.core.errors import UserError
 
@@ -71,15 +70,14 @@ class DataTrace:
     def show(self, tokens: Sequence[int]) -> None:
         """Prints the spans."""
         for line in _lines(self.spans(tokens)):
-            typer.echo(line)
+            clean.echo(line)
 
 
 def _lines(spans: list[dict[str, Any]]) -> Iterator[str]:
-    from lm_trainer.generate.text import for_terminal
 
     yield "" if spans else "\nno 8 tokens in a row stand in the data of the run"
     for span in spans:
         steps = ", ".join(str(at["step"]) for at in span["trained_at"][:4]) or "none"
-        shown = for_terminal(span["text"]).replace("\n", "\\n")
+        shown = span["text"].replace("\n", "\\n")
         place = f"{span['where']}, character {span['character']} (steps {steps})"
         yield f"{span['tokens']} tokens stand in {place}: {shown}"

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from cli import clean
 from cli.common import ConfigArgument, OverridesArgument, load_run_config
 from cli.out_of_memory import explained_out_of_memory
 
@@ -46,7 +47,7 @@ def train(
 
     if dry_run:
         for line in plan(run, name=config.stem):
-            typer.echo(line)
+            clean.echo(line)
         return
     # Arranged before the run starts, so that it holds for a crash as well.
     shut_down_at_exit(run.trainer.shutdown_at_exit)
@@ -58,4 +59,4 @@ def train(
             progress.note(change)
         summary = run_training(run, name=config.stem, progress=progress, allow_config_change=allow_config_change)
     for line in summary.lines() if is_lead() else ():
-        typer.echo(line)
+        clean.echo(line)

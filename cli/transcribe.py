@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from cli import clean
 from cli.common import CheckpointOption, ModelArgument, path_argument, path_option
 from lm_trainer.core.errors import UserError
 
@@ -51,9 +52,7 @@ def transcribe(
     from lm_trainer.core.runtime import configure_jax, prepare_process
 
     prepare_process()
-    import json
-
-    from lm_trainer.generate.text import for_terminal
+    from lm_trainer.core.terminal import json_line
     from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings, as_json, as_srt, as_vtt
     from lm_trainer.run.open_model import local_devices, open_model
 
@@ -82,11 +81,11 @@ def transcribe(
         found = transcriber.transcribe(file)
         text = {
             "text": lambda found=found: found.text + "\n",
-            "json": lambda found=found: json.dumps(as_json(found), ensure_ascii=False) + "\n",
+            "json": lambda found=found: json_line(as_json(found)) + "\n",
             "srt": lambda found=found: as_srt(found),
             "vtt": lambda found=found: as_vtt(found),
         }[output]()
         if out is None:
-            typer.echo(text if output == "json" else for_terminal(text), nl=False)
+            clean.echo(text, nl=False)
             continue
         (out / f"{file.stem}.{'txt' if output == 'text' else output}").write_text(text, encoding="utf-8")

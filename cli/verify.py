@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli import clean
 from cli.common import JsonOption, OverridesArgument, RunArgument, check_is_run
 
 if TYPE_CHECKING:
@@ -75,17 +76,17 @@ def verify(
             if not as_json:
                 _show(segment)
     if not write_down(record, done, seed) and not as_json:
-        typer.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
+        clean.echo(f"note: {record.path} cannot be written, so the outcome is not kept there")
     differs = done[-1].difference
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
         # The key is older than the word: scripts read it.
-        typer.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(segment)) for segment in done]})))
+        clean.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(segment)) for segment in done]})))
     elif differs:
-        typer.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
-        typer.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
+        clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
+        clean.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
     else:
-        typer.echo(f"equal, bit for bit: {sum(segment.steps for segment in done)} steps")
+        clean.echo(f"equal, bit for bit: {sum(segment.steps for segment in done)} steps")
     if differs:
         raise typer.Exit(1)
 
@@ -95,16 +96,16 @@ def _plain(segment: dict) -> dict:
 
 
 def _begin(name: str, what: str, changes: list[str]) -> None:
-    typer.echo(f"run {name}: {what}")
+    clean.echo(f"run {name}: {what}")
     if changes:
-        typer.echo("what runs here is not what the run was computed with, so bits may differ:")
+        clean.echo("what runs here is not what the run was computed with, so bits may differ:")
         for change in changes:
-            typer.echo(f"  {change}")
-    typer.echo(_COLUMNS.format("steps", "compared", "fingerprints", "result"))
+            clean.echo(f"  {change}")
+    clean.echo(_COLUMNS.format("steps", "compared", "fingerprints", "result"))
 
 
 def _show(segment: "Segment") -> None:
     span = f"{segment.start + 1} to {segment.end}"
-    typer.echo(_COLUMNS.format(span, segment.steps, segment.fingerprints, "differs" if segment.difference else "equal"))
+    clean.echo(_COLUMNS.format(span, segment.steps, segment.fingerprints, "differs" if segment.difference else "equal"))
     for note in segment.notes:
-        typer.echo(f"  note: {note}")
+        clean.echo(f"  note: {note}")

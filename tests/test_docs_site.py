@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from markdown.extensions.toc import slugify
 
 from cli.main import app
 from docs.generate import fill
@@ -42,6 +43,32 @@ def test_every_picture_is_there_for_light_and_dark_pages() -> None:
     drawn = {path.name for path in (DOCS / "pictures").glob("*-*.svg")}
     assert shown == drawn
     assert all(name.replace("-light", "-dark") in drawn for name in drawn)
+
+
+def test_links_of_generated_text_lead_somewhere() -> None:
+    """The strict build sees the links of pages as they are written, and not those that are filled in."""
+    count, broken = 0, []
+    for page in DOCS.rglob("*.md"):
+        written = page.read_text(encoding="utf-8")
+        if "<!-- generated: " not in written:
+            continue
+        for target, anchor in re.findall(r"\]\(([^)#:\s]+\.md)(#[^)]*)?\)", fill(written)):
+            count += 1
+            linked = page.parent / target
+            if not linked.is_file() or (anchor and anchor[1:] not in anchors(linked)):
+                broken.append(f"{page.name}: {target}{anchor}")
+    assert count > 13
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of the headings of a page, as Python-Markdown makes them."""
+    text = fill(page.read_text(encoding="utf-8"))
+    given = set(re.findall(r"\{[^}]*#([\w-]+)", text))
+    headings = re.findall(r"^#+ (.+?)(?: \{.*\})?$", text, re.MULTILINE)
+    return given | {
+        slugify(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings
+    }
 
 
 def test_a_page_is_read_without_a_request_to_another_server() -> None:

@@ -197,7 +197,7 @@ def test_no_file_names_a_machine_or_a_package_host():
 def test_the_command_line_starts_light():
     """Command modules import the heavy parts inside the command, so that `lmt --help` answers at once."""
     allowed = {"typer", "cli", *sys.stdlib_module_names}
-    light = {"lm_trainer", "lm_trainer.core.errors", "lm_trainer.core.files"}
+    light = {"lm_trainer", "lm_trainer.core.errors", "lm_trainer.core.files", "lm_trainer.core.terminal"}
     found = {
         name_of(path): heavy
         for path in python_files("cli")

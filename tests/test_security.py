@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.test_project import ROOT, name_of, tracked_files
+from lm_trainer.config.place import Place, all_keys
+from lm_trainer.run.config import RunConfig
+from tests.conftest import Lmt
+from tests.test_project import ROOT, dotted, name_of, nodes, python_files, tracked_files
 
 # Put together, so that this file holds none of them.
 SECRETS = re.compile(
@@ -62,3 +67,57 @@ def test_workflows_run_pinned_actions_with_the_least_rights() -> None:
                     assert step["with"]["persist-credentials"] is False
                 # An expression inside a script is a way in for whoever names a branch.
                 assert "${{" not in step.get("run", ""), f"{name_of(path)}: {step['run']}"
+
+
+RUNS_SOMETHING = {
+    "lm_trainer/__main__.py": "the command line",
+    "lm_trainer/bench/start.py": "the same program, to time its start",
+    "lm_trainer/core/bucket_files.py": "s3fs, by its name",
+    "lm_trainer/data/sources/embedded.py": "modules of Python's library",
+    "lm_trainer/data/sources/grain_pipeline.py": "data.source.factory",
+    "lm_trainer/health/alerts/sender.py": "trainer.alerts.command",
+    "lm_trainer/health/power_off.py": "trainer.shutdown_at_exit",
+    "lm_trainer/run/environment.py": "git",
+    "lm_trainer/trackers/wandb.py": "git",
+}
+"""Modules that start a program, or import what is not named in the code."""
+
+
+def starts_something(path: Path) -> bool:
+    names = {dotted(node) for node in nodes(path) if isinstance(node, ast.Name | ast.Attribute)}
+    return any(
+        re.match(r"subprocess\.(run|Popen|call|check)|os\.(system|popen|exec|spawn|posix_spawn)", n) for n in names
+    ) or (not names.isdisjoint({"importlib.import_module", "importlib.util.spec_from_file_location", "runpy.run_path"}))
+
+
+def test_all_that_runs_code_is_known() -> None:
+    """A key of a configuration that runs something stands in docs/explanation/what-runs-code.md."""
+    found = {name_of(path) for path in python_files("lm_trainer") if starts_something(path)}
+    launchers = {name for name in found if name.startswith("lm_trainer/launch/")}
+    assert found - launchers == {*RUNS_SOMETHING}
+    page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
+    keys = {reason for reason in RUNS_SOMETHING.values() if re.fullmatch(r"(data|trainer)\.[\w.]+", reason)}
+    assert len(keys) == 3
+    assert all(f"`{key}`" in page for key in keys)
+
+
+def test_the_page_names_keys_that_there_are() -> None:
+    page = (ROOT / "docs" / "explanation" / "what-runs-code.md").read_text()
+    known = {*all_keys(Place.root(RunConfig), every=True)}
+    named = set(re.findall(r"`((?:data|trainer|eval_harness|hf)[\w]*\.[\w.]+|hf_\w+)`", page))
+    assert len(named) > 10
+    assert named <= known
+
+
+@pytest.mark.parametrize("command", ["config show", "config check", "config diff", "config plot"])
+def test_reading_a_configuration_runs_nothing_of_it(lmt: Lmt, in_tmp_path: Path, command: str) -> None:
+    (in_tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef make(): ...\n")
+    config = {
+        "model": {"type": "gpt2", "seq_len": 16, "hidden_dim": 16, "num_layers": 1, "num_heads": 2},
+        "data": {"tokenizer": "bytes", "source": {"type": "grain", "factory": "evil.py:make"}},
+        "trainer": {"alerts": {"command": "touch ran"}, "train_batch_size": 8},
+    }
+    (in_tmp_path / "c.yaml").write_text(json.dumps(config))
+    done = lmt(*command.split(), "c.yaml")
+    assert done.returncode == 0, done.stderr
+    assert not (in_tmp_path / "ran").exists()

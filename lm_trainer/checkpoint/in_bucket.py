@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _STEPS, _ARRAYS = "steps", "arrays"
 _MARKER = re.compile(r"(\d+)\.json")
+_PREFIX = re.compile(rf"{_ARRAYS}/\d+-[0-9a-f]+")
+"""The directory of the arrays of one step."""
 _ASIDE = re.compile(r"(\d+)\.corrupt(\.\d+)?\.json")
 _CHUNK_BYTES = 64 << 20
 """The most bytes of an object, which is sent again as a whole where a connection breaks."""
@@ -229,9 +231,11 @@ class BucketWriter:
     def _prefixes(self, key: str, seconds: float = _READ_SECONDS) -> list[str]:
         """The directory of the arrays of a step, in a list; empty where its record cannot be read."""
         try:
-            return [_parsed(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]]
+            prefix = _parsed(self.directory.read(key, seconds=seconds) or b"")["layout"]["prefix"]
         except (CheckpointError, KeyError, TypeError):
             return []
+        # What is below it is deleted with the step: no record may name anything else.
+        return [prefix] if isinstance(prefix, str) and _PREFIX.fullmatch(prefix) else []
 
     def _remove(self, prefix: str) -> None:
         try:

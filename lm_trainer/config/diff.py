@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from lm_trainer.config.document import KeyPath, dotted
 from lm_trainer.config.yaml_syntax import flow
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
 
 
 class Difference(NamedTuple):
@@ -27,8 +28,12 @@ _ABSENT = "(absent)"
 
 
 def differences(old: Config, new: Config) -> list[Difference]:
-    """Lists the keys in which two configurations differ, in the order of `new`, values as YAML."""
-    before, after = dict(_leaves(old.model_dump(mode="json"), ())), dict(_leaves(new.model_dump(mode="json"), ()))
+    """Lists the keys in which two configurations differ, in the order of `new`, values as YAML.
+
+    Credentials are blanked, and so make no difference.
+    """
+    dumped = (without_credentials(config.model_dump(mode="json")) for config in (old, new))
+    before, after = (dict(_leaves(plain, ())) for plain in dumped)
     found = []
     for key in dict.fromkeys([*after, *before]):
         a, b = (flow(side[key]) if key in side else _ABSENT for side in (before, after))

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+_MAX_SUGGESTED = 20
+"""Unknown keys for which the keys that were meant are looked for, each among all that there are."""
+
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root to a value."""
 
@@ -43,6 +46,8 @@ class Document:
     """Places that a problem names already; any other problem there is a consequence."""
     notes: list[str] = field(default_factory=list)
     """Effects of keys and overrides that the user may not expect."""
+    suggested: int = 0
+    """Unknown keys for which the keys that were meant have been looked for."""
 
     def origin(self, path: KeyPath) -> Origin | None:
         """The origin of the value at `path`, else of the first value inside it, else of its nearest ancestor."""
@@ -60,6 +65,11 @@ class Document:
         """Records a problem with the value, or the key, at `path`."""
         origin = self.key_origin(path) if at_key else self.origin(path)
         self.problems.append(Problem(origin, f"{dotted(path)}: {text}" if path else text))
+
+    def may_suggest(self) -> bool:
+        """Returns True for the first unknown keys: to look for all of them in a file of something else takes long."""
+        self.suggested += 1
+        return self.suggested <= _MAX_SUGGESTED
 
     def forget(self, path: KeyPath) -> None:
         """Drops the positions at and below `path`."""

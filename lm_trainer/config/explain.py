@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -88,12 +90,15 @@ class Explainer:
             return {}
         models = [model for model in place.models(block, every=True) if tags(model)]
         found = [self._as_if(model, path, block) for model in models]
+        below_key: dict[int | str, dict[KeyPath, None]] = defaultdict(dict)
+        for below in (below for one in found for below in one if len(below) > len(path)):
+            below_key[below[len(path)]][below] = None
         errors: dict[KeyPath, list[ErrorDetails]] = {}
         for key in block.keys() - {"type"}:
             # A type without the key says nothing about its value, unless none has it.
             having = [one for model, one in zip(models, found, strict=True) if key in model.model_fields] or found
-            for below in having[0]:
-                if below[: len(path) + 1] == (*path, key) and all(below in one for one in having):
+            for below in below_key[key]:
+                if all(below in one for one in having):
                     errors[below] = having[0][below]
         # In the order of the file.
         return {below: errors[below] for one in found for below in one if below in errors}
@@ -220,19 +225,26 @@ class Explainer:
             return f"a key of type {_one_of(others)}, but this block has type {own!r}{chosen}; set its `type`"
         return f"unknown key{self._suggestion(path, models, full)}"
 
+    @cached_property
+    def _known(self) -> list[tuple[str, str]]:
+        """Every dotted key that may be written in the document, and its last part."""
+        keys = all_keys(Place.root(self.root), self.document.data)
+        return [(name, name.rsplit(".", 1)[-1]) for name in keys]
+
     def _suggestion(self, path: KeyPath, models: Sequence[type[BaseModel]], full: bool) -> str:
+        if not self.document.may_suggest():
+            return ""
         parent, key = path[:-1], str(path[-1])
         prefix = f"{dotted(parent)}." if full and parent else ""
         here = list(dict.fromkeys(name for model in models for name in model.model_fields))
-        known = [(name, name.rsplit(".", 1)[-1]) for name in all_keys(Place.root(self.root), self.document.data)]
-        same = [name for name, last in known if last == key]
-        near = nearest(key, [last for _, last in known], strict=True)
+        same = [name for name, last in self._known if last == key]
+        near = nearest(key, [last for _, last in self._known], strict=True)
         # From the likeliest: misspelt here, the same key elsewhere, vaguely like one here, misspelt elsewhere.
         return (
             did_you_mean(key, here, prefix=prefix, strict=True)
             or suggest(same[:2])
             or did_you_mean(key, here, prefix=prefix)
-            or suggest([name for name, last in known if last in near][:2])
+            or suggest([name for name, last in self._known if last in near][:2])
             or (f"; there are {', '.join(here)}" if 0 < len(here) <= _MAX_LISTED else "")
         )
 

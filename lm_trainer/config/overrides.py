@@ -16,7 +16,7 @@ from lm_trainer.config.foreign import adopt, adopt_override, lists_of, sets_type
 from lm_trainer.config.place import NoSuchKey, Place, all_keys, child, complete
 from lm_trainer.config.shape import tags
 from lm_trainer.config.yaml_nodes import read_text
-from lm_trainer.core.credentials import is_secret_name
+from lm_trainer.core.credentials import COMMAND, is_secret_name, without_credentials
 
 _SOURCE = 1 << 20
 """The number of the command line among the sources: overrides sort after all files."""
@@ -63,7 +63,7 @@ def parse(
     waiting = list(arguments)
     while waiting:
         order = (_SOURCE, len(arguments) - len(waiting), 0)
-        typed = _next(waiting, root, options)
+        typed = _next(waiting, root, options, document)
         shown = _shown(typed)
         if typed.problem:
             where = f"override `{shown}`" if "=" in shown else shown
@@ -80,10 +80,13 @@ def _shown(typed: _Typed) -> str:
     """The setting for a message, without a value that may be a secret."""
     if any(map(is_secret_name, (typed.name, *_INNER_KEY.findall(typed.text)))):
         return f"{_KEY.split(typed.name)[0]}=..."
-    return textwrap.shorten(" ".join(typed.words), _MAX_SHOWN, placeholder=" ...")
+    text = " ".join(typed.words)
+    if COMMAND in (typed.name.rsplit(".", 1)[-1], *_INNER_KEY.findall(typed.text)):
+        text = without_credentials({COMMAND: text})[COMMAND]
+    return textwrap.shorten(text, _MAX_SHOWN, placeholder=" ...")
 
 
-def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> _Typed:
+def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], document: Document) -> _Typed:
     """Takes the words of one setting from the front."""
     word = waiting.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
@@ -91,7 +94,8 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> 
     if word.startswith("--"):
         typed.name = name.replace("-", "_")
         if "." not in name and typed.name not in root.model_fields:
-            typed.problem = _no_such_option(word.partition("=")[0], root, options)
+            hint = _meant_option(word.partition("=")[0], root, options) if document.may_suggest() else ""
+            typed.problem = f"no such option{hint}"
             # The next word is its value, which would otherwise be a second problem.
             if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
                 waiting.pop(0)
@@ -112,13 +116,14 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str]) -> 
     return typed
 
 
-def _no_such_option(word: str, root: type[BaseModel], options: Sequence[str]) -> str:
+def _meant_option(word: str, root: type[BaseModel], options: Sequence[str]) -> str:
+    """The options that a word may have meant, as `suggest`."""
     # Those of other frameworks are imported only for the message.
     from lm_trainer.config.imports.translate import foreign_settings
 
     keys = [f"--{key}" for key in all_keys(Place.root(root))]
     theirs = [f"--{key}" for key in foreign_settings(word.lstrip("-")) if f"--{key}" in keys]
-    return f"no such option{suggest(theirs) or did_you_mean(word, options) or did_you_mean(word, keys)}"
+    return suggest(theirs) or did_you_mean(word, options) or did_you_mean(word, keys)
 
 
 def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:

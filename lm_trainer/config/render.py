@@ -8,21 +8,24 @@ from typing import Any
 from lm_trainer.config.document import KeyPath
 from lm_trainer.config.yaml_syntax import flow
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import without_credentials
+from lm_trainer.core.terminal import one_line
 
 _COMMENT_COLUMN = 60
 """Comments are aligned up to here; longer lines push theirs to the right."""
 
 
-def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None) -> str:
+def to_yaml(config: Config, comment: Callable[[KeyPath], str] | None = None, *, shown: bool = False) -> str:
     """Writes all values of a configuration, defaults included.
 
     Args:
         config: any configuration.
         comment: gives the comment behind the value at a path, for example its origin.
+        shown: blank the credentials in URLs and commands, for a text that others may read.
     """
-    lines = [
-        (text, comment(path) if comment and path else "") for text, path in _block(config.model_dump(mode="json"), ())
-    ]
+    plain = config.model_dump(mode="json")
+    plain = without_credentials(plain) if shown else plain
+    lines = [(text, one_line(comment(path)) if comment and path else "") for text, path in _block(plain, ())]
     width = min(max((len(text) for text, note in lines if note), default=0), _COMMENT_COLUMN)
     return "".join(f"{text.ljust(width)}  # {note}\n" if note else f"{text}\n" for text, note in lines)
 

@@ -23,6 +23,7 @@ from lm_trainer.config.yaml_syntax import (
     explicit_tag,
     scalar,
 )
+from lm_trainer.core.files import expanded, variable_problem
 
 # Larger than any configuration; a data file that was named by mistake must not be read whole.
 MAX_BYTES = 4 << 20
@@ -232,8 +233,10 @@ class _Builder:
             raise ValueError(f"{INCLUDE} takes the name of a file, relative to this one")
         if "://" in name:
             raise ValueError(f"cannot include {name}: only local files can be included")
+        if problem := variable_problem(name):
+            raise ValueError(problem)
         # Normalised as text, so that messages show `b.yaml` and not `conf/../b.yaml`.
-        path = Path(os.path.normpath(source.path.parent / name.strip()))
+        path = Path(os.path.normpath(source.path.parent / expanded(name.strip())))
         if _real(path) in source.including:
             chain = " -> ".join(p.name for p in (*source.including, path))
             raise ValueError(f"{path} includes itself: {chain}")

@@ -17,6 +17,8 @@ MERGE = "tag:yaml.org,2002:merge"
 _NULL, _BOOL, _INT, _FLOAT, _STR = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str"))
 _LEADING_ZERO = "leading-zero"
 
+_DEEP = re.compile(r"(?:[\[{]\s*){100}")
+
 _DIGITS = r"\d+(?:_\d+)*"
 # Tag, pattern and possible first characters of each kind, tried in this order; everything else is text.
 _PLAIN_SCALARS = (
@@ -89,11 +91,18 @@ def compose(text: str) -> Node | None:
         yaml.YAMLError: for text that is not YAML.
         RecursionError: for text nested too deeply.
     """
+    check_depth(text)
     loader = NodeLoader(text)
     try:
         return loader.get_single_node()
     finally:
         loader.dispose()
+
+
+def check_depth(text: str) -> None:
+    """Raises RecursionError for text that opens a hundred lists or blocks at once, over which PyYAML takes seconds."""
+    if _DEEP.search(text):
+        raise RecursionError("nested too deeply")
 
 
 def explicit_tag(node: Node) -> str | None:
@@ -138,6 +147,7 @@ __all__ = [
     "Node",
     "ScalarNode",
     "SequenceNode",
+    "check_depth",
     "compose",
     "explicit_tag",
     "flow",

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import expanded
+from lm_trainer.core.inside import check_name
 
 MISSING = b"\x02"
 """The generation of an object that does not exist."""
@@ -52,11 +54,14 @@ def _s3(bucket: str, path: str) -> dict[str, Any]:
 
 def _of_profile() -> str | None:
     """The endpoint that the profile of ~/.aws/config names, of which TensorStore reads credentials alone."""
-    file = Path(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")).expanduser()
+    file = Path(expanded(os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")))
     profiles = configparser.ConfigParser(interpolation=None)
     if not file.is_file():
         return None
-    profiles.read(file)
+    try:
+        profiles.read(file)
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
     name = os.environ.get("AWS_PROFILE", "default")
     section = "default" if name == "default" else f"profile {name}"
     return profiles.get(section, "endpoint_url", fallback=None)
@@ -90,7 +95,7 @@ class Bucket:
         url: `gs://BUCKET/PREFIX` or `s3://BUCKET/PREFIX`.
 
     Raises:
-        UserError: when it names no bucket.
+        UserError: when it names no bucket, or a directory that would be another one on this machine (`..`).
     """
 
     def __init__(self, url: str):
@@ -100,6 +105,8 @@ class Bucket:
             raise UserError(f"{url}: expected {' or '.join(f'{each}://BUCKET/DIRECTORY' for each in SCHEMES)}")
         self.scheme, self.bucket = scheme, bucket
         self.path = "/".join(part for part in path.split("/") if part)
+        if self.path:
+            check_name(self.path, url)
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
@@ -243,11 +250,11 @@ Place = Path | Bucket
 
 
 def open_place(path: str | os.PathLike[str]) -> Place:
-    """Returns the directory that a path or a URL of one of `PLACES` names."""
+    """Returns the directory that a path (with `~` for the home of a user) or a URL of one of `PLACES` names."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return Path(path)
+        return Path(expanded(path))
     if scheme == "file":
         return Path(rest)
     return Bucket(text)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lm_trainer.core.bucket import OPERATION_SECONDS, Bucket, Place, explain
-from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.errors import MachineError, UserError, disk_error
+from lm_trainer.core.inside import path_inside
 
 _AT_ONCE = {"s3": 5 * 2**30}
 """Bytes of the largest object that the protocol takes in one request."""
@@ -32,22 +33,32 @@ def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, 
         sizes: of those that may be large, which are then read in pieces.
 
     Raises:
-        MachineError: when the server cannot be reached or refuses, or an object goes while it is read.
+        UserError: for a key that leads out of that directory, before anything is copied.
+        MachineError: when the server cannot be reached or refuses, an object goes while it is read, or the file system
+            refuses.
     """
-    for key in keys:
-        size = (sizes or {}).get(key, 0)
-        whole = [slice(None)] if size <= _PIECE_BYTES else []
-        pieces = whole or [slice(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES)]
-        file = to / key
-        for number, piece in enumerate(pieces):
-            content = directory.read(key, within=piece)
-            if content is None:
-                if number:
-                    raise MachineError(f"{directory}/{key} was deleted while it was read; start again")
-                break
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("ab" if number else "wb") as out:
-                out.write(content)
+    # Consoles of buckets mark a folder by an empty object whose key ends with a slash.
+    files = {key: path_inside(to, key, directory) for key in keys if not key.endswith("/")}
+    for key, file in files.items():
+        try:
+            _fetch(directory, key, file, (sizes or {}).get(key, 0))
+        except OSError as error:
+            told = f"{file}: {directory}/{key} cannot be written there ({error.strerror})"
+            raise disk_error(error) or MachineError(told) from None
+
+
+def _fetch(directory: Bucket, key: str, file: Path, size: int) -> None:
+    whole = [slice(None)] if size <= _PIECE_BYTES else []
+    pieces = whole or (slice(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES))
+    for number, piece in enumerate(pieces):
+        content = directory.read(key, within=piece)
+        if content is None:
+            if number:
+                raise MachineError(f"{directory}/{key} was deleted while it was read; start again")
+            break
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab" if number else "wb") as out:
+            out.write(content)
 
 
 def put(source: Path, directory: Bucket) -> None:

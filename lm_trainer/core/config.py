@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from lm_trainer.core.bucket import PLACES
 from lm_trainer.core.docstrings import field_docs
-from lm_trainer.core.files import HUB_NAME, url_problem
+from lm_trainer.core.files import HUB_NAME, path_problem
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,24 @@ class Ignored:
     values: tuple[Any, ...] | None = None
 
 
-class Config(BaseModel):
+def _refuse_absent(config: type, name: str) -> None:
+    """Raises AttributeError with what to use, for a name that other frameworks have."""
+    for each in config.__mro__:
+        if name in each.__dict__.get("absent", {}):
+            raise AttributeError(f"there is no {config.__name__}.{name}: {each.__dict__['absent'][name]}")
+
+
+class _ConfigType(type(BaseModel)):
+    """The type of the classes, of which methods may be asked as well as of their objects."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            _refuse_absent(cls, name)
+            return super().__getattr__(name)
+
+
+class Config(BaseModel, metaclass=_ConfigType):
     """A frozen value that knows all its keys: an unknown key is an error, never ignored."""
 
     model_config = ConfigDict(
@@ -72,15 +89,17 @@ class Config(BaseModel):
     """Values of `type` that a union with this class has not and other frameworks have, each with the reason or the
     replacement."""
 
-    absent: ClassVar[Mapping[str, str]] = {}
-    """Methods and properties that other frameworks' configurations have and these have not, each with what to use."""
+    absent: ClassVar[Mapping[str, str]] = {
+        "default_choice_name": "it is the default of the field `type`",
+    }
+    """Methods and properties that other frameworks' configurations have and these have not, each with what to use. A
+    class has those of its bases as well."""
 
     # Hidden from type checkers, for which any attribute would exist otherwise.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in type(self).absent:
-                raise AttributeError(f"there is no {type(self).__name__}.{name}: {type(self).absent[name]}")
+            _refuse_absent(type(self), name)
             return super().__getattr__(name)
 
     @classmethod
@@ -113,6 +132,7 @@ _DURATION_PATTERN = (
     r"^\s*(?=\d)(\d+(\.\d+)?\s*(ms|s|m|h|hr|d|w)"
     r"|(\d+\s*w\s*)?(\d+\s*d\s*)?(\d+\s*(h|hr)\s*)?(\d+\s*m\s*)?(\d+(\.\d+)?\s*s)?)\s*$"
 )
+_CLOCK = re.compile(r"(?:(\d+)\s*days?,?\s*)?(\d+):(\d\d):(\d\d)")
 _DURATION = re.compile(r"(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)hr?)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
@@ -133,7 +153,20 @@ def parse_duration(value: Any) -> timedelta:
         if text and (parts := _DURATION.fullmatch(text)) and any(parts.groups()):
             weeks, days, hours, minutes, seconds = (float(p or 0) for p in parts.groups())
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-    raise ValueError(f"expected a duration such as 90s, 15m or 1h30m, got {value!r}")
+    meant = f"; write {text}" if (text := _duration_of(value)) else ""
+    raise ValueError(f"expected a duration such as 90s, 15m or 1h30m, got {value!r}{meant}")
+
+
+def _duration_of(value: Any) -> str:
+    """The text for a duration as others write it: `2 days, 4:13:02`, `+32 m 1 s`; empty for anything else."""
+    if not isinstance(value, str):
+        return ""
+    if clock := _CLOCK.fullmatch(value.strip()):
+        return "".join(
+            f"{int(part)}{unit}" for part, unit in zip(clock.groups(), "dhms", strict=True) if int(part or 0)
+        )
+    signed = re.sub(r"\s", "", value.lower().removeprefix("+"))
+    return signed if value.startswith("+") and _DURATION.fullmatch(signed) else ""
 
 
 def format_duration(value: timedelta) -> str:
@@ -196,7 +229,10 @@ def _path_as_text(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Takes:
-    """The mark of a key that takes a path as text; callers in Python may give a `Path`."""
+    """The mark of a key that takes a path as text; callers in Python may give a `Path`.
+
+    A `~` stays as it was written, for whoever uses the path: see `lm_trainer.core.files.expanded`.
+    """
 
     schemes: tuple[str, ...] = ()
     """Schemes of the URLs that work in its place."""
@@ -210,7 +246,7 @@ class Takes:
         return core_schema.no_info_after_validator_function(self._checked, text)
 
     def _checked(self, value: str) -> str:
-        if problem := url_problem(value, self.schemes, self.name):
+        if problem := path_problem(value, self.schemes, self.name):
             raise ValueError(f"{problem}. {self.instead}" if self.instead else problem)
         return value
 

@@ -1,4 +1,4 @@
-"""Credentials in URLs and keys that name a secret: neither may reach a log, a record or a service."""
+"""Credentials in URLs and commands, and keys that name a secret: none may reach a log, a record or a service."""
 
 from __future__ import annotations
 
@@ -13,24 +13,69 @@ _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:token|secret|passw|signature|credential|api[-_]?key|access[-_]?key)[\w.-]*|sig|key)=)[^&#\s\"']+",
     re.IGNORECASE,
 )
+# Addresses that are secrets themselves: whoever knows them can write there.
+_HOOK = re.compile(
+    r"(https?://(?:hooks?\.[^\s\"'/]+/|[\w.-]*discord(?:app)?\.com/api/[\w/]*?webhooks/|api\.telegram\.org/bot"
+    r"|hc-ping\.com/))[^\s\"'?#]+",
+    re.IGNORECASE,
+)
+# Tokens that can be told by their form: of Hugging Face, OpenAI and the like, GitHub, Slack and AWS.
+_TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
+    r"|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16})\b"
+)
+_BEARER = re.compile(r"\b(Bearer\s+)(?=\S*\d)[\w.~+/=-]{8,}")
 
+COMMAND = "command"
+"""The key whose value is a command, of which more may be a secret than of other texts."""
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"']+)"
+_SECRETS_OF_COMMANDS = (
+    # `Authorization: x` of a header, `"token": "x"` of JSON.
+    re.compile(r"([\w-]+)(\s*:\s*|\"\s*:\s*\"?|'\s*:\s*'?)(?!//)[^\"'\s][^\"']*"),
+    re.compile(rf"(?<![\w/])([A-Za-z_][\w.-]*)(=){_VALUE}"),
+    re.compile(rf"(?<!\S)--([\w.-]+)(\s+){_VALUE}"),
+)
+"""A name, what is between, and a value, which is a secret where the name says so."""
+_LOGIN = re.compile(rf"(?<!\S)(-u|--user|--proxy-user)(=|\s+){_VALUE}")
+_LOGIN_HEADERS = {"authorization", "proxy-authorization", "cookie"}
+_URL = re.compile(r"https?://[^\s\"']+")
+# A part of a path that no person has thought of.
+_RANDOM = re.compile(r"(?<=/)(?=[^/?#]*\d)[^/?#]{16,}")
 
 _SECRET_WORDS = {"token", "secret", "password", "passwd", "apikey", "credential", "credentials"}
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
 def without_credentials(value: Any) -> Any:
-    """Copies a text, or plain containers of texts, and blanks credentials in URLs; other values stay the same.
+    """Copies a text, or plain containers of texts, and blanks credentials; other values stay the same.
 
-    `https://user:password@host?token=x` becomes `https://***@host?token=***`.
+    `https://user:password@host?token=x` becomes `https://***@host?token=***`. So do the addresses of web hooks, tokens
+    that can be told by their form, and in a value of the key `command` also options, headers and variables that name a
+    secret.
     """
     if isinstance(value, str):
-        return _QUERY.sub(r"\1***", _USER.sub("***@", value))
+        blanked = _QUERY.sub(r"\1***", _USER.sub("***@", value))
+        return _BEARER.sub(r"\1***", _TOKEN.sub("***", _HOOK.sub(r"\1***", blanked)))
     if isinstance(value, Mapping):
-        return {key: without_credentials(v) for key, v in value.items()}
+        return {
+            key: _command_without_credentials(v) if key == COMMAND and isinstance(v, str) else without_credentials(v)
+            for key, v in value.items()
+        }
     if isinstance(value, list | tuple):
         return [without_credentials(v) for v in value]
     return value
+
+
+def _command_without_credentials(command: str) -> str:
+    def named(match: re.Match[str]) -> str:
+        is_secret = is_secret_name(match[1]) or match[1].lower() in _LOGIN_HEADERS
+        return f"{match[0][: match.end(2) - match.start()]}***" if is_secret else match[0]
+
+    blanked = _LOGIN.sub(r"\1\2***", without_credentials(command))
+    for pattern in _SECRETS_OF_COMMANDS:
+        blanked = pattern.sub(named, blanked)
+    # The host is left, by which the command is known again.
+    return _URL.sub(lambda url: _RANDOM.sub("***", url[0]), blanked)
 
 
 def is_secret_name(name: str) -> bool:

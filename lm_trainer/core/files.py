@@ -27,14 +27,54 @@ HUB_NAME = "a name on the Hugging Face hub"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//?)")
 
 
-def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
-    """Says why a path that is a URL cannot be used, and what to write instead; None where it can be.
+# As shells write them.
+_VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
+
+
+def expanded(path: AnyPath) -> str:
+    """Returns a path with the home of a user in place of `~` or `~USER` at its beginning.
+
+    Every path that a person writes goes through here (`local_path` and `open_place` do so) when it is used, and stays
+    as it was written in the configuration, which may be read on a machine with another home.
+    """
+    return os.path.expanduser(os.fspath(path))
+
+
+def path_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
+    """Says why a path cannot be used, and what to write instead; None where it can be.
+
+    It cannot be a URL but for some, hold a variable of a shell, or begin with the home of a user that there is not.
 
     Args:
         path: what was written.
         schemes: of the URLs that work in the place of a path.
         name: what else works in its place.
     """
+    if "\0" in os.fspath(path):
+        return f"{os.fspath(path)!r}: no path has a zero character"
+    return url_problem(path, schemes, name) or variable_problem(path) or _home_problem(path)
+
+
+def variable_problem(path: AnyPath) -> str | None:
+    """As `path_problem`, for variables alone: a file means the same wherever it is read."""
+    text = os.fspath(path)
+    if found := _VARIABLE.search(text):
+        return (
+            f"{text}: {found[0]} is not replaced by the value of a variable; write the path itself, or set the key on "
+            f"the command line, where the shell replaces it"
+        )
+    return None
+
+
+def _home_problem(path: AnyPath) -> str | None:
+    text = os.fspath(path)
+    if text.startswith("~") and expanded(text) == text:
+        return f"{text}: there is no home of {text.partition('/')[0]}; a directory of that name is written ./{text}"
+    return None
+
+
+def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> str | None:
+    """As `path_problem`, for URLs alone."""
     text = os.fspath(path)
     found = _URL.match(text)
     if found is None or (found[1].lower() in schemes and found[2] == "//"):
@@ -53,14 +93,14 @@ def url_problem(path: AnyPath, schemes: Sequence[str] = (), name: str = "") -> s
 
 
 def local_path(path: AnyPath) -> Path:
-    """Returns a path on this machine.
+    """Returns a path on this machine, with `~` for the home of a user.
 
     Raises:
-        UserError: for a URL, which would be taken for the name of a directory.
+        UserError: for a URL, which would be taken for the name of a directory, and for a home that there is not.
     """
-    if problem := url_problem(path):
+    if problem := url_problem(path) or _home_problem(path):
         raise UserError(problem)
-    return Path(path)
+    return Path(expanded(path))
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

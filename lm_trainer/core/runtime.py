@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded, path_problem
 from lm_trainer.core.xla_flags import set_gpu_flags
 
 # Of glibc's malloc.h, which Python does not know.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+COMPILATION_CACHES = ("gs", "s3")
+"""Schemes of the URLs that may name the directory of compiled programs."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
 _TPU_FILES = ("/dev/accel0", "/dev/vfio")
 _LEAST_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -127,24 +130,24 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
     """Applies JAX settings by name, turns the persistent compilation cache on, and does as `set_cpu_threads`.
 
     Raises:
-        UserError: for a value that JAX refuses.
+        UserError: for a value that JAX refuses, and for a JAX_COMPILATION_CACHE_DIR that the key could not be.
     """
     import jax
 
     set_cpu_threads(cpu_threads)
-    directory = cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR") or default_compilation_cache()
+    directory = expanded(cache_dir or _cache_of_environment() or default_compilation_cache())
     if _cpu_only():
         # XLA cuts a program into tasks for the threads of the process that compiles it, and its key knows nothing of
         # them: with another number of threads one would run, and record the hash of, a program that was not made here.
         directory = f"{directory}/{_asked_threads() or available_cores()}-threads"
-    values: dict[str, Any] = {"jax_compilation_cache_dir": str(directory)}
+    values: dict[str, Any] = {"jax_compilation_cache_dir": directory}
     # GPUs' compiler chooses kernels by timing them: all programs are kept, or a sum might be in another order at each
     # start. Elsewhere a program that compiles faster than this is compiled again sooner than it is read.
     if _has(_GPU_FILES):
         values["jax_persistent_cache_min_compile_time_secs"] = 0.0
     elif _LEAST_TIME not in os.environ:
         values["jax_persistent_cache_min_compile_time_secs"] = 0.5
-    if "://" in str(directory):
+    if "://" in directory:
         # JAX has XLA keep its choice of kernels in the same directory, and XLA writes to local ones alone: it would
         # make one here whose name begins with `gs:`, or fail. The programs themselves hold the choice.
         values["jax_persistent_cache_enable_xla_caches"] = "none"
@@ -156,6 +159,13 @@ def configure_jax(settings: Mapping[str, Any], cache_dir: str | None, cpu_thread
             jax.config.update(name, value)
         except (ValueError, TypeError, RuntimeError) as error:
             raise UserError(f"trainer.jax_config: {name}: {error}") from error
+
+
+def _cache_of_environment() -> str | None:
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named and (problem := path_problem(named, COMPILATION_CACHES)):
+        raise UserError(f"JAX_COMPILATION_CACHE_DIR in the environment: {problem}")
+    return named
 
 
 def check_settings(settings: Iterable[str]) -> None:

@@ -83,6 +83,8 @@ class SetConfig(Config):
     refused_keys: ClassVar[Mapping[str, str]] = {
         "plaintext": "files whose names end in .txt are read as text; or set source.type: text",
         "chat_template": "the template belongs to the format: format: {type: chat, chat_template: ...}",
+        "train_split": "splits names both: splits: [TRAIN, VALIDATION]",
+        "validation_split": "splits names both: splits: [TRAIN, VALIDATION]",
     }
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "id": ("train_urls", "validation_urls"),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import url_problem
+from lm_trainer.core.files import local_path, path_problem
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.held_out import open_held_out
 from lm_trainer.data.rows.audio_rows import HeardSet
@@ -64,9 +64,9 @@ def choose_text(source: str, model: EvalModel, data: Sequence[str]) -> Text:
         UserError: where there is none.
     """
     if len(data) == 1 and data[0].endswith(_YAML):
-        if problem := url_problem(data[0]):
+        if problem := path_problem(data[0]):
             raise UserError(f"--data: {problem}")
-        return Text(load(Path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
+        return Text(load(local_path(data[0]), ["trainer.tracker=[]"], RunConfig).config.data, Path.cwd())
     if data:
         return Text(_of_files(data), Path.cwd())
     if model.step is None:

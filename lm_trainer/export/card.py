@@ -10,7 +10,7 @@ from typing import Any
 
 # A name or a path may hold anything: it must neither format nor break the table.
 _MARKDOWN = re.compile(r"([\\`*_\[\]|~])")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\u2028\u2029]+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from lm_trainer.core.bucket import Bucket, Place, read_json
@@ -83,6 +83,8 @@ def complete_directory(out: Place, *, overwrite: bool, replaceable: Collection[s
     check_output(out, overwrite=overwrite, replaceable=replaceable)
     # Beside `out`, because a rename is atomic only within one file system.
     draft = out.parent / f".{out.name}.incomplete"
+    if draft.is_symlink():
+        raise UserError(f"{draft}: is a link, and what it leads to would be emptied; remove it")
     with _machine_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         draft.mkdir(exist_ok=True)
@@ -125,12 +127,14 @@ def exported_files(bucket: Bucket) -> dict[str, int]:
     """The files of such a directory, and the bytes of each.
 
     Raises:
-        UserError: when one of them is gone.
+        UserError: when one of them is gone, or their list is damaged.
     """
     files, there = read_json(bucket, COMPLETE).get("files", {}), set(bucket.list())
+    if not isinstance(files, Mapping) or not all(isinstance(size, int) and size >= 0 for size in files.values()):
+        raise UserError(f"{bucket}/{COMPLETE} is damaged: it names no files and their sizes; export the model again")
     if gone := sorted(set(files) - there):
         raise UserError(f"{bucket}: {gone[0]} is gone; export the model again")
-    return files
+    return dict(files)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import path_inside
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 from lm_trainer.export.weights import Weights, read_json
 
@@ -110,7 +111,7 @@ class AdaptedWeights(Weights):
         file = directory / ADAPTER_CONFIG
         self._config = _checked(read_json(file), file)
         try:
-            found = read_header(directory / _ADAPTER_WEIGHTS)
+            found = read_header(path_inside(directory, _ADAPTER_WEIGHTS, directory))
         except FileNotFoundError:
             raise UserError(f"{directory}: no {_ADAPTER_WEIGHTS}") from None
         # A module of PEFT, and the tensor of the base that it adapts, may differ in their prefix.

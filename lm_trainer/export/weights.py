@@ -15,6 +15,7 @@ import ml_dtypes  # noqa: F401 - teaches NumPy the name bfloat16, which safetens
 import numpy as np
 
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.inside import path_inside
 from lm_trainer.export.tensor_file import StoredTensor, read_header
 
 SINGLE_FILE = "model.safetensors"
@@ -103,8 +104,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object from a file that somebody else wrote.
 
     Raises:
-        UserError: when the file is missing, too large, or no JSON object.
+        UserError: when the file is missing, too large, a link out of its directory, or no JSON object.
     """
+    path_inside(path.parent, path.name, path.parent)
     try:
         # Before it is read: a file of somebody else may be of any size.
         size = path.stat().st_size
@@ -225,19 +227,7 @@ def _check_index(index: Path, placed: Mapping[str, str], files: Mapping[str, Map
 
 
 def _header(directory: Path, name: str, *, source: Path) -> dict[str, StoredTensor]:
-    _check_inside(directory, directory / name)
     try:
-        return read_header(directory / name)
+        return read_header(path_inside(directory, name, source))
     except FileNotFoundError:
         raise UserError(f"{source}: {name} is missing; the download or the copy is incomplete") from None
-
-
-def _check_inside(directory: Path, path: Path) -> None:
-    """Refuses a link that leads out of the directory, as a hostile archive may hold one.
-
-    It may lead to the hub's own cache of the same repository, whose blobs lie beside its snapshots.
-    """
-    target, home = path.resolve(), directory.resolve()
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-        raise UserError(f"{path}: is a link to {target}, outside its directory; copy the file here if you trust it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 MAX_PROMPT_BYTES = 16 * 2**20
 CHUNK = 4
 """New tokens between two looks at what was written."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +253,3 @@ def _sample(source: TextModel, prompt: str, ids: Sequence[int], new: Continuatio
         tokens = tokens[: next(n for n in range(len(tokens) + 1) if cut_at(tokenizer.decode(tokens[:n]), stop)[1])]
     finish = "stop" if stopped else "length" if end is None else "document_end"
     return Sample(prompt, text, tokens, finish, new.log_probs[: len(tokens)] if new.log_probs else None)
-
-
-def for_terminal(text: str) -> str:
-    """Replaces each control character of a text, because a model may write commands that terminals obey."""
-    return _CONTROL.sub("\ufffd", text)

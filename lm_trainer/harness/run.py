@@ -16,6 +16,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.harness.answer_loss import ANSWER_LOSS, answer_loss
 from lm_trainer.harness.config import HarnessConfig, TaskConfig
 from lm_trainer.harness.model import HarnessModel
@@ -102,12 +103,13 @@ class Tasks:
 
 def _manager(config: HarnessConfig, specs: Sequence[TaskConfig]) -> TaskManager:
     """Lists the tasks there are: of the user's directory alone where that has all, since the harness has thousands."""
-    if config.include_path is not None:
-        own = TaskManager(include_path=config.include_path, include_defaults=False)
+    directory = None if config.include_path is None else str(local_path(config.include_path))
+    if directory is not None:
+        own = TaskManager(include_path=directory, include_defaults=False)
         if all(spec.task in own.all_tasks for spec in specs):
             return own
     _go_offline_if_unreachable()
-    return TaskManager(include_path=config.include_path)
+    return TaskManager(include_path=directory)
 
 
 def _go_offline_if_unreachable() -> None:

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from lm_trainer.core.errors import EXIT_CRASH, UserError
+from lm_trainer.core.terminal import for_terminal
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.parallel.processes import gather, gather_texts, is_lead
 from lm_trainer.trackers import Progress
@@ -117,7 +118,7 @@ class FailureDetector:
         if self._all_failed.wait(GRACE):
             return
         if isinstance(error, UserError):
-            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.write(for_terminal(f"error: {error}\n"))
         else:
             traceback.print_exception(error)
         _exit(code)
@@ -243,9 +244,8 @@ class _Connection:
 
 
 def _exit_with_reason(text: str, code: int) -> None:
-    sys.stderr.write(
-        f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
-    )
+    told = f"\nerror: {text}. This process ends with it; the same command goes on from the newest checkpoint\n"
+    sys.stderr.write(for_terminal(told))
     _exit(code)
 
 

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any, Literal
 
+from lm_trainer.core.files import local_path
 from lm_trainer.data.tokenizer import tokenizer_config
 from lm_trainer.data.tokenizer.hf import Pretrained, load_pretrained
 from lm_trainer.ladder.batch import BatchShape, elastic_batch, olmo_batch
@@ -67,7 +68,7 @@ def run_name(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> s
 
 def run_folder(ladder: LadderConfig, size_spec: str, seed: int | None = None) -> Path:
     """The directory of a run."""
-    return Path(ladder.dir) / run_name(ladder, size_spec, seed)
+    return local_path(ladder.dir) / run_name(ladder, size_spec, seed)
 
 
 def run_config(

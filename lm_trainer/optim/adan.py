@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -12,7 +14,9 @@ from lm_trainer.optim.params import Params
 
 
 class AdanConfig(OptimizerConfig):
-    """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW."""
+    """Adan (Xie et al. 2022, arXiv 2208.06677, algorithm 1), but with the weight decay of AdamW. Its decays are 1 minus
+    the paper's betas, as in the paper's own code, whose averages are free of the bias of their first steps.
+    """
 
     elementwise_transform: ClassVar[bool] = True
     squares_in_state: ClassVar[tuple[str, ...] | None] = ("n",)
@@ -32,6 +36,43 @@ class AdanConfig(OptimizerConfig):
     """Added to the root of the average of squares."""
 
     def transform(self, params: Params) -> optax.GradientTransformation:
-        """Returns (m + (1 - beta2) v) / (sqrt(n) + epsilon): averages of gradients, of differences, and of squares."""
+        """Returns (m + beta2 v) / (sqrt(n) + epsilon): averages of gradients g, of their changes d, and of the squares
+        of g + beta2 d.
+        """
         del params
-        return optax.scale_by_adan(b1=self.beta1, b2=self.beta2, b3=self.beta3, eps=self.epsilon)
+
+        def init(like: Any) -> AdanState:
+            m, v, n, g = (optax.tree.zeros_like(like) for _ in range(4))
+            return AdanState(m, v, n, g, jnp.zeros((), jnp.int32))
+
+        return optax.GradientTransformation(init, self._update)  # pyright: ignore[reportArgumentType]
+
+    def _update(self, updates: Any, state: AdanState, params: Any = None) -> tuple[Any, AdanState]:
+        del params
+        first = state.t == 0
+        # The gradient before the first one is taken to be the same.
+        change = jax.tree.map(lambda g, before: jnp.where(first, 0, g - before), updates, state.g)
+        ahead = jax.tree.map(lambda g, d: g + self.beta2 * d, updates, change)
+        m = optax.tree.update_moment(updates, state.m, self.beta1, 1)
+        v = optax.tree.update_moment(change, state.v, self.beta2, 1)
+        n = optax.tree.update_moment_per_elem_norm(ahead, state.n, self.beta3, 2)
+        t = state.t + 1
+        averages = (m, self.beta1), (v, self.beta2), (n, self.beta3)
+        unbiased = (optax.tree.bias_correction(x, beta, t) for x, beta in averages)
+        steps = jax.tree.map(lambda m, v, n: (m + self.beta2 * v) / (jnp.sqrt(n) + self.epsilon), *unbiased)
+        return steps, AdanState(m, v, n, updates, t)
+
+
+class AdanState(NamedTuple):
+    """State of Adan; all but `t` like the parameters."""
+
+    m: Any
+    """The average of gradients."""
+    v: Any
+    """The average of differences of successive gradients."""
+    n: Any
+    """The average of squares."""
+    g: Any
+    """The gradient of the step before."""
+    t: jax.Array
+    """int32 [], steps done."""

@@ -17,7 +17,9 @@ _LEAST_SHARE = 1e-3
 
 
 class CautiousConfig(OptimizerConfig):
-    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1)."""
+    """Cautious AdamW (Liang et al. 2024, arXiv 2411.16085, algorithm 1). The update is divided by the share of numbers
+    that agree, as in the later code of its authors, where the algorithm adds 1 to the count of those that agree.
+    """
 
     # The share of numbers that agree is computed from a count of integers, which is exact in any order.
     elementwise_transform: ClassVar[bool] = True

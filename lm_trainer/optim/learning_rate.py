@@ -26,7 +26,7 @@ class LearningRateConfig(Config):
     """Linear warm-up from 0 in the first cycle: a fraction of the cycle (a float up to 1.0) or a number of steps."""
     rewarmup: FractionOrSteps = 0.0
     """Linear warm-up of the other cycles from the learning rate at the end of the one before, like `warmup`; 0: the
-    learning rate jumps back to the peak."""
+    learning rate jumps back to the peak. No effect on a single cycle."""
     decay: FractionOrSteps | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
     """Length of the decay at the end of each cycle, as a fraction of the cycle or in steps, or a list of steps, one for
     each cycle; null: everything after the warm-up. The steps between warm-up and decay are at the peak."""
@@ -77,6 +77,4 @@ class LearningRateConfig(Config):
     def _cycles_are_said_once(self) -> Self:
         if self.cycles is not None and self.cycle_length is not None:
             raise ValueError("set cycles (how many, or where they end) or cycle_length (how long they are), not both")
-        if self.rewarmup and self.cycles is None and self.cycle_length is None:
-            raise ValueError("rewarmup has no effect on a single cycle; set cycles or cycle_length too")
         return self

@@ -23,6 +23,10 @@ from lm_trainer.optim.params import Params
 class MuonConfig(OptimizerConfig):
     """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), with the momentum of optax.contrib.muon.
 
+    With nesterov, it frees both the average and the gradient from the bias of the first steps, the average by one step
+    more: (b m / (1 - b^(t+1)) + (1 - b) g / (1 - b^t)), where Jordan's own code has b m + (1 - b) g. The directions of
+    the two differ by some percent in the first steps, and not in the end.
+
     Every layer's matrix is orthogonalised by itself, and the heads of one attention matrix together.
     """
 

@@ -45,7 +45,8 @@ class Schedule:
     - `linear`: 1 - (1 - m) * t / D;
     - `cosine`: m + (1 - m) * ((1 + cos(pi * t / D)) / 2)^p, with p = 1 Loshchilov and Hutter 2017, equation 5;
     - `inv_sqrt`: max(m, sqrt(w / (w + t))) with w the steps of the first warm-up, at least 1, as in Vaswani et al.
-      2017, equation 3; with a timescale T, max(m, min(1, sqrt(T / n))), n = t + the warm-up, at least 1;
+      2017, equation 3; with a timescale T, max(m, min(1, sqrt(T / n))), n = t + the warm-up, at least 1, which begins
+      below the peak where T is below the warm-up;
     - `inv`: 1 / (1 + (1 / m - 1) * t / D), linear in 1 / rate, as in Wen et al. 2024, arXiv 2410.05192;
     - `power`: B * a * n^b / peak, at least m and at most 1, with n the tokens since the cycle began, B the rows of the
       batch, by default a = 4.6 and b = -0.51, Shen et al. 2024, arXiv 2408.13359. It may begin below the peak.

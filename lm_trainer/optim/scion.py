@@ -16,6 +16,9 @@ from lm_trainer.optim.params import Params
 class ScionConfig(OptimizerConfig):
     """Unconstrained Scion (Pethick et al. 2025, arXiv 2502.07529, algorithm 1): the spectral norm for matrices of
     hidden layers, the largest absolute value for all else, whose update is then a sign.
+
+    The update of a matrix is scaled by sqrt(max(1, outputs / inputs)), as in Levanter, and signs by nothing; the paper
+    has sqrt(outputs / inputs) for hidden layers, and 1 / inputs for the head.
     """
 
     refused_keys: ClassVar[Mapping[str, str]] = {**OptimizerConfig.refused_keys, "lr": "use `learning_rate`"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,11 @@ class SkipStepConfig(Config):
     With fewer than half of these steps in the history, every finite step is taken. A skipped step changes neither
     parameters nor moments; what was finite in it enters the history, so that a lasting change is accepted in time.
     """
+
+    absent: ClassVar[Mapping[str, str]] = {
+        "from_bool_int_or_config": "use SkipStepConfig.parse(value), not for False",
+        "wrap": "use skip_bad_steps(optimizer, config) of lm_trainer.optim.skip",
+    }
 
     rolling_interval_length: int = Field(default=128, ge=2)
     """Number of steps in the history."""

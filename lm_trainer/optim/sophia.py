@@ -35,7 +35,9 @@ class SophiaState(NamedTuple):
 
 
 class SophiaConfig(OptimizerConfig):
-    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3)."""
+    """Keys and rule of both kinds of Sophia (Liu et al. 2023, arXiv 2305.14342, algorithm 3), but with a momentum that
+    is corrected for its start at 0, as in Levanter and optax.
+    """
 
     refused_keys: ClassVar[Mapping[str, str]] = {
         **OptimizerConfig.refused_keys,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import path_inside
 from lm_trainer.report.page import GROUPS, POINTS
 from lm_trainer.report.run import ReportedRun
 from lm_trainer.report.thin import thin
@@ -38,16 +39,21 @@ def write_figures(runs: Sequence[ReportedRun], directory: Path) -> list[Path]:
             for index, run in enumerate(runs):
                 if name in run.metrics:
                     x, y = thin(*run.metrics[name], POINTS)
-                    axis.plot(x, y, label=run.name, linewidth=1, color=_COLORS[index % len(_COLORS)])
+                    axis.plot(x, y, label=_plain(run.name), linewidth=1, color=_COLORS[index % len(_COLORS)])
             axis.set_xlabel("step")
-            axis.set_ylabel(name)
+            axis.set_ylabel(_plain(name))
             axis.grid(alpha=0.3)
             if len(runs) > 1:
                 axis.legend(fontsize="small")
             for suffix in ("svg", "png"):
-                path = directory / f"{name.replace('/', '-')}.{suffix}"
+                path = path_inside(directory, f"{name.replace('/', '-')}.{suffix}", runs[0].path)
                 figure.savefig(path, dpi=200)
                 written.append(path)
     except OSError as error:
         raise UserError(f"{directory}: cannot be written: {error.strerror or error}") from None
     return written
+
+
+def _plain(name: str) -> str:
+    """Escapes a name for matplotlib, to which dollars are the marks of a formula."""
+    return name.replace("$", r"\$")

@@ -12,9 +12,10 @@ from lm_trainer.checkpoint.store import CheckpointError, committed_steps, read_r
 from lm_trainer.config.loader import load
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import check_name, path_inside
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.find import checkpoints_of, find_run, root_of
-from lm_trainer.run.records import identity_of, read_attempts, read_run_record
+from lm_trainer.run.records import RUN, identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
 
 _IGNORED = ("time", "step", "alert", "message")
@@ -58,7 +59,7 @@ class RunRecord:
             raise UserError(f"{path}: this run has not done a step yet")
         return cls(
             path,
-            content.get("id", path.name),
+            check_name(content.get("id", path.name), path / RUN),
             checkpoints,
             identity_of(content, path),
             content.get("changes", []),
@@ -144,11 +145,12 @@ class RunRecord:
             )
         # Each change of the configuration has kept the file before it, which holds up to the step of the change.
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
+        file = path_inside(self.path, name, self.path / "run.json")
         # Without trackers, whose packages need not be installed where the run is computed again.
-        plain = load(self.path / name, ["trainer.tracker=[]"], RunConfig).config
+        plain = load(file, ["trainer.tracker=[]"], RunConfig).config
         if not overrides:
             return plain
-        config = load(self.path / name, ["trainer.tracker=[]", *overrides], RunConfig).config
+        config = load(file, ["trainer.tracker=[]", *overrides], RunConfig).config
         if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
             raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
         return config

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
+from lm_trainer.core.inside import path_inside
 from lm_trainer.reproduce.record import RunRecord, equal_bits
 from lm_trainer.reproduce.rerun import Rerun, configure_again, rerun
 from lm_trainer.run.environment import environment, environment_differences
@@ -169,7 +170,7 @@ def write_down(record: RunRecord, segments: Sequence[Segment], seed: int) -> boo
         "devices": environment()["devices"],
     }
     try:
-        append_line(record.path / VERIFIED, json.dumps(encode(line)).encode())
+        append_line(path_inside(record.path, VERIFIED, record.path), json.dumps(encode(line)).encode())
     except OSError:
         return False
     return True

@@ -19,6 +19,7 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.store import CheckpointError, CheckpointStore, Restored, committed_steps, read_record
 from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.core.tree import named_leaves, nested_from_names
 from lm_trainer.models.hf import param_infos
 from lm_trainer.nn.lora import is_adapter_param, merge_lora
@@ -197,7 +198,7 @@ def load_whole(
 
 def base_name(config: RunConfig) -> str:
     """The frozen model of a run with an adapter, as its configuration names it."""
-    return config.trainer.initialize_from or source_name(config)
+    return expanded(config.trainer.initialize_from or source_name(config))
 
 
 def _base_params(run: str | Place, loaded: LoadedModel) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from lm_trainer.config.render import to_yaml
 from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
 from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.config import Config
-from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.core.files import local_path, make_writable, write_atomically
+from lm_trainer.core.inside import path_inside
 from lm_trainer.core.lease import Lease
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
@@ -35,6 +35,7 @@ from lm_trainer.run.records import (
     read_attempts,
     read_run_record,
 )
+from lm_trainer.run.run_id import run_id_problem
 from lm_trainer.run.trainer_config import TrainerConfig
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,16 @@ def run_id(config: RunConfig, config_name: str) -> str:
     """The id in the configuration, else RUN_ID of the environment, else one made of the name and the numbers.
 
     The same configuration has the same id, so the same command resumes its run; another configuration gets another.
+
+    Raises:
+        UserError: for a RUN_ID that trainer.id could not be.
     """
-    return config.trainer.id or os.environ.get("RUN_ID") or f"{config_name}-{config_hash(config)}"
+    if config.trainer.id:
+        return config.trainer.id
+    named = os.environ.get("RUN_ID")
+    if named and (problem := run_id_problem(named)):
+        raise UserError(f"RUN_ID in the environment: {problem}")
+    return named or f"{config_name}-{config_hash(config)}"
 
 
 def checkpoint_directory(trainer: TrainerConfig, name: str) -> Place:
@@ -89,7 +98,7 @@ class RunDirectory:
         self.name, self.allow_change = name, allow_change
         self._differences: list[str] = []
         self.config = settings.model_copy(update={"trainer": trainer.model_copy(update={"id": name})})
-        self.path = Path(trainer.log_dir) / name
+        self.path = local_path(trainer.log_dir) / name
         checkpoints = checkpoint_directory(trainer, name)
         self.checkpoints: Place = checkpoints.absolute() if isinstance(checkpoints, Path) else checkpoints
         self._locks = contextlib.ExitStack()
@@ -112,6 +121,7 @@ class RunDirectory:
     def _hold(self) -> None:
         try:
             for directory in self._local_directories():
+                _refuse_links(directory)
                 make_writable(directory, "trainer.log_dir and trainer.checkpointer.base_path")
                 self._locks.enter_context(locked(directory))
             if self._copy is not None:
@@ -128,8 +138,8 @@ class RunDirectory:
         self._locks.close()
 
     def _local_directories(self) -> set[Path]:
-        # A set: both may be one directory, which cannot be locked twice.
-        return {place.absolute() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
+        # A set: both may be one directory, however it is written, which cannot be locked twice.
+        return {place.resolve() for place in (self.path, self.checkpoints) if isinstance(place, Path)}
 
     def _hold_bucket(self, copy: RunCopy) -> None:
         assert isinstance(self.checkpoints, Bucket)
@@ -202,7 +212,7 @@ class RunDirectory:
         if changes:
             content["changes"] = changes
         self._records.write(RUN, json.dumps(content, indent=1) + "\n")
-        text = without_credentials(to_yaml(self.config))
+        text = to_yaml(self.config, shown=True)
         write_atomically(self.path / "config.yaml", text)
         with written_to(self.checkpoints) as directory:
             write_atomically(directory / "config.yaml", text)
@@ -274,6 +284,15 @@ class RunDirectory:
             self._write(moved)
         listed, self._differences = self._differences, []
         return [f"from step {step} on with another configuration:\n  " + "\n  ".join(listed)] if listed else []
+
+
+def _refuse_links(directory: Path) -> None:
+    """Raises UserError for a link by which a run that somebody gave away would write to other files; checkpoints may be
+    elsewhere, since nothing in them is written again.
+    """
+    for entry in [*directory.iterdir()] if directory.is_dir() else ():
+        if entry.is_symlink() and not entry.name.isdecimal():
+            path_inside(directory, entry.name, directory)
 
 
 @contextlib.contextmanager

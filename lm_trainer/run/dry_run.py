@@ -11,7 +11,7 @@ from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.adapters import describe_size, training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import run_id
-from lm_trainer.run.notes import configuration_warnings, describe_mesh
+from lm_trainer.run.notes import configuration_warnings, describe_mesh, schedule_notes
 from lm_trainer.run.pretrained import find_start
 from lm_trainer.run.program import Program, build_program, check_devices
 from lm_trainer.run.vocabulary import find_vocabulary
@@ -45,6 +45,7 @@ def dry_run(config: RunConfig, *, name: str) -> list[str]:
         *(() if start is None else start.notes),
         *(() if note is None else (f"note: {note}",)),
         *(f"note: {each}" for each in configuration_warnings(trainer, program.sharding.mesh)),
+        *(f"note: {each}" for each in schedule_notes(config)),
         *(() if all(one.names_text for one in config.data.sets.values()) else (_EMBEDDED,)),
         f"{describe_size(program.model)} with a vocabulary of {vocab_size:,}, {flops:,} FLOPs per token",
         f"{trainer.num_train_steps:,} steps, the first of {schedule.at(0) * seq_len:,} tokens in {plan.count} "

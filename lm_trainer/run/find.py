@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
-
+from lm_trainer.config.yaml_nodes import MAX_BYTES, read_file
+from lm_trainer.config.yaml_syntax import INCLUDE
 from lm_trainer.core.bucket import Bucket, Place, is_bucket, open_place
 from lm_trainer.core.bucket_files import local_copy
 from lm_trainer.core.errors import UserError
-from lm_trainer.core.files import local_path
+from lm_trainer.core.files import local_path, path_problem
 from lm_trainer.run.copy import COPY
 from lm_trainer.run.records import read_run_record, recorded_checkpoints
 
@@ -19,14 +19,21 @@ _LOGS, _CHECKPOINTS = Path("logs"), Path("checkpoints")
 
 
 def log_directory(config: Path) -> Path:
-    """The directory of runs that a configuration file names as trainer.log_dir; `logs` where it names none."""
+    """The directory of runs that a configuration file names as trainer.log_dir; `logs` where it names none, or is no
+    configuration: it may be any file of the working directory.
+    """
     try:
-        content = yaml.safe_load(config.read_text())
-        named = content["trainer"]["log_dir"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
-        # Whatever is wrong with the file is the business of those who train by it.
+        # By its bytes first: most files that are no configurations need not be parsed.
+        small = config.is_file() and config.stat().st_size <= MAX_BYTES
+        content = config.read_bytes() if small else b""
+    except OSError:
         return _LOGS
-    return Path(named).expanduser() if isinstance(named, str) else _LOGS
+    if not any(word in content for word in (b"log_dir", INCLUDE.encode())):
+        return _LOGS
+    # Whatever is wrong with the file is the business of those who train by it.
+    trainer = (read_file(config).data or {}).get("trainer")
+    named = trainer.get("log_dir") if isinstance(trainer, dict) else None
+    return local_path(named) if isinstance(named, str) and path_problem(named) is None else _LOGS
 
 
 def log_directories() -> list[Path]:
@@ -47,10 +54,11 @@ def find_run(run: str | Path) -> Path:
     if is_bucket(run):
         return _copy_of(Bucket(str(run)))
     places = log_directories()
-    for candidate in (local_path(run), *(place / run for place in places)):
+    run = local_path(run)
+    for candidate in (run, *(place / run for place in places)):
         if (candidate / "run.json").is_file():
             return candidate.absolute()
-    if (Path(run) / "config.yaml").is_file():
+    if (run / "config.yaml").is_file():
         raise UserError(f"{run} is a checkpoint directory; name the run directory, where its metrics.jsonl is")
     raise UserError(f"{run}: no run of this name, and no run directory{_runs_here('run.json', *places)}")
 
@@ -83,9 +91,10 @@ def root_of(run_dir: Path, log_dir: str) -> Path:
         run_dir: absolute.
         log_dir: trainer.log_dir of its configuration; of an absolute one, the working directory is taken.
     """
-    tail = Path(log_dir) / run_dir.name
+    logs = local_path(log_dir)
+    tail = logs / run_dir.name
     below = not tail.is_absolute() and ".." not in tail.parts and run_dir.parts[-len(tail.parts) :] == tail.parts
-    return run_dir.parents[len(Path(log_dir).parts)] if below else Path.cwd()
+    return run_dir.parents[len(logs.parts)] if below else Path.cwd()
 
 
 def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
@@ -100,7 +109,7 @@ def find_checkpoints(run: str | Place) -> tuple[Place, int | None]:
     """
     if isinstance(run, Bucket) or is_bucket(run):
         return _in_bucket(Bucket(str(run)))
-    path = local_path(run)
+    path = run = local_path(run)
     if re.fullmatch(r"\d+", path.name) and (path.parent / "config.yaml").is_file():
         return path.parent, int(path.name)
     logs = log_directories()

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.errors import MachineError
 from lm_trainer.run.find import checkpoints_of
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
@@ -105,10 +104,9 @@ def _last_lines(file: Path) -> list[bytes]:
 
 
 def _total_steps(path: Path) -> int | None:
-    try:
-        return int(yaml.safe_load((path / "config.yaml").read_text())["trainer"]["num_train_steps"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
+    trainer = (read_file(path / "config.yaml").data or {}).get("trainer")
+    steps = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
+    return steps if isinstance(steps, int) else None
 
 
 def _json(file: Path) -> dict[str, Any]:

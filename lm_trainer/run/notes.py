@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from lm_trainer.nn.spec import DecoderSpec
 from lm_trainer.parallel.mesh import BATCH_AXES, OTHER_AXES
+from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import recomputes_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 
@@ -37,6 +38,20 @@ def configuration_warnings(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
         yield (
             "trainer.mp: weights and the optimizer's state are bfloat16, which loses small updates; p=f32,c=bfloat16 "
             "keeps them in float32 and computes in bfloat16"
+        )
+
+
+def schedule_notes(config: RunConfig) -> Iterator[str]:
+    """Yields a line for each setting of the learning rate that has no effect, or another than may be meant."""
+    optimizer = config.optimizer
+    schedule = config.learning_rate()
+    if optimizer.rewarmup and len(schedule.cycles) == 1:
+        yield "optimizer.rewarmup has no effect on a single cycle; set optimizer.cycles or cycle_length too"
+    warmup, timescale = schedule.cycles[0].warmup, schedule.constants.timescale
+    if schedule.shape == "inv_sqrt" and timescale is not None and timescale < warmup:
+        yield (
+            f"optimizer.lr_schedule: a timescale of {timescale:g} steps is shorter than the warm-up of {warmup}, so "
+            f"that the learning rate reaches {schedule(warmup):.3g}, and not {optimizer.learning_rate:g}"
         )
 
 

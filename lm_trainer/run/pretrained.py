@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from lm_trainer.checkpoint.store import committed_steps
 from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.data.tokenizer import HfTokenizer, Pretrained, Tokenizer
 from lm_trainer.data.tokenizer.compare import find_difference, has_rows_for
 from lm_trainer.data.tokenizer.hf import load_pretrained
@@ -265,7 +266,7 @@ class HfCheckpoint:
 
 
 def _locate(config: RunConfig, *, weights: bool = True) -> Path:
-    name = source_name(config)
+    name = expanded(source_name(config))
     # The name of a directory may have an @ of its own.
     path, _, revision = (name, "", "") if Path(name).exists() else name.partition("@")
     return fetch_directory(path, revision=revision or None, weights=weights)

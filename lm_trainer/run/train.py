@@ -44,7 +44,7 @@ from lm_trainer.run.local_params import local_params
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.model import recomputes_layers, trace_model
-from lm_trainer.run.notes import recomputation_note
+from lm_trainer.run.notes import recomputation_note, schedule_notes
 from lm_trainer.run.pretrained import HfStart, carried_settings, find_start
 from lm_trainer.run.program import Program, plan_run
 from lm_trainer.run.saved_model import SETTINGS
@@ -309,6 +309,8 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
     if so_far:
         progress.note(describe_build(data))
     if note := empty_rows_note(config, data):
+        progress.note(note)
+    for note in schedule_notes(config):
         progress.note(note)
     if note := recomputation_note(config.trainer, config.model.spec(vocab_size)):
         progress.note(note)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,7 +16,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
-from lm_trainer.core.runtime import check_settings
+from lm_trainer.core.runtime import COMPILATION_CACHES, check_settings
 from lm_trainer.data.tokenize.ray_backend import RayConfig
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.watchdog import WatchdogConfig
@@ -34,6 +33,7 @@ from lm_trainer.parallel.mesh import (
     check_logical_axis,
     parse_rules,
 )
+from lm_trainer.run.run_id import run_id_problem
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.norms import WatchConfig
@@ -214,7 +214,7 @@ class TrainerConfig(Config):
 
     jax_config: Annotated[dict[str, JsonValue], numeric_part(_numeric_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
-    jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=("gs", "s3"))] | None] = None
+    jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=COMPILATION_CACHES)] | None] = None
     """Directory in which compiled programs are kept between runs; with the package gcsfs or s3fs it may be a gs:// or
     s3:// URL. Default: JAX_COMPILATION_CACHE_DIR, else the user's cache directory."""
     distributed: Operational[DistributedConfig] = DistributedConfig()
@@ -228,8 +228,15 @@ class TrainerConfig(Config):
     @field_validator("id")
     @classmethod
     def _id_is_a_file_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[\w][\w.-]*", value):
-            raise ValueError(f"{value!r} cannot name a directory; use letters, digits, '.', '_' and '-'")
+        if value is not None and (problem := run_id_problem(value)):
+            raise ValueError(problem)
+        return value
+
+    @field_validator("replica_dcn_axis_size", mode="before")
+    @classmethod
+    def _slices_are_counted(cls, value: Any) -> Any:
+        if value == -1:
+            raise ValueError("-1, for as many as there are slices, is not found out; write their number")
         return value
 
     @field_validator("jax_config")

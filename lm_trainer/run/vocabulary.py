@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_trainer.data.tokenizer import Pretrained
@@ -35,7 +34,7 @@ def find_vocabulary(config: RunConfig) -> Vocabulary:
     if config.initialize_from_hf:
         return Vocabulary(stored_vocabulary(config))
     if config.trainer.initialize_from is not None:
-        return Vocabulary(read_vocabulary(Path(config.trainer.initialize_from))[0])
+        return Vocabulary(read_vocabulary(config.trainer.initialize_from)[0])
     tokenizer: Any = config.data.tokenizer_config
     if not isinstance(tokenizer, Pretrained):
         return Vocabulary(tokenizer.vocab_size)

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from lm_trainer.core.terminal import for_terminal
+
 _MODULES = logging.getLogger("lm_trainer.nn")
 """Modules of a model log here the choices that they make by themselves."""
 _ALL = logging.getLogger("lm_trainer")
@@ -79,7 +81,9 @@ class Progress:
         self.close()
 
     def note(self, text: str) -> None:
-        """Writes a line that stays; characters that the output cannot encode are written as escapes."""
+        """Writes a line that stays; characters that the output cannot encode are written as escapes, and those that a
+        terminal would obey are replaced.
+        """
         self._show(lambda: self._view.note(self._encodable(text)))
 
     def phase(self, text: str) -> None:
@@ -97,7 +101,7 @@ class Progress:
         self._open = False
 
     def _encodable(self, text: str) -> str:
-        return text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+        return for_terminal(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
 
     def _seconds_left(self, step: int) -> float | None:
         """The time left, by the mean since the first step of this attempt, evaluations and saves included."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_trainer.core.config import LocalPath
-from lm_trainer.core.files import make_writable, write_atomically
+from lm_trainer.core.files import local_path, make_writable, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 from lm_trainer.trackers.json_lines import METRICS, JsonLines, machine_error, parse
 from lm_trainer.trackers.series import Plain, describe
@@ -30,7 +30,7 @@ class JsonlConfig(TrackerConfig):
     """The directory; metrics.jsonl and its companions go to `path`/run id."""
 
     def open(self, run: TrackedRun) -> JsonlTracker:
-        directory = Path(self.path).expanduser() / run.id
+        directory = local_path(self.path) / run.id
         make_writable(directory, "trainer.tracker.path")
         return JsonlTracker(replace(run, dir=directory, series={}))
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
 
 # Each flush of a file in a bucket writes an object.
@@ -34,7 +35,7 @@ class TensorboardConfig(TrackerConfig):
 
     def directory(self, run: TrackedRun) -> str:
         """The directory of the event files of a run."""
-        return str(run.dir / "tensorboard") if self.logdir is None else f"{self.logdir.rstrip('/')}/{run.id}"
+        return str(run.dir / "tensorboard") if self.logdir is None else f"{expanded(self.logdir).rstrip('/')}/{run.id}"
 
 
 @contextmanager

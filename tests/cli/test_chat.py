@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lm_trainer.generate.text import for_terminal
+from lm_trainer.core.terminal import for_terminal
 from tests.conftest import Lmt, refused
 
 TEMPLATE = (

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.generate.text import Sampling, for_terminal, read_prompts, stream_tokens
+from lm_trainer.core.terminal import for_terminal
+from lm_trainer.generate.text import Sampling, read_prompts, stream_tokens
 from tests.conftest import Lmt, refused
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import flat
 from lm_trainer.config.imports.read import read_foreign
-from lm_trainer.config.imports.translate import translate
+from lm_trainer.config.imports.translate import foreign_dialect, translate
 from lm_trainer.config.loader import load
 from lm_trainer.config.place import Place, all_keys
 from lm_trainer.core.errors import UserError
@@ -232,6 +233,25 @@ def test_a_python_file_is_read_and_not_run(tmp_path: Path) -> None:
         ("a.py", "def (", "cannot be read"),
         ("a.py", "def llama3_debugmodel(): ...", "is not run"),
         ("a.yaml", "colour: red", "no key tells whose configuration it is"),
+        ("a.yaml", "date: 2024-02-30", "cannot be read"),
+        ("a.yaml", "x: !!timestamp foo", "a value is not what its tag says"),
+        ("a.yaml", 'x: !!int ""', "a value is not what its tag says"),
+        ("a.yaml", 'x: !!float ""', "a value is not what its tag says"),
+        ("a.yaml", "x: !!bool foo", "a value is not what its tag says"),
+        ("a.yaml", "x: !!timestamp [1]", "cannot be read"),
+        ("a.yaml", "x: &a {b: *a}", "more than 50000 values"),
+        (
+            "a.yaml",
+            "a: &a [1]\n" + "".join(f"b{i}: &b{i} [*{'a' if not i else f'b{i - 1}'}, 1]\n" for i in range(60)),
+            "nested more than 50 levels",
+        ),
+        (
+            "a.yaml",
+            "a: &x0 {k: 1, l: 1}\n" + "".join(f"b{i}: &x{i + 1} {{k: *x{i}, l: *x{i}}}\n" for i in range(30)),
+            "more than 50000 values",
+        ),
+        ("a.json", '{"a": ' * 200 + "1" + "}" * 200, "nested more than 50 levels"),
+        ("a.json", '{"a": ' * 99999 + "1" + "}" * 99999, "cannot be read"),
     ],
 )
 def test_what_cannot_be_read_is_refused(name: str, text: str, told: str, tmp_path: Path) -> None:
@@ -241,6 +261,61 @@ def test_what_cannot_be_read_is_refused(name: str, text: str, told: str, tmp_pat
     (tmp_path / "b.json").write_text("{}")
     with pytest.raises(UserError, match="there are nanoGPT, torchtitan, litgpt, axolotl, Levanter"):
         translate(tmp_path / "b.json", RunConfig, "megatron")
+
+
+TRAINING_ARGUMENTS = {
+    **{"output_dir": "out", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "learning_rate": 2e-5},
+    **{
+        "weight_decay": 0.01,
+        "num_train_epochs": 3.0,
+        "max_steps": -1,
+        "warmup_steps": 100,
+        "lr_scheduler_type": "cosine",
+    },
+    **{"adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "seed": 42, "bf16": True, "eval_steps": 500},
+    **{"logging_steps": 10, "save_steps": 500, "optim": "adamw_torch", "torch_compile": False, "deepspeed": None},
+}
+GPT2_CONFIG = {
+    **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768},
+    **{"n_positions": 1024, "vocab_size": 50257, "layer_norm_epsilon": 1e-5},
+}
+MEGATRON = {
+    **{"micro_batch_size": 4, "global_batch_size": 64, "num_layers": 12, "hidden_size": 768, "seq_length": 1024},
+    **{"learning_rate": 1e-4, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "seed": 1},
+}
+DEEPSPEED = {
+    **{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, "gradient_clipping": 1.0},
+    **{"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}},
+}
+LLAMA_FACTORY = {
+    **{"model_name_or_path": "a/b", "stage": "sft", "lora_rank": 8, "dataset": "x", "cutoff_len": 2048, "bf16": True},
+    **{"gradient_accumulation_steps": 8, "learning_rate": 1e-4, "warmup_ratio": 0.1, "output_dir": "out"},
+}
+
+
+@pytest.mark.parametrize("keys", [TRAINING_ARGUMENTS, GPT2_CONFIG, MEGATRON, DEEPSPEED, LLAMA_FACTORY, {"lora_r": 8}])
+@pytest.mark.parametrize("name", ["a.json", "a.yaml"])
+def test_a_file_of_something_else_is_not_taken_for_one_of_these(
+    keys: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    # A part of it as well: guesses from few keys are the least certain.
+    for some in (keys, dict([*keys.items()][:5])):
+        file.write_text(json.dumps(some))
+        with pytest.raises(UserError, match=r"--from NAME"):
+            translate(file, RunConfig)
+        assert foreign_dialect(file, RunConfig) is None
+
+
+def test_keys_that_are_unknown_in_number_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("base_model: a/b\nsequence_len: 8\n" + "".join(f"k{i}: 1\n" for i in range(9)))
+    told = (
+        r"axolotl has 2 of its 11 keys \(base_model, sequence_len\), and not the others \(k0, .*\.\.\.\), so it may be"
+    )
+    with pytest.raises(UserError, match=told):
+        translate(file, RunConfig)
+    assert translate(file, RunConfig, "axolotl").dialect == "axolotl"
 
 
 def test_every_setting_that_a_rule_names_is_a_key_of_ours() -> None:

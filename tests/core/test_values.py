@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from lm_trainer.config.loader import load
 from lm_trainer.core.config import Config, Duration, format_duration, fraction_or_steps, parse_duration
+from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, parse_policy
+from lm_trainer.models import Gpt2Config
+from lm_trainer.optim import AdamConfig
+from lm_trainer.optim.skip import SkipStepConfig
+from lm_trainer.run.config import RunConfig
+from lm_trainer.run.trainer_config import TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -99,3 +110,62 @@ def test_unknown_keys_and_changes_are_refused() -> None:
         Example.model_validate({"wiat": "1m"})
     with pytest.raises(ValidationError, match="frozen"):
         Example().wait = timedelta(1)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("2 days, 4:13:02", "2d4h13m2s"),
+        ("4:13:02", "4h13m2s"),
+        ("1 day 0:30:00", "1d30m"),
+        ("+32 m 1 s", "32m1s"),
+        ("+15m", "15m"),
+    ],
+)
+def test_durations_as_others_write_them_are_answered_with_ours(text: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{re.escape(text)}'; write {meant}$"):
+        parse_duration(text)
+    parse_duration(meant)
+
+
+@pytest.mark.parametrize("text", ["soon", "4:13", "+", "0:00:00", ""])
+def test_other_texts_are_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"got '{re.escape(text)}'$"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "instead"),
+    [
+        (SkipStepConfig, "from_bool_int_or_config", r"use SkipStepConfig\.parse"),
+        (SkipStepConfig, "wrap", "use skip_bad_steps"),
+        (AdamConfig, "default_choice_name", "the default of the field `type`"),
+        (Gpt2Config, "default_choice_name", "the default of the field `type`"),
+        (TrainerConfig, "initialize", "use `with Trainer"),
+        (AdamConfig, "build_weight_decay_mask", "use decay_mask"),
+    ],
+)
+def test_methods_of_other_frameworks_are_answered_with_ours(config: Any, name: str, instead: str) -> None:
+    for asked in (config, config()):
+        with pytest.raises(AttributeError, match=rf"there is no {config.__name__}\.{name}: .*{instead}"):
+            getattr(asked, name)
+        with pytest.raises(AttributeError, match="no_such_name"):
+            getattr(asked, "no_such_name")  # noqa: B009 - type checkers know that there is none
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (
+            {"trainer": {"replica_dcn_axis_size": -1}},
+            "as many as there are slices, is not found out; write their number",
+        ),
+        ({"data": {"train_split": "train"}}, r"splits: \[TRAIN, VALIDATION\]"),
+        ({"data": {"validation_split": "dev"}}, r"splits: \[TRAIN, VALIDATION\]"),
+    ],
+)
+def test_keys_of_levanter_name_what_to_write(section: dict[str, Any], told: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(json.dumps(section))
+    with pytest.raises(ConfigError, match=told):
+        load(file, [], RunConfig)

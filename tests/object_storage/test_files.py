@@ -13,7 +13,7 @@ import pytest
 
 from lm_trainer.core import bucket_files
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch, put
+from lm_trainer.core.bucket_files import fetch, local_copy, put
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
@@ -21,6 +21,7 @@ from lm_trainer.export.huggingface import FILES
 from lm_trainer.export.output import complete_directory
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.copy import RunCopy
+from lm_trainer.run.find import find_run
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
 SMALLEST_PART = 5 << 20
@@ -127,3 +128,18 @@ def test_an_export_in_a_bucket_is_uploaded_to_the_hub(behind: Bucket, monkeypatc
     behind.delete("config.json")
     with pytest.raises(UserError, match=r"config\.json is gone; export the model again"):
         hub.push(behind, "me/run", public=False, patterns=FILES)
+
+
+@pytest.mark.parametrize("key", ["/elsewhere/.bashrc", "a//x", "..\\x"])
+def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
+    behind: Bucket, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "home" / "of" / "run"
+    behind.write("run/.copy", b'{"origin": "theirs"}')
+    for name in ("run.json", "metrics.jsonl", key):
+        behind.write(f"run/{name}", b"{}\n")
+    for copy in (RunCopy(home, behind).fetch, lambda: local_copy(behind, "run"), lambda: find_run(str(behind))):
+        with pytest.raises(UserError, match=r"the name .* there$"):
+            copy()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.run.find import checkpoints_of, find_checkpoints, find_run
+from lm_trainer.run.find import checkpoints_of, find_checkpoints, find_run, log_directories
+from tests.conftest import Lmt
 
 
 @pytest.fixture
@@ -57,3 +59,49 @@ def test_a_run_that_was_moved_as_a_whole_keeps_its_checkpoints(run: Path, in_tmp
     for name in ("logs", "checkpoints"):
         shutil.move(in_tmp_path / name, moved / name)
     assert checkpoints_of(moved / "logs" / "a") == moved / "checkpoints" / "a"
+
+
+OTHERS = {
+    "a date that there is not": b"log_dir: 2024-02-30",
+    "a tag that does not fit": b"trainer: {log_dir: !!timestamp foo}",
+    "an empty number": b'trainer: {log_dir: !!int ""}',
+    "a tag of Python": b"log_dir: !!python/object/apply:os.abort []",
+    "an include of something that is not there": b"trainer: !include gone.yaml",
+    "an include of itself": b"trainer: !include other.yaml",
+    "an alias in itself": b"trainer: &a {log_dir: *a}",
+    "a list": b"- log_dir",
+    "two documents": b"log_dir: a\n---\nlog_dir: b",
+    "no text": b"\xff\xfelog_dir\x00",
+    "a number": b"trainer: {log_dir: 7}",
+    "a path that there cannot be": b'trainer: {log_dir: "a\\0b"}',
+    "a variable": b"trainer: {log_dir: '${HOME}/logs'}",
+    "the home of nobody": b"trainer: {log_dir: ~nobody-here/logs}",
+    "a URL": b"trainer: {log_dir: s3://b/logs}",
+    "nested deeply": b"log_dir: " + b"[" * 5000,
+}
+
+
+@pytest.mark.parametrize("content", OTHERS.values(), ids=OTHERS)
+def test_other_files_of_the_working_directory_do_no_harm(
+    run: Path, in_tmp_path: Path, lmt: Lmt, content: bytes
+) -> None:
+    (in_tmp_path / "configs").mkdir()
+    for file in ("other.yaml", "configs/other.yml"):
+        (in_tmp_path / file).write_bytes(content)
+    (in_tmp_path / "directory.yaml").mkdir()
+    os.mkfifo(in_tmp_path / "pipe.yaml")
+    assert log_directories() == [Path("logs")]
+    assert find_run("a") == run
+    listed = lmt("runs")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    checked = lmt("config", "check", "other.yaml")
+    assert checked.returncode == 2
+    assert "Traceback" not in checked.stderr
+
+
+def test_directories_of_runs_are_named_by_includes_and_merges_too(in_tmp_path: Path) -> None:
+    (in_tmp_path / "a.yaml").write_text("trainer: !include parts/trainer.yaml")
+    (in_tmp_path / "parts").mkdir()
+    (in_tmp_path / "parts" / "trainer.yaml").write_text("log_dir: by-include")
+    (in_tmp_path / "b.yaml").write_text("data: &d {log_dir: by-merge}\ntrainer: {<<: *d}")
+    assert log_directories() == [Path("logs"), Path("by-include"), Path("by-merge")]

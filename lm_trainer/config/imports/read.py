@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from lm_trainer.config.yaml_nodes import MAX_BYTES, MAX_DEPTH, MAX_VALUES
+from lm_trainer.config.yaml_syntax import check_depth
 from lm_trainer.core.errors import UserError
 
 _OPERATORS = {
@@ -37,6 +39,8 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
         UserError: when the file is not there, or is not what its ending says.
     """
     try:
+        if file.stat().st_size > MAX_BYTES:
+            raise UserError(f"{file}: is larger than {MAX_BYTES >> 20} MiB; is it a configuration?")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
@@ -54,18 +58,52 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
         raise UserError(f"{file}: cannot be read: {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"{file}: expected a block of keys, found {type(data).__name__}")
+    if _depth(data) > MAX_DEPTH:
+        raise UserError(f"{file}: nested more than {MAX_DEPTH} levels deep; is it a configuration?")
     return data, skipped
 
 
+def _depth(data: Any) -> int:
+    """Levels of blocks and lists in one another."""
+    level, depth = [data], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+    return depth
+
+
 def _yaml(text: str) -> Any:
+    check_depth(text)
+    loader = _Loader(text)
     try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_size(root)
+        return loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # PyYAML's constructors take for granted that a value is what its tag says (`!!timestamp foo`, `!!int ""`).
+        raise ValueError(f"a value is not what its tag says ({type(error).__name__}: {error})") from None
+    finally:
+        loader.dispose()
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raises ValueError for more values than any configuration has: those of aliases count each time, also of one that
+    contains itself.
+    """
+    waiting, count = [root], 0
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values, counting those of aliases")
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
 
 
 def _assignments(text: str) -> tuple[dict[str, Any], list[str]]:

@@ -12,12 +12,14 @@ import yaml
 from lm_trainer.config.document import Document, dotted
 from lm_trainer.config.explain import Explainer
 from lm_trainer.config.foreign import adopt
-from lm_trainer.config.imports import DIALECTS, Dialect
+from lm_trainer.config.imports import DIALECTS
 from lm_trainer.config.imports.base import Lost, NoEqualError, Rule, Used, flat
 from lm_trainer.config.imports.read import read_foreign
+from lm_trainer.config.imports.recognise import dialect_of, rule_for, surely_of
 from lm_trainer.config.place import Place, complete
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.terminal import one_line
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,13 @@ class Translation:
         """Keys that are not in it, a line for each reason."""
         keys: dict[str, list[str]] = {}
         for key, reason in self.lost:
-            keys.setdefault(reason, []).append(key)
+            # Both may quote the foreign file, in which a line feed would end the comment.
+            keys.setdefault(one_line(reason), []).append(one_line(key))
         return [f"{', '.join(those)}: {reason}" for reason, those in keys.items()]
 
     def to_yaml(self, source: str) -> str:
         """The configuration as a file, which lists at its top what has no equal."""
-        lines = [f"# From {source}, a configuration of {self.dialect}."]
+        lines = [f"# From {one_line(source)}, a configuration of {self.dialect}."]
         lines += ["# Not taken over:", *(f"#   {note}" for note in self.notes)] if self.lost else []
         return "\n".join(lines) + "\n" + yaml.safe_dump(self.data, sort_keys=False, allow_unicode=True)
 
@@ -57,7 +60,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     """
     data, skipped = read_foreign(file)
     found = flat(data)
-    dialect = _dialect(file, set(found), name)
+    dialect = dialect_of(file, set(found), name, root)
     settings = dict(dialect.always)
     lost = [(line, "a value that only running the file tells") for line in skipped]
     # What is unset there says nothing.
@@ -65,7 +68,7 @@ def translate(file: Path, root: type[Config], name: str | None = None) -> Transl
     assumed = dialect.defaults(given) if callable(dialect.defaults) else dialect.defaults
     values = {**assumed, **given}
     for key in values:
-        rule_key, rule = _rule(dialect, key)
+        rule_key, rule = rule_for(dialect, key)
         if isinstance(rule, Used):
             continue
         try:
@@ -91,13 +94,13 @@ def foreign_settings(key: str) -> list[str]:
     return [*dict.fromkeys(rule for rule in rules if isinstance(rule, str))]
 
 
-def foreign_dialect(file: Path) -> str | None:
+def foreign_dialect(file: Path, root: type[Config]) -> str | None:
     """The framework of a file, by its keys; None for none, and for Levanter, whose keys are read as they are."""
     try:
         keys = set(flat(read_foreign(file)[0]))
     except UserError:
         return None
-    return next((each.name for each in DIALECTS if each.name != "Levanter" and len(each.marks & keys) > 1), None)
+    return surely_of(file, keys, root)
 
 
 def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -108,33 +111,6 @@ def _settings(rule: Rule | None, value: Any, values: dict[str, Any]) -> dict[str
     if isinstance(rule, str):
         return {rule: value}
     return {} if isinstance(rule, Used) else dict(rule(value, values))
-
-
-def _rule(dialect: Dialect, key: str) -> tuple[str, Rule | None]:
-    """The rule for a key, or for the innermost block around it that has one."""
-    while key and key not in dialect.keys:
-        key = key.rpartition(".")[0]
-    return key, dialect.keys.get(key)
-
-
-def _dialect(file: Path, keys: set[str], name: str | None) -> Dialect:
-    names = ", ".join(each.name for each in DIALECTS)
-    if name is not None:
-        chosen = next((each for each in DIALECTS if each.name.lower() == name.lower()), None)
-        if chosen is None:
-            raise UserError(f"--from {name}: unknown; there are {names}")
-        return chosen
-    if file.suffix == ".py":
-        if not DIALECTS[0].marks & keys:
-            raise UserError(
-                f"{file}: no assignment at its top level is one of nanoGPT's. Python that builds a configuration, as "
-                "torchtitan's registries do, is not run; write its settings as TOML, YAML or JSON"
-            )
-        return DIALECTS[0]
-    most = max(DIALECTS, key=lambda each: len(each.marks & keys))
-    if not most.marks & keys:
-        raise UserError(f"{file}: no key tells whose configuration it is ({names}); say it with --from NAME")
-    return most
 
 
 def _nested(settings: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.cache.ledger import Ledger
 
@@ -97,7 +98,7 @@ def read_exclusions(files: Sequence[str], sets: Iterable[str]) -> dict[str, Excl
 def _read(file: str) -> tuple[dict[str, tuple[int, str]], dict[str, list[int]]]:
     line = 1
     try:
-        with Path(file).expanduser().open(encoding="utf-8") as lines:
+        with local_path(file).open(encoding="utf-8") as lines:
             header = json.loads(next(lines, ""))
             if header["format"] != _FORMAT:
                 raise UserError(f"data.exclude: {file} has the format {header['format']}, this version reads {_FORMAT}")

@@ -24,6 +24,7 @@ the source alone.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,12 @@ RECORD_KEYS = frozenset(
 # Small first parts let a run begin on little text; large later ones keep the number of files down.
 PART_BYTES = (1 << 20, 16 << 20)
 """Text bytes after which the first part of a shard is cut; doubles with each part up to the second figure."""
+
+
+KINDS = ("bin", "len", "row", "msk", "fea")
+"""Files of a part, beside its commit record."""
+PART_NAME = re.compile(r"\d{5,}-\d{5,}")
+"""The name of a part, as `part_name` makes it."""
 
 
 def part_name(shard: int, part: int) -> str:
@@ -69,7 +76,10 @@ def read_record(store: KvStore, name: str) -> dict[str, Any] | None:
         MachineError: if it is not as it was written.
     """
     record = store.read_json(part_key(name, "json"))
-    if record is None or (isinstance(record, dict) and record.keys() >= RECORD_KEYS):
+    if record is None:
+        return None
+    # The kinds become keys, and so paths: no others are read.
+    if isinstance(record, dict) and record.keys() >= RECORD_KEYS and {*record["blobs"]} <= {*KINDS}:
         return record
     raise damaged(store, part_key(name, "json"))
 

@@ -12,6 +12,7 @@ import tensorstore as ts
 from lm_trainer.core.bucket import Bucket, is_bucket, reason_of
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import expanded
 
 CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
 """A directory, or a URL for which TensorStore has a driver."""
@@ -37,7 +38,7 @@ class KvStore:
         self.local: Path | None = None
         """The directory, where it is on this machine and can be memory-mapped."""
         if "://" not in url or url.startswith("file://"):
-            self.local = Path(url.removeprefix("file://")).expanduser().absolute()
+            self.local = Path(expanded(url.removeprefix("file://"))).absolute()
             self.url = str(self.local)
             spec: Any = {"driver": "file", "path": f"{self.local}/"}
         else:

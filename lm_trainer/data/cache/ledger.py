@@ -7,7 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import FORMAT, LEDGER, damaged, fingerprint, part_name, read_record, shard_key
+from lm_trainer.data.cache.format import (
+    FORMAT,
+    LEDGER,
+    PART_NAME,
+    damaged,
+    fingerprint,
+    part_name,
+    read_record,
+    shard_key,
+)
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.token_place import TokenPlace
 
@@ -67,7 +76,9 @@ class Ledger:
             ledger.sha256,
             *([ledger.places] if ledger.places else []),
         ]
-        if len({len(each) for each in lists}) != 1:
+        # The names become keys, and so paths.
+        named = all(isinstance(name, str) and PART_NAME.fullmatch(name) for name in ledger.parts)
+        if len({len(each) for each in lists}) != 1 or not named:
             raise damaged(store, LEDGER)
         return ledger
 

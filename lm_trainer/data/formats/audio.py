@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.data.audio.augment import SpecAugment
 from lm_trainer.data.audio.mel import FRAMES_PER_SECOND, LogMel
 from lm_trainer.data.audio.read import AudioRules, BadAudio, samples_in
@@ -217,9 +218,18 @@ class AudioFormat(FormatConfig):
 
 
 def _beside(path: str, where: str) -> str:
-    """The place of a recording that a row names: a relative path begins where the file with the row lies."""
-    if "://" in path or os.path.isabs(os.path.expanduser(path)):
-        return os.path.expanduser(path)
+    """The place of a recording that a row names: a relative path begins where the file with the row lies.
+
+    Raises:
+        UnusableRow: for a row from elsewhere that names a file of this machine.
+    """
+    origin, scheme = (text.partition("://")[0] if "://" in text else "" for text in (where, path))
+    if origin not in ("", "file") and (
+        scheme not in ("", "http", "https", origin) or "::" in path or os.path.isabs(expanded(path))
+    ):
+        raise UnusableRow(f"it names the recording {path}, which a list from elsewhere may not: only what is there too")
+    if "://" in path or os.path.isabs(expanded(path)):
+        return expanded(path)
     listing, colon, number = where.rpartition(":")
     if colon and number.isdigit():
         folder, slash, _ = listing.rpartition("/")

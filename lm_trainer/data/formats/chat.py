@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -16,6 +15,7 @@ from pydantic import model_validator
 
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
 from lm_trainer.data.formats.base import EncodedDocument, FormatConfig, PreparedRow, UnusableRow
 from lm_trainer.data.formats.template import ChatTemplate, Rendered
 from lm_trainer.data.sources import Row
@@ -162,7 +162,7 @@ def _compile(source: str, variables: tuple[tuple[str, str], ...], special: tuple
 
 def _read(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text("utf-8")
+        return local_path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.format.chat_template: {path} is no template, and cannot be read: {error}") from None
 

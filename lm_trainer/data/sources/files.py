@@ -16,6 +16,7 @@ from typing import IO, Any, NamedTuple
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.data.sources.compression import compression_of, open_zip
 from lm_trainer.data.sources.frames import DamagedFrames, open_frames
 
@@ -62,7 +63,7 @@ class File(NamedTuple):
     def path(self) -> str | None:
         """The absolute path on this machine, of a `file://` URL too; None where the file lies elsewhere."""
         if self.local:
-            return os.path.abspath(os.path.expanduser(self.url))
+            return os.path.abspath(expanded(self.url))
         return os.path.abspath(self.url.removeprefix("file://")) if self.url.startswith("file://") else None
 
     def identity(self) -> dict[str, Any]:
@@ -92,6 +93,19 @@ class File(NamedTuple):
 def _shown(url: str) -> str:
     # Asked for with every row, of which a file has millions.
     return without_credentials(url)
+
+
+def check_listed(url: str) -> str:
+    """Returns the URL of a file that a listing gave.
+
+    Raises:
+        UserError: for one whose name fsspec would take for a chain of URLs, which may lead anywhere.
+    """
+    if "::" in url:
+        raise UserError(
+            f"{url}: '::' in the name of a file stands for a chain of URLs, which is not followed; rename it"
+        )
+    return url
 
 
 def file_system(url: str, *, local: bool) -> tuple[Any, str]:
@@ -126,7 +140,7 @@ def file_at(filesystem: Any, path: str, url: str) -> File:
 
 def is_file(url: str) -> bool:
     """Tells if a URL is the path of a file of this machine."""
-    return os.path.isfile(os.path.expanduser(url))
+    return os.path.isfile(expanded(url))
 
 
 def group(files: Sequence[File], shard_bytes: int = SHARD_BYTES) -> list[tuple[File, ...]]:

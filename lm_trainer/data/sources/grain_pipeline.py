@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split, bad, kind_of, read_record
 
 _SHARD_RECORDS = 1 << 16
@@ -115,7 +116,7 @@ def _function(factory: str) -> Any:
 
 
 def _load_file(path: str) -> Any:
-    full = os.path.abspath(os.path.expanduser(path))
+    full = os.path.abspath(expanded(path))
     if not os.path.isfile(full):
         raise UserError(f"data.source.factory: there is no file {full}")
     name = f"lmt_pipeline_{hashlib.sha256(full.encode()).hexdigest()[:12]}"

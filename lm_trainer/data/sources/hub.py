@@ -13,11 +13,12 @@ from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.hub import why_no_hub
+from lm_trainer.core.inside import check_name
 from lm_trainer.data.sources.arrow import ArrowFiles
 from lm_trainer.data.sources.base import FileSource, Shard, SourceConfig, Split
 from lm_trainer.data.sources.compression import UNPACKED, compression_of, suffix
 from lm_trainer.data.sources.csv_files import CsvFiles
-from lm_trainer.data.sources.files import File
+from lm_trainer.data.sources.files import File, check_listed
 from lm_trainer.data.sources.jsonl import JsonLines
 from lm_trainer.data.sources.parquet import Parquet
 from lm_trainer.data.sources.text import TextFiles
@@ -89,7 +90,7 @@ class _Repository(NamedTuple):
     """The card's list of configurations: `config_name`, `data_files`, `default`."""
 
     def file(self, path: str, *, download: bool) -> File:
-        url = f"hf://datasets/{self.id}@{self.commit}/{path}"
+        url = check_listed(f"hf://datasets/{self.id}@{self.commit}/{check_name(path, self.id)}")
         return File(url, self.sizes[path], self.commit, download)
 
     def data_files(self, name: str | None, split: str) -> list[str]:

@@ -13,6 +13,8 @@ import numpy as np
 
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import local_path
+from lm_trainer.core.inside import path_inside
 from lm_trainer.data.cache.format import fingerprint
 from lm_trainer.data.cache.token_place import open_array
 from lm_trainer.data.sources.base import Shard, SourceConfig, Split
@@ -38,7 +40,7 @@ class LevanterCache(SourceConfig):
         self, split: Split, urls: Sequence[str] = (), text_key: str = "text", fields: tuple[str, ...] = ()
     ) -> list[Shard]:
         del urls, text_key, fields
-        root = Path(self.path).expanduser().absolute() / split
+        root = local_path(self.path).absolute() / split
         if not (root / _LEDGER).is_file():
             if split == "validation":
                 return []
@@ -100,7 +102,11 @@ class LevanterShard(TokenShard):
         """Lists the places of the field with the ids: one, or one for each shard of a cache that was not merged."""
         root = Path(self.root)
         ledger = _ledger(root)
-        parts = [root / name for name in ledger.get("finished_shards", [])] if ledger.get("layout") == "sharded" else []
+        parts = (
+            [path_inside(root, name, root) for name in ledger.get("finished_shards", [])]
+            if ledger.get("layout") == "sharded"
+            else []
+        )
         for part in parts or [root]:
             fields = sorted(
                 entry.name for entry in os.scandir(part) if entry.is_dir() and (part / entry.name / "data").is_dir()

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded, variable_problem
 from lm_trainer.data.sources.compression import why_not_unpacked
-from lm_trainer.data.sources.files import File, file_at, file_system, is_file
+from lm_trainer.data.sources.files import File, check_listed, file_at, file_system, is_file
 
 _BRACE = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -102,20 +103,31 @@ def _file_system(url: str, key: str) -> tuple[Any, str]:
 
 
 def _find(url: str, key: str) -> list[File]:
-    url = os.path.expanduser(url)
+    # A query of a URL may have a `$` of its own.
+    if "://" not in url and not is_file(url) and (problem := variable_problem(url)):
+        raise UserError(f"{key}: {problem}")
+    url = expanded(url)
     filesystem, path = _file_system(url, key)
     try:
         if not is_file(url) and any(character in path for character in "*?["):
             paths = sorted(p for p in filesystem.glob(path) if not filesystem.isdir(p))
             if not paths:
                 raise UserError(f"{key}: no file matches {url}")
-            return [file_at(filesystem, p, filesystem.unstrip_protocol(p) if "://" in url else p) for p in paths]
+            return [file_at(filesystem, p, _matched(filesystem, p, url)) for p in paths]
         return [file_at(filesystem, path, url)]
     except UserError:
         raise
     # OSError, and the errors that the package of a file system has of its own.
     except Exception as error:
         raise UserError(f"{key}: {_explain(error, filesystem, path, url)}") from None
+
+
+def _matched(filesystem: Any, path: str, glob: str) -> str:
+    """Returns the URL of a file that a glob found."""
+    if "://" not in glob:
+        return path
+    found = filesystem.unstrip_protocol(path)
+    return found if "::" in glob else check_listed(found)
 
 
 def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:

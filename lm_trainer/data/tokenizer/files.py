@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.inside import path_inside
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -58,10 +59,12 @@ def read_carried(directory: Path) -> dict[str, bytes]:
     """Reads the files of a tokenizer that are carried along, by their path below `directory`.
 
     Raises:
-        UserError: when one of them cannot be read.
+        UserError: when one of them cannot be read, or is a link that leads out of the directory.
     """
     files = [path for pattern in CARRIED_FILES for path in sorted(directory.glob(pattern)) if path.is_file()]
     try:
-        return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+        names = [path.relative_to(directory).as_posix() for path in files]
+        # They go into exports unread: a link must not take another file of this machine along.
+        return {name: path_inside(directory, name, directory).read_bytes() for name in names}
     except OSError as error:
         raise UserError(f"{directory}: a file of the tokenizer cannot be read: {error}") from None

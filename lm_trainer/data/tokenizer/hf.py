@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from lm_trainer.core.config import LocalPathOrHubName
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.files import expanded
 from lm_trainer.core.hub import why_no_hub
+from lm_trainer.core.inside import path_inside
 from lm_trainer.data.tokenizer.base import HfTokenizer, TokenizerConfig
 from lm_trainer.data.tokenizer.files import CARRIED_FILES, CONFIG_FILE, TOKENIZER_FILE, read_carried
 
@@ -33,7 +35,7 @@ def load_pretrained(config: Pretrained) -> HfTokenizer:
     Raises:
         UserError: if it is not there, is no fast tokenizer, or cannot be downloaded.
     """
-    path = Path(config.name).expanduser()
+    path = Path(expanded(config.name))
     if path.exists():
         return _from_path(path, config.eos_token)
     if _is_path(config.name):
@@ -80,7 +82,7 @@ def _cached_file(config: Pretrained) -> Path | None:
 
 def _is_path(name: str) -> bool:
     return (
-        Path(name).expanduser().exists()
+        Path(expanded(name)).exists()
         or name.startswith((".", "/", "~"))
         or name.endswith(".json")
         or name.count("/") > 1
@@ -95,7 +97,7 @@ def _from_path(path: Path, eos_token: str | None) -> HfTokenizer:
             f"data.tokenizer: {directory} holds no {TOKENIZER_FILE}. Load it once with transformers' AutoTokenizer and "
             "save_pretrained to get one"
         )
-    settings = _settings(directory / CONFIG_FILE)
+    settings = _settings(path_inside(directory, CONFIG_FILE, directory))
     return HfTokenizer(_text(file), settings, read_carried(directory), eos_token=eos_token, origin=str(path))
 
 

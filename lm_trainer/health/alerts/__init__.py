@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pydantic import PositiveInt, field_validator
 
 from lm_trainer.core.config import Config
+from lm_trainer.core.credentials import COMMAND, without_credentials
 from lm_trainer.health.alerts.base import AlertKind
 from lm_trainer.health.alerts.data_wait import DataWait
 from lm_trainer.health.alerts.divergence import Divergence
@@ -51,7 +52,7 @@ class AlertsConfig(Config):
     def _is_no_line_of_a_shell(cls, command: str | None) -> str | None:
         for word in shlex.split(command or ""):
             if word in _OF_A_SHELL:
-                line = shlex.quote(command or "")
+                line = shlex.quote(without_credentials({COMMAND: command})[COMMAND])
                 raise ValueError(f"{word} is for a shell, and the command runs without one; write: sh -c {line}")
         return command
 

@@ -77,7 +77,7 @@ def targets(ladder: LadderConfig, size_spec: str) -> list[tuple[str, int, int]]:
 
 def default_path(ladder: LadderConfig, size_spec: str) -> Path:
     """The file of the prediction of a size."""
-    return Path(ladder.dir) / "predictions" / f"{size_spec}.json"
+    return local_path(ladder.dir) / "predictions" / f"{size_spec}.json"
 
 
 def write(path: AnyPath, found: Fit, predictions: Sequence[tuple[str, Prediction]], *, size: str | None = None) -> str:
@@ -133,7 +133,7 @@ def scores(ladder: LadderConfig) -> list[Score]:
         UserError: for a prediction that was changed.
     """
     found = []
-    for path in sorted((Path(ladder.dir) / "predictions").glob("*.json")):
+    for path in sorted((local_path(ladder.dir) / "predictions").glob("*.json")):
         content = read(path)
         size = content["size"]
         rows = rows_of(ladder, size) if size else []
