@@ -24,9 +24,9 @@ def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages
 def ask_for_fixed_order(module: ir.Module) -> None:
     """Has the backward passes of cuDNN's attention in a StableHLO module add in a fixed order.
 
-    The compiler's option alone asks for that in the first of several equal passes. XLA then looks for the kernels of the
-    others under another name than it has kept them by, and the program fails when it runs: with jaxlib 0.11.2 on an H100
-    by `IndexError: absl::container_internal::raw_hash_map<>::at`.
+    The compiler's option alone asks for that in the first of several equal passes. XLA then looks for the kernels of
+    the others under another name than it has kept them by, and the program fails when it runs: with jaxlib 0.11.2 on an
+    H100 by `IndexError: absl::container_internal::raw_hash_map<>::at`.
     """
 
     def visit(operation: ir.Operation) -> ir.WalkResult:
