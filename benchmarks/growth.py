@@ -25,7 +25,7 @@ STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
 
 class Usage(NamedTuple):
-    """What a process holds."""
+    """Resources that a process holds."""
 
     memory_mb: float
     """Resident memory."""

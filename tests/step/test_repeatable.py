@@ -1,4 +1,4 @@
-"""What a GPU's compiler is given, so that its program repeats its bits; none of it needs a GPU."""
+"""The programs that a GPU's compiler is given, so that they repeat their bits; none of this needs a GPU."""
 
 from __future__ import annotations
 
