@@ -12,8 +12,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.numeric import Numeric, Operational
 from lm_trainer.data.cache.kvstore import CachePath
 from lm_trainer.data.formats import AnyFormat, TextFormat
+from lm_trainer.data.formats.usual_packing import Packing, usual_packing
 from lm_trainer.data.mixture import check_known, check_set_names, check_steps, shares
-from lm_trainer.data.packing_choice import Packing, usual_packing
 from lm_trainer.data.shuffle import AnyShuffle, EraShuffle, FullShuffle, NoShuffle, ShuffleConfig
 from lm_trainer.data.sources import AnySource, Shard, SourceConfig, Split, checked_shards, shards_of_urls
 from lm_trainer.data.sources.embedded import Embedded

@@ -69,7 +69,7 @@ def test_zeros_that_are_tokens_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "what"),
     [
-        (b"MMIDIDX\x00\x00", "an index of Megatron; name the .bin file"),
+        (b"MMIDIDX\x00\x00", "an index of Megatron; name its .bin file"),
         (b"PAR1", "a Parquet file"),
         (b"PK\x03\x04", "a zip archive"),
         (b"\x1f\x8b\x08\x00", "packed by gzip"),

@@ -56,7 +56,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
 
 
 class _Linked:
-    """The contents that links of an archive lead to, read from a second opening of it: they stand anywhere in it."""
+    """The contents that links of an archive lead to, read from a second opening of it: they may be anywhere in it."""
 
     def __init__(self, file: File, opened: ExitStack):
         self._file, self._opened = file, opened

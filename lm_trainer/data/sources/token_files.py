@@ -26,7 +26,7 @@ _LLMC_DTYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 _LLMC_HEADER = 1024
 
 _FOREIGN = {
-    b"MMIDIDX\x00": "an index of Megatron; name the .bin file beside it, with data.source: {type: megatron}",
+    b"MMIDIDX\x00": "an index of Megatron; name its .bin file, with data.source: {type: megatron}",
     b"TNTIDX\x00\x00": "an index of fairseq, which is not read",
     b"PK\x03\x04": "a zip archive (an .npz, or weights of PyTorch), no tokens",
     b"PAR1": "a Parquet file; name it with the ending .parquet, or set data.source: {type: parquet}",

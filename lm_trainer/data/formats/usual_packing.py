@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from lm_trainer.data.formats import FormatConfig
+from lm_trainer.data.formats.base import FormatConfig
 
 Packing = Literal["concat", "best_fit"]
 
