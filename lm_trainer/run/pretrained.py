@@ -104,13 +104,16 @@ def carried_settings(config: RunConfig, start: HfStart | None, tokenizer: HfToke
         config: the run.
         start: the checkpoint in Hugging Face's layout that it begins from.
         tokenizer: the run's.
-        own: directory of its checkpoints, which has the settings after the first attempt.
+        own: directory of its checkpoints, which has the settings beside the first of them.
     """
-    if (kept := read_settings(own)) is not None:
-        return kept
+    # A run that goes on needs nothing of where it was begun.
+    if committed_steps(own):
+        return read_settings(own)
     if start is not None:
         return start.settings(tokenizer)
-    other = config.trainer.load_checkpoint_path or config.trainer.initialize_from
+    trainer = config.trainer
+    resumed = None if trainer.load_checkpoint is False else trainer.load_checkpoint_path
+    other = resumed or trainer.initialize_from
     return None if other is None else read_settings(find_checkpoints(other)[0])
 
 

@@ -13,15 +13,17 @@ import pytest
 
 from lm_trainer.core import bucket_files
 from lm_trainer.core.bucket import Bucket
-from lm_trainer.core.bucket_files import fetch, local_copy, put
+from lm_trainer.core.bucket_files import fetch, local_copy, put, written_to
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.sources.urls import match_files
 from lm_trainer.export import hub
 from lm_trainer.export.huggingface import FILES
-from lm_trainer.export.output import complete_directory
+from lm_trainer.export.output import check_output, complete_directory, exported_files
+from lm_trainer.export.settings import HfSettings
 from lm_trainer.health.signals import SAVE_NOW, STOP_AFTER_SAVE
 from lm_trainer.run.copy import RunCopy
 from lm_trainer.run.find import find_run
+from lm_trainer.run.saved_model import SETTINGS, read_settings
 from tests.object_storage.proxy import PASSING, Proxy, only, refuse, sometimes
 
 SMALLEST_PART = 5 << 20
@@ -143,3 +145,19 @@ def test_a_key_that_leads_out_is_refused_wherever_a_listing_is_copied(
         with pytest.raises(UserError, match=r"the name .* there$"):
             copy()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_settings_of_a_published_model_lie_beside_checkpoints_and_in_exports(behind: Bucket, tmp_path: Path) -> None:
+    assert read_settings(behind) is None
+    settings = HfSettings({"eos_token_id": [1, 2]}, {"top_k": 5}, None, {"processor_config.json": b"\xff"})
+    with written_to(behind) as directory:
+        settings.write(directory / SETTINGS)
+    assert read_settings(behind) == settings
+    with complete_directory(behind / "out", overwrite=False, replaceable=FILES) as draft:
+        settings.write(draft)
+        (draft / "additional_chat_templates").mkdir()
+        (draft / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    check_output(behind / "out", overwrite=True, replaceable=FILES)
+    copy = local_copy(behind / "out", sizes=exported_files(behind / "out"))
+    assert (copy / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert HfSettings.read(copy) == settings
