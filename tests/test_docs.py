@@ -162,6 +162,7 @@ def test_the_program_of_ones_own_loop_runs(tmp_path: Path) -> None:
         "walks-3",
         "walks-4",
         "tables",
+        "tables-2",
     }
 
 
