@@ -21,18 +21,18 @@ _HOOK = re.compile(
 )
 # Tokens that can be told by their form: of Hugging Face, OpenAI and the like, GitHub, Slack and AWS.
 _TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]*\d)(?=[\w-]*[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}"
-    r"|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16})\b"
+    r"\b(?:hf_[A-Za-z0-9]{30,}|sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}[A-Z])[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_\w{30,}|xox[a-z]-[\w-]{10,}|AKIA[0-9A-Z]{16})\b"
 )
-_BEARER = re.compile(r"\b(Bearer\s+)(?=\S*\d)[\w.~+/=-]{8,}")
+_BEARER = re.compile(r"\b(Bearer\s+)(?=\S{0,99}\d)[\w.~+/=-]{8,}")
 
 COMMAND = "command"
 """The key whose value is a command, of which more may be a secret than of other texts."""
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|[^\s\"']+)"
 _SECRETS_OF_COMMANDS = (
     # `Authorization: x` of a header, `"token": "x"` of JSON.
-    re.compile(r"([\w-]+)(\s*:\s*|\"\s*:\s*\"?|'\s*:\s*'?)(?!//)[^\"'\s][^\"']*"),
-    re.compile(rf"(?<![\w/])([A-Za-z_][\w.-]*)(=){_VALUE}"),
+    re.compile(r"(?<![\w-])([\w-]+)(\s*:\s*|\"\s*:\s*\"?|'\s*:\s*'?)(?!//)[^\"'\s][^\"']*"),
+    re.compile(rf"(?<![\w./-])(-{{0,2}}[A-Za-z_][\w.-]*)(=){_VALUE}"),
     re.compile(rf"(?<!\S)--([\w.-]+)(\s+){_VALUE}"),
 )
 """A name, what is between, and a value, which is a secret where the name says so."""

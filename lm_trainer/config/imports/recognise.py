@@ -67,10 +67,10 @@ def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
     are read as they are.
     """
     try:
-        found = dialect_of(file, keys, None, root)
+        dialect = dialect_of(file, keys, None, root)
     except UserError:
         return None
-    return found.name if found.name != "Levanter" and len(found.marks & keys) > 1 else None
+    return dialect.name if dialect.name != "Levanter" and len(dialect.marks & keys) > 1 else None
 
 
 def _known(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:

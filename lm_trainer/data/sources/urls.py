@@ -126,8 +126,8 @@ def _matched(filesystem: Any, path: str, glob: str) -> str:
     """Returns the URL of a file that a glob found."""
     if "://" not in glob:
         return path
-    found = filesystem.unstrip_protocol(path)
-    return found if "::" in glob else check_listed(found)
+    url = filesystem.unstrip_protocol(path)
+    return url if "::" in glob else check_listed(url)
 
 
 def _explain(error: Exception, filesystem: Any, path: str, url: str) -> str:
