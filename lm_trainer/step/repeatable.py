@@ -17,12 +17,12 @@ def compile_repeatable(lowered: jax.stages.Lowered, platform: str) -> jax.stages
     """Compiles a program, for devices of that platform, to one that repeats its bits."""
     options = _OPTIONS.get(platform)
     if options:
-        ask_for_fixed_order(lowered.compiler_ir("stablehlo"))
+        ask_for_fixed_order(lowered)
     return lowered.compile(options)
 
 
-def ask_for_fixed_order(module: ir.Module) -> None:
-    """Has the backward passes of cuDNN's attention in a StableHLO module add in a fixed order.
+def ask_for_fixed_order(lowered: jax.stages.Lowered) -> None:
+    """Has the backward passes of cuDNN's attention in a program that is not compiled yet add in a fixed order.
 
     The compiler's option alone asks for that in the first of several equal passes. XLA then looks for the kernels of
     the others under another name than it has kept them by, and the program fails when it runs: with jaxlib 0.11.2 on an
@@ -36,6 +36,9 @@ def ask_for_fixed_order(module: ir.Module) -> None:
                 _force(operation)
         return ir.WalkResult.ADVANCE
 
+    module = lowered.compiler_ir("stablehlo")
+    assert isinstance(module, ir.Module)
+    # What is compiled is this module, and not a copy of it.
     module.operation.walk(visit)
 
 

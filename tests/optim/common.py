@@ -130,7 +130,8 @@ def run(
     config: OptimizerConfig, params: Mapping[str, Param] = PARAMS, *, steps: int = STEPS, compiled: bool = True
 ) -> Arrays:
     """The weights after `steps` steps with `gradients` and `rate`; the same run again is taken from memory."""
-    return dict(_run(type(config), config.model_dump_json(), tuple(params.values()), steps, compiled))
+    kind: Any = type(config)
+    return dict(_run(kind, config.model_dump_json(), tuple(params.values()), steps, compiled))
 
 
 @functools.cache

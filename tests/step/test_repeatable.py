@@ -43,7 +43,7 @@ def attention_settings(lowered: jax.stages.Lowered) -> list[tuple[str, bool]]:
 def test_every_backward_pass_of_attention_is_asked_for_a_fixed_order(two_attentions: jax.stages.Lowered) -> None:
     before = attention_settings(two_attentions)
     assert [asked for _, asked in before] == [False] * 4
-    ask_for_fixed_order(two_attentions.compiler_ir("stablehlo"))
+    ask_for_fixed_order(two_attentions)
     # What is compiled is what was changed.
     after = attention_settings(two_attentions)
     assert [name for name, _ in after] == [name for name, _ in before]
