@@ -183,7 +183,7 @@ class Lap:
 
     def left_over(self) -> list[str]:
         """Files that a complete run should not leave behind."""
-        allowed = {"config.yaml", "tokenizer", ".lock"}
+        allowed = {"config.yaml", "tokenizer", "run", ".lock"}
         names = [name for name in self.entries() if not name.isdigit() and name not in allowed]
         return [f"{name} was left behind" for name in names if not name.endswith(".corrupt")]
 

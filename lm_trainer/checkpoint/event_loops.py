@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,25 @@ def patient_loops() -> Iterator[None]:
     policy = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_PatientPolicy())
     try:
-        yield
+        # From inside a loop Orbax makes another by uvloop, where that is installed.
+        with _in_place_of_uvloop():
+            yield
     finally:
         asyncio.set_event_loop_policy(policy)
+
+
+@contextlib.contextmanager
+def _in_place_of_uvloop() -> Iterator[None]:
+    try:
+        uvloop: Any = importlib.import_module("uvloop")
+    except ImportError:
+        yield
+        return
+    make, uvloop.new_event_loop = uvloop.new_event_loop, _PatientLoop
+    try:
+        yield
+    finally:
+        uvloop.new_event_loop = make
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):
