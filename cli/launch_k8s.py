@@ -117,7 +117,13 @@ def k8s(
     check_device_count(run, slices * hardware.devices)
     _check(slices, run.trainer.replica_dcn_axis_size)
     file_name = re.sub(r"[^\w.-]", "-", config.stem) + ".yaml"
-    emit(manifest(job, to_yaml(run), file_name), output, apply if submit else None)
+    text = to_yaml(run)
+    if to_yaml(run, shown=True) != text:
+        raise UserError(
+            "the configuration holds a secret (a password in a URL or a command, a token, the address of a web hook), "
+            "which the manifest would show to many; take it out, or give it by --secret"
+        )
+    emit(manifest(job, text, file_name), output, apply if submit else None)
 
 
 def _gpus(accelerator: str, nodes: int, per_node: int, tpu_options: tuple[object, ...]) -> "Gpus":

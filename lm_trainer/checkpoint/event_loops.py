@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,14 +18,23 @@ def patient_loops() -> Iterator[None]:
     then finds a closed loop, for which TensorStore prints a traceback, and an error that nobody asks for, which asyncio
     prints.
     """
-    policy = asyncio.get_event_loop_policy()
-    asyncio.set_event_loop_policy(_PatientPolicy())
+    policy = _exchange_policy(_PatientPolicy())
     try:
         # From inside a loop Orbax makes another by uvloop, where that is installed.
         with _in_place_of_uvloop():
             yield
     finally:
+        _exchange_policy(policy)
+
+
+def _exchange_policy(policy: Any) -> Any:
+    """Sets the policy that makes event loops, and returns the one before."""
+    with warnings.catch_warnings():
+        # Deprecated since Python 3.14, where Orbax's loops still come from it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        before = asyncio.get_event_loop_policy()
         asyncio.set_event_loop_policy(policy)
+    return before
 
 
 @contextlib.contextmanager
@@ -53,5 +63,8 @@ class _PatientLoop(asyncio.SelectorEventLoop):
             super().call_exception_handler(context)
 
 
-class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
-    _loop_factory = _PatientLoop
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
+        _loop_factory = _PatientLoop

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import (
     EXIT_CONFIG,
     EXIT_NON_FINITE,
@@ -103,13 +102,9 @@ def manifest(job: KubernetesJob, config: str, config_name: str) -> str:
         config: content of the configuration file.
         config_name: its file name, which names the run.
 
-    Raises:
-        UserError: when the configuration holds credentials, which a manifest shows to many.
     """
     import yaml
 
-    if without_credentials(config) != config:
-        raise UserError("the configuration holds a password in a URL, which the manifest would show; take it out")
     metadata = {"name": f"{job.name}-config", **_namespace(job)}
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {config_name: config}},

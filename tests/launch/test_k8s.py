@@ -259,10 +259,15 @@ def test_volumes_that_cannot_be(text: str) -> None:
         parse_volumes([text])
 
 
-def test_a_password_is_not_written_down() -> None:
-    job = KubernetesJob("run", "image:1", TPU)
-    with pytest.raises(UserError, match="password in a URL"):
-        manifest(job, "data:\n  train_urls: [https://me:secret@host/x]\n", "my.yaml")
+@pytest.mark.parametrize(
+    "setting",
+    ["data.train_urls=[https://me:secret@host/x]", "trainer.alerts.command=notify --token x1y2z3"],
+)
+def test_a_secret_is_not_written_down(lmt: Lmt, setting: str) -> None:
+    done = lmt("launch", "k8s", "gpt2_nano", "--image", "i", "--accelerator", "v6e-8", setting)
+    assert done.returncode == 2
+    assert "the configuration holds a secret" in done.stderr
+    assert done.stdout == ""
 
 
 def fake_kubectl(directory: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
