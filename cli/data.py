@@ -17,6 +17,7 @@ from cli.common import (
     path_option,
 )
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.files import expanded
 
 if TYPE_CHECKING:
     from lm_trainer.data.cache.kvstore import KvStore
@@ -142,7 +143,7 @@ def _remove_damaged(cache: "CacheStatus", store: "KvStore") -> None:
     if cache.prebuilt:
         raise UserError(f"{cache.url} was built elsewhere; repair it where it was built")
     removed = remove_damaged(store, cache.ledger)
-    typer.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
+    clean.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
 
 
 @app.command(context_settings=OVERRIDES)
@@ -204,7 +205,7 @@ def _tokenizer_to_train(config: "TokenizerConfig", output: Path, vocab_size: int
     """The tokenizer that a configuration asks for, in the size that was asked for."""
     from lm_trainer.data.tokenizer import Pretrained, TrainedBpe
 
-    if isinstance(config, Pretrained) and Path(config.name).expanduser().absolute() == output.expanduser().absolute():
+    if isinstance(config, Pretrained) and Path(expanded(config.name)).absolute() == output.absolute():
         config = TrainedBpe()
     if not isinstance(config, TrainedBpe):
         kind = config.model_dump()["type"]

@@ -99,16 +99,16 @@ def _put_metrics_back(record: "RunRecord", overrides: list[str], *, as_json: boo
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         done = refill(record, overrides=overrides, progress=progress)
     if as_json:
-        typer.echo(json.dumps(asdict(done)))
+        clean.echo(json.dumps(asdict(done)))
         return
     for file, names in done.lines.items():
         for name, steps in names.items():
-            typer.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
+            clean.echo(f"{record.path / file}: put back {name} of {describe(steps)}")
     for file, names in done.left.items():
         for name, steps in names.items():
-            typer.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
+            clean.echo(f"{record.path / file}: still lacks {name} of {describe(steps)}, which is not computed again")
     if not (done.lines or done.left):
-        typer.echo(f"{record.path}: no line is missing")
+        clean.echo(f"{record.path}: no line is missing")
 
 
 def _lines(name: str, done: "Replay", top_k: int) -> Iterator[str]:

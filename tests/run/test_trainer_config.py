@@ -239,7 +239,8 @@ def test_processes_are_connected_as_they_are_named(monkeypatch: pytest.MonkeyPat
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     DistributedConfig(local_device_ids=1).start()
-    assert calls[1] == dict.fromkeys(given) | {"local_device_ids": 1} | later
+    found = {"coordinator_address": "a:61447", "local_device_ids": 1}
+    assert calls[1] == dict.fromkeys(given) | found | later
 
 
 @pytest.mark.parametrize(("setting", "seconds"), [(False, []), (True, [5.0]), (0.0, [0.0]), (30, [30.0])])
