@@ -72,6 +72,7 @@ def test_workflows_run_pinned_actions_with_the_least_rights() -> None:
 RUNS_SOMETHING = {
     "lm_trainer/__main__.py": "the command line",
     "lm_trainer/bench/start.py": "the same program, to time its start",
+    "lm_trainer/checkpoint/event_loops.py": "uvloop, by its name",
     "lm_trainer/core/bucket_files.py": "s3fs, by its name",
     "lm_trainer/data/sources/embedded.py": "modules of Python's library",
     "lm_trainer/data/sources/grain_pipeline.py": "data.source.factory",
