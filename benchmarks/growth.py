@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.setting import LMT, load, setting, table
+from lm_trainer.run.listing import last_logged
 
 STEPS, SAVE_EVERY, RUNS = 3000, 10, 300
 
@@ -67,7 +68,7 @@ def long_run(directory: Path, steps: int) -> list[list[str]]:
         process = subprocess.Popen([*LMT, "train", str(config)], cwd=directory, stdout=output, stderr=output)
         before = time.monotonic(), 0
         while process.poll() is None:
-            step = last_step(metrics)
+            step = last_logged(metrics)[0]
             if marks and step >= marks[0]:
                 usage, now = Usage.of(process.pid), time.monotonic()
                 rows.append([f"step {step}", *usage.cells(), f"{1000 * (now - before[0]) / (step - before[1]):.1f} ms"])
@@ -77,16 +78,6 @@ def long_run(directory: Path, steps: int) -> list[list[str]]:
             time.sleep(0.1)
     assert process.returncode == 0, (directory / "out.txt").read_text()[-2000:]
     return rows
-
-
-def last_step(metrics: Path) -> int:
-    """The last step that a run has written whole; 0 before the first."""
-    if not metrics.exists():
-        return 0
-    with metrics.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
-        lines = file.read().split(b"\n")[1:-1]
-    return max((json.loads(line)["step"] for line in lines if b'"train/loss"' in line), default=0)
 
 
 def many_runs(directory: Path, config: Path, count: int) -> list[list[str]]:

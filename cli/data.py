@@ -120,11 +120,11 @@ def verify(
             clean.echo(f"{cache.name}: not built")
             continue
         store, parts = KvStore(cache.url), len(cache.ledger.parts)
-        found = report.verify(store, cache.ledger)
-        wrong += found
-        outcome = f"{parts} parts, {f'{len(found)} files wrong' if found else 'all whole'}" if parts else "no parts"
+        damaged = report.verify(store, cache.ledger)
+        wrong += damaged
+        outcome = f"{parts} parts, {f'{len(damaged)} files wrong' if damaged else 'all whole'}" if parts else "no parts"
         clean.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
-        if repair and found:
+        if repair and damaged:
             _remove_damaged(cache, store)
     if wrong and not repair:
         lines = "\n".join(f"  {line}" for line in wrong)

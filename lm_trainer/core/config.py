@@ -93,7 +93,7 @@ class Config(BaseModel, metaclass=_ConfigType):
         "default_choice_name": "it is the default of the field `type`",
     }
     """Methods and properties that other frameworks' configurations have and these have not, each with what to use. A
-    class has those of its bases as well."""
+    class inherits its bases' names."""
 
     # Hidden from type checkers, for which any attribute would exist otherwise.
     if not TYPE_CHECKING:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 
 
-def heeds_hangups() -> bool:
-    """Tells whether this process is to end with its terminal: `nohup` starts a program that is not."""
-    return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+def heeded(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Returns those of the signals to which this process is to react: `nohup` starts a program that ignores SIGHUP."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in signals if not (ignored and number == signal.SIGHUP)]
 
 
 def leave_terminal() -> None:

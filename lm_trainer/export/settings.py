@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.base import token_text
-from lm_trainer.data.tokenizer.files import CONFIG_FILE
+from lm_trainer.data.tokenizer.files import CONFIG_FILE, read_carried
 from lm_trainer.export.files import CONFIG, GENERATION, PREPROCESSOR, PROCESSOR_FILES
 from lm_trainer.export.generation_fields import generation_of_config
 from lm_trainer.export.weights import read_json
@@ -40,7 +40,7 @@ class HfSettings:
         """Reads the files of a directory that `write`, transformers or anybody else wrote.
 
         Raises:
-            UserError: for a damaged file, and a token that ends texts which is no id.
+            UserError: as `read_carried`, for a damaged file, and for a token that ends texts which is no id.
         """
         config = read_json(directory / CONFIG)
         own, sound = directory / GENERATION, directory / PREPROCESSOR
@@ -51,11 +51,7 @@ class HfSettings:
                 f"and no list of ids"
             )
         preprocessor = read_json(sound) if sound.is_file() else None
-        found = {name: directory / name for name in PROCESSOR_FILES if (directory / name).is_file()}
-        try:
-            return cls(config, generation, preprocessor, {name: path.read_bytes() for name, path in found.items()})
-        except OSError as error:
-            raise UserError(f"{directory}: cannot be read ({error.strerror or error})") from None
+        return cls(config, generation, preprocessor, read_carried(directory, PROCESSOR_FILES))
 
     @classmethod
     def made_for(cls, model: DecoderConfig, vocab_size: int, tokenizer: Tokenizer) -> Self:

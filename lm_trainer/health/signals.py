@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lm_trainer.core.errors import Preempted, Stopped
-from lm_trainer.core.hangup import heeds_hangups, leave_terminal
+from lm_trainer.core.hangup import heeded, leave_terminal
 from lm_trainer.parallel.processes import gather, is_lead
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -35,9 +35,8 @@ class _Handlers:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            if number != signal.SIGHUP or heeds_hangups():
-                self._before[number] = signal.signal(number, self._handle)
+        for number in heeded(_SIGNALS):
+            self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

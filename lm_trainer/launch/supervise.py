@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, Self
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, EXIT_STOPPED
-from lm_trainer.core.hangup import heeds_hangups, leave_terminal
+from lm_trainer.core.hangup import heeded, leave_terminal
 
 GRACE_PERIOD = 15.0
 """Seconds that the others have to end by themselves after one has failed, and again to end when asked to.
@@ -220,9 +220,8 @@ class _ForwardedSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in _SIGNALS:
-            if number != signal.SIGHUP or heeds_hangups():
-                self._before[number] = signal.signal(number, self._forward)
+        for number in heeded(_SIGNALS):
+            self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:

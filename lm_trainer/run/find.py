@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from lm_trainer.config.yaml_nodes import MAX_BYTES, read_file
 from lm_trainer.config.yaml_syntax import INCLUDE
@@ -31,8 +32,7 @@ def log_directory(config: Path) -> Path:
     if not any(word in content for word in (b"log_dir", INCLUDE.encode())):
         return _LOGS
     # Whatever is wrong with the file is the business of those who train by it.
-    trainer = (read_file(config).data or {}).get("trainer")
-    named = trainer.get("log_dir") if isinstance(trainer, dict) else None
+    named = trainer_setting(config, "log_dir")
     return local_path(named) if isinstance(named, str) and path_problem(named) is None else _LOGS
 
 
@@ -40,6 +40,12 @@ def log_directories() -> list[Path]:
     """The directories in which runs are looked for: `logs`, and those that the configurations here name."""
     files = [*sorted(Path().glob("*.y*ml")), *sorted(Path("configs").glob("*.y*ml"))]
     return [*dict.fromkeys([_LOGS, *map(log_directory, files)])]
+
+
+def trainer_setting(config: Path, key: str) -> Any:
+    """The value of a key of the section `trainer` in a file that may be no configuration; None where it has none."""
+    trainer = (read_file(config).data or {}).get("trainer")
+    return trainer.get(key) if isinstance(trainer, dict) else None
 
 
 def find_run(run: str | Path) -> Path:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lm_trainer.config.yaml_nodes import read_file
 from lm_trainer.core.errors import MachineError
-from lm_trainer.run.find import checkpoints_of
+from lm_trainer.run.find import checkpoints_of, trainer_setting
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ def _run_directories(base: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> RunListing:
-    step, loss = _last_logged(path / METRICS)
+    step, loss = last_logged(path / METRICS)
     summary = _json(path / SUMMARY)
     try:
         checkpoints = checkpoints_of(path)
@@ -81,7 +80,7 @@ def _read(path: Path) -> RunListing:
     return RunListing(path.name, path, state, step, steps, loss, changed, sum(sizes.values()))
 
 
-def _last_logged(file: Path) -> tuple[int, float | None]:
+def last_logged(file: Path) -> tuple[int, float | None]:
     """The last step of metrics.jsonl and its loss; 0 and None where there is none."""
     step, loss = 0, None
     for line in _last_lines(file):
@@ -104,8 +103,7 @@ def _last_lines(file: Path) -> list[bytes]:
 
 
 def _total_steps(path: Path) -> int | None:
-    trainer = (read_file(path / "config.yaml").data or {}).get("trainer")
-    steps = trainer.get("num_train_steps") if isinstance(trainer, dict) else None
+    steps = trainer_setting(path / "config.yaml", "num_train_steps")
     return steps if isinstance(steps, int) else None
 
 

@@ -12,21 +12,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
 from lm_trainer.export.huggingface import ExportOptions, read_hf, write_hf
 from tests.conftest import Lmt, MakeHfModel
+from tests.export.test_peft_files import LLAMA as LLAMA_FIELDS
 
 ENDS = [256, 258]
-LLAMA: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": ENDS,
-    "pad_token_id": 0,
-}
+LLAMA: dict[str, Any] = {**LLAMA_FIELDS, "initializer_range": 0.3, "eos_token_id": ENDS}
 OTHER_FIELDS: dict[str, Any] = {
     "attention_dropout": 0.1,
     "pretraining_tp": 2,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from lm_trainer.launch.supervise import free_address
+
 ROOT = Path(os.environ.get("LMT_SLURM", "/"))
 """The directory into which `.ci/get-slurm` has unpacked the packages; by default those that are installed."""
 MISSING = (
@@ -181,7 +183,5 @@ def wait_for(reached: Callable[[], bool], problem: str, seconds: float = 240) ->
         time.sleep(0.1)
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+def _free_port() -> str:
+    return free_address().rpartition(":")[2]

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -87,13 +87,20 @@ def test_two_processes_are_one_run(make_config: MakeConfig, train: Train, tmp_pa
     assert numbers(tmp_path / "two") == reference
 
 
+def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
+    """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
+    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    return subprocess.Popen(
+        command, cwd=directory, env=lmt_environment(), start_new_session=True, stdout=output, stderr=output
+    )
+
+
 def launch(config: Path, directory: Path) -> tuple[subprocess.Popen[bytes], Path]:
     """Two processes by `lmt launch local`, and where their output goes."""
     directory.mkdir(exist_ok=True)
     output = directory / f"out-{time.monotonic_ns()}.txt"
-    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
     with output.open("wb") as stream:
-        return subprocess.Popen(command, cwd=directory, env=lmt_environment(), stdout=stream, stderr=stream), output
+        return start_launcher(config, directory, stream), output
 
 
 def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import StartLmt, lmt_command, lmt_environment
+from tests.conftest import StartLmt, lmt_environment
 from tests.run.conftest import MakeConfig, write_config
-from tests.run.test_processes import numbers, of_process
+from tests.run.test_processes import numbers, of_process, start_launcher
 from tests.warm_lmt import WarmLmt
 
 pytestmark = [
@@ -37,12 +37,8 @@ def launch(make_config: MakeConfig, tmp_path: Path) -> Iterator[Launch]:
 
     def start(output: int | None = None, **trainer: Any) -> subprocess.Popen[bytes]:
         config = make_config(trainer={**TRAINER, **trainer})
-        command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
         with (tmp_path / "out").open("ab") as stream:
-            target = stream if output is None else output
-            launcher = subprocess.Popen(
-                command, cwd=tmp_path, env=lmt_environment(), start_new_session=True, stdout=target, stderr=target
-            )
+            launcher = start_launcher(config, tmp_path, stream if output is None else output)
         launchers.append(launcher)
         return launcher
 

@@ -65,10 +65,10 @@ def read_foreign(file: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _depth(data: Any) -> int:
     """Levels of blocks and lists in one another."""
-    level, depth = [data], 0
-    while level := [each for each in level if isinstance(each, dict | list)]:
+    values, depth = [data], 0
+    while blocks := [value for value in values if isinstance(value, dict | list)]:
         depth += 1
-        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        values = [value for block in blocks for value in (block.values() if isinstance(block, dict) else block)]
     return depth
 
 
@@ -91,7 +91,7 @@ def _yaml(text: str) -> Any:
 
 
 def _check_size(root: yaml.Node) -> None:
-    """Raises ValueError for more values than any configuration has: those of aliases count each time, also of one that
+    """Raises ValueError for more values than any configuration has: values of aliases count each time, also of one that
     contains itself.
     """
     waiting, count = [root], 0

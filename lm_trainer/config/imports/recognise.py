@@ -33,14 +33,14 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
     Raises:
         UserError: when there is no such framework, or the keys do not tell for sure.
     """
-    names = ", ".join(each.name for each in DIALECTS)
+    names = ", ".join(dialect.name for dialect in DIALECTS)
     if name is not None:
-        chosen = next((each for each in DIALECTS if each.name.lower() == name.lower()), None)
+        chosen = next((dialect for dialect in DIALECTS if dialect.name.lower() == name.lower()), None)
         if chosen is None:
             raise UserError(f"--from {name}: unknown; there are {names}")
         return chosen
     candidates = DIALECTS[:1] if file.suffix == ".py" else DIALECTS[1:]
-    marked = [each for each in candidates if _is_marked(each, keys, candidates, root)]
+    marked = [dialect for dialect in candidates if _is_marked(dialect, keys, candidates, root)]
     if not marked and file.suffix == ".py":
         raise UserError(
             f"{file}: no assignment at its top level is one of nanoGPT's. Python that builds a configuration, as "
@@ -50,7 +50,7 @@ def dialect_of(file: Path, keys: Set[str], name: str | None, root: type[Config])
         raise UserError(
             f"{file}: no key tells whose configuration it is ({names}; nanoGPT's are Python); say it with --from NAME"
         )
-    best = max(marked, key=lambda each: len(each.marks & keys))
+    best = max(marked, key=lambda dialect: len(dialect.marks & keys))
     known = _known(best, keys, root)
     # A single mark may be a coincidence, unless all else fits too.
     few = len(best.marks & keys) < 2 and file.suffix != ".py"
@@ -75,7 +75,7 @@ def surely_of(file: Path, keys: Set[str], root: type[Config]) -> str | None:
 
 def _known(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
     """The keys that a framework has."""
-    # A rule for everything stands for our own keys.
+    # A dialect with a rule for everything has our own keys.
     if "" in dialect.keys:
         return {key for key in keys if key.split(".")[0] in root.model_fields}
     return {key for key in keys if rule_for(dialect, key)[1] is not None}
@@ -83,7 +83,7 @@ def _known(dialect: Dialect, keys: Set[str], root: type[Config]) -> set[str]:
 
 def _is_marked(dialect: Dialect, keys: Set[str], candidates: Collection[Dialect], root: type[Config]) -> bool:
     """Returns True if a mark of the framework is among the keys, and a key that no other framework has."""
-    shared = {key for each in candidates if each is not dialect for key in each.keys}
+    shared = {key for other in candidates if other is not dialect for key in other.keys}
     return bool(dialect.marks & keys) and bool(_known(dialect, keys, root) - shared)
 
 

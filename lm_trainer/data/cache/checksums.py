@@ -21,7 +21,7 @@ _DIGITS = 16
 
 
 def checksums(content: Any) -> dict[str, Any]:
-    """Returns what a commit record has about a file: its size, its checksum, and those of its blocks.
+    """Returns the entry of a file in a commit record: size, checksum, and checksums of its blocks.
 
     Args:
         content: bytes, or a contiguous array.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lm_trainer.core.errors import UserError
@@ -55,16 +56,20 @@ TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE, *CARRIED_FILES)
 """Patterns of all files of a tokenizer."""
 
 
-def read_carried(directory: Path) -> dict[str, bytes]:
-    """Reads the files of a tokenizer that are carried along, by their path below `directory`.
+def read_carried(directory: Path, patterns: Sequence[str] = CARRIED_FILES) -> dict[str, bytes]:
+    """Reads the files that are carried along unread, by their path below `directory`.
+
+    Args:
+        directory: of a published model or its tokenizer.
+        patterns: of the files; by default those of a tokenizer.
 
     Raises:
         UserError: when one of them cannot be read, or is a link that leads out of the directory.
     """
-    files = [path for pattern in CARRIED_FILES for path in sorted(directory.glob(pattern)) if path.is_file()]
+    files = [path for pattern in patterns for path in sorted(directory.glob(pattern)) if path.is_file()]
     try:
         names = [path.relative_to(directory).as_posix() for path in files]
         # They go into exports unread: a link must not take another file of this machine along.
         return {name: path_inside(directory, name, directory).read_bytes() for name in names}
     except OSError as error:
-        raise UserError(f"{directory}: a file of the tokenizer cannot be read: {error}") from None
+        raise UserError(f"{directory}: a file cannot be read: {error}") from None
