@@ -1,5 +1,6 @@
 """`lmt data`: builds caches ahead of training, and looks into them."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,12 +121,15 @@ def verify(
             clean.echo(f"{cache.name}: not built")
             continue
         store, parts = KvStore(cache.url), len(cache.ledger.parts)
-        damaged = report.verify(store, cache.ledger)
-        wrong += damaged
-        outcome = f"{parts} parts, {f'{len(damaged)} files wrong' if damaged else 'all whole'}" if parts else "no parts"
+        damaged = report.damaged_parts(store, cache.ledger)
+        problems = [line for lines in damaged.values() for line in lines]
+        wrong += problems
+        outcome = (
+            f"{parts} parts, {f'{len(problems)} files wrong' if problems else 'all whole'}" if parts else "no parts"
+        )
         clean.echo(f"{cache.name}: {outcome}{'' if cache.ledger.finished else ', not finished'}")
         if repair and damaged:
-            _remove_damaged(cache, store)
+            _remove_damaged(cache, store, damaged)
     if wrong and not repair:
         lines = "\n".join(f"  {line}" for line in wrong)
         raise MachineError(
@@ -137,12 +141,12 @@ def verify(
         raise UserError(f"not finished: {', '.join(missing)}; run: lmt data build")
 
 
-def _remove_damaged(cache: "CacheStatus", store: "KvStore") -> None:
-    from lm_trainer.data.inspect import remove_damaged
+def _remove_damaged(cache: "CacheStatus", store: "KvStore", parts: Collection[int]) -> None:
+    from lm_trainer.data.inspect import remove_parts
 
     if cache.prebuilt:
         raise UserError(f"{cache.url} was built elsewhere; repair it where it was built")
-    removed = remove_damaged(store, cache.ledger)
+    removed = remove_parts(store, cache.ledger, parts)
     clean.echo(f"{cache.name}: {removed} damaged parts removed; lmt data build makes them again")
 
 

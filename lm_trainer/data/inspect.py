@@ -122,23 +122,28 @@ def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
 
 def verify(store: KvStore, ledger: Ledger) -> list[str]:
     """Reads every file of a cache and compares it with its record; returns one line for each file that is wrong."""
-    return [line for part in range(len(ledger.parts)) for line in _problems(store, ledger, part)]
+    return [line for lines in damaged_parts(store, ledger).values() for line in lines]
 
 
-def remove_damaged(store: KvStore, ledger: Ledger) -> int:
-    """Removes the parts that `verify` names, so that a build makes them again; returns how many these are.
+def damaged_parts(store: KvStore, ledger: Ledger) -> dict[int, list[str]]:
+    """Reads every file of a cache as `verify`; returns the lines of each part that has any, by its number."""
+    lines = {part: _problems(store, ledger, part) for part in range(len(ledger.parts))}
+    return {part: problems for part, problems in lines.items() if problems}
+
+
+def remove_parts(store: KvStore, ledger: Ledger, parts: Collection[int]) -> int:
+    """Removes parts by their numbers, so that a build makes them again; returns how many these are.
 
     A build begins with the first part of a shard that is missing, and its bytes are those that were written before.
     """
-    wrong = [part for part in range(len(ledger.parts)) if _problems(store, ledger, part)]
-    for part in wrong:
+    for part in parts:
         name = ledger.parts[part]
         store.delete(shard_key(int(name.partition("-")[0])))
         store.delete(part_key(name, "json"))
-    if wrong:
+    if parts:
         # The next builder takes the parts in again that are there.
         store.delete(LEDGER)
-    return len(wrong)
+    return len(parts)
 
 
 def _problems(store: KvStore, ledger: Ledger, part: int) -> list[str]:
