@@ -129,7 +129,7 @@ class HfSettings:
         if self.preprocessor is not None:
             texts[PREPROCESSOR] = self.preprocessor
         for name, fields in texts.items():
-            # Sorted, so that equal content gives equal bytes.
+            # Sorted, so that equal content gives equal bytes. Unlike `write_json`, it takes the infinities of a source.
             text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
             (directory / name).write_text(text + "\n", encoding="utf-8")
         for name, content in self.files.items():
