@@ -31,6 +31,8 @@ RUN: dict[str, Any] = {
         "train_urls": ["prompts.jsonl"],
         "validation_urls": ["prompts.jsonl"],
         "format": {"type": "supervised", "input_field": "instruction", "output_field": "output"},
+        # Rows as `loss_tokens` counts them.
+        "packing": "concat",
         "shuffle": False,
         "num_workers": 0,
     },
