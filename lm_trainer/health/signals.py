@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,44 @@ from lm_trainer.parallel.processes import gather, is_lead
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+def _end_at_once(number: int) -> None:
+    # Without cleanup: whoever asks twice does not want to wait for a save that may hang.
+    os._exit(128 + number)
+
+
+class _SecondSignal:
+    """Thread that ends the process at the second of the given signals, even while the main thread runs no Python.
+
+    Python calls handlers in the main thread, between two instructions: two signals that come while it is inside a
+    computation of JAX are one call. The interpreter writes every signal to a file descriptor as it comes.
+    """
+
+    def __init__(self, signals: list[signal.Signals]):
+        self._signals = set(signals)
+        self._read, self._written = socket.socketpair()
+        self._written.setblocking(False)  # a handler must not wait
+        self._thread = threading.Thread(target=self._count, name="second-signal", daemon=True)
+        self._before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self._thread.start()
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        self._written.close()
+        self._thread.join()
+        self._read.close()
+
+    def _count(self) -> None:
+        count = 0
+        while number := self._read.recv(1):
+            count += number[0] in self._signals
+            if count == 2:
+                _end_at_once(number[0])
+
+
+# A forked process would write its signals to the parent's thread: Ctrl-C, which all processes get, would count twice.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+
 class _Handlers:
     """Handlers of SIGTERM, SIGINT and SIGHUP while active; the second signal ends the process with 128 + its number.
 
@@ -33,24 +73,27 @@ class _Handlers:
     def __init__(self) -> None:
         self.requested: str | None = None
         self._before: dict[int, Any] = {}
+        self._second: _SecondSignal | None = None
 
     def __enter__(self) -> Self:
-        for number in heeded(_SIGNALS):
+        signals = heeded(_SIGNALS)
+        self._second = _SecondSignal(signals)
+        for number in signals:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._second:
+            self._second.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if number == signal.SIGHUP:
             leave_terminal()
         if self.requested:
-            # At once, without cleanup: whoever asks twice does not want to wait for a save that may hang.
-            sys.stderr.flush()
-            os._exit(128 + number)
+            _end_at_once(number)
         self.requested = signal.Signals(number).name
         self._on_first()
 
@@ -161,6 +204,16 @@ class Interruption(_Handlers):
     def __init__(self, kept: str):
         super().__init__()
         self._kept = kept
+        self._raised: BaseException | None = None
+        self._report_unraisable = sys.unraisablehook
+
+    def __enter__(self) -> Self:
+        self._report_unraisable, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        sys.unraisablehook = self._report_unraisable
 
     def came(self) -> bool:
         """Returns True once a signal has come."""
@@ -173,7 +226,13 @@ class Interruption(_Handlers):
         return Preempted(f"stopped by {self.requested}; {self._kept}")
 
     def _on_first(self) -> None:
-        raise self.error()
+        self._raised = self.error()
+        raise self._raised
+
+    def _unraisable(self, lost: sys.UnraisableHookArgs) -> None:
+        """Reports an exception that Python has lost, unless `came` tells of it."""
+        if lost.exc_value is not self._raised:
+            self._report_unraisable(lost)
 
 
 def _tell(text: str) -> None:

@@ -62,7 +62,6 @@ def test_a_build_ends_at_once_and_goes_on_later(
     assert not (tmp_path / "cache/train/builder.json").exists(), "the next one need not wait"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_signal_whose_exception_python_loses_can_still_be_asked_for() -> None:
     def signal_now(phase: str, _info: object) -> None:
         if phase == "start" and not signals.came():

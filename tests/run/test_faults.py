@@ -51,6 +51,54 @@ with StopRequest() as stop:
     assert f"{number.name}: stopping after this step; once more stops at once" in done.stderr
 
 
+def test_a_second_signal_ends_a_process_that_is_inside_a_computation() -> None:
+    # Python calls no handler meanwhile; the computation takes a minute.
+    program = """
+import hashlib
+from lm_trainer.health.signals import StopRequest
+with StopRequest() as stop:
+    stop.arm()
+    print("computing", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 200_000_000)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, env=lmt_environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+
+
+def test_a_signal_that_a_forked_process_gets_too_counts_once() -> None:
+    program = """
+import os, signal, sys, time
+from lm_trainer.health.signals import StopRequest
+with StopRequest() as stop:
+    stop.arm()
+    child = os.fork()
+    if not child:
+        print("forked", flush=True)
+        while not stop.requested:
+            time.sleep(0.01)
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.2)
+    print(stop.requested)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command, env=lmt_environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert process.stdout.read() == "SIGINT\n"
+
+
 def test_a_lock_ends_with_its_process_however_that_ends() -> None:
     Path("own").mkdir()
     program = """

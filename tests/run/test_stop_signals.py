@@ -147,6 +147,20 @@ def test_a_signal_for_a_checkpoint_to_one_of_two_processes(launch: Launch, tmp_p
     assert len(saved_steps(tmp_path)) == 2
 
 
+def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> None:
+    launcher = launch(num_train_steps=100_000)
+    wait_for_steps(launcher, tmp_path, 5)
+    # A process that is stopped by the system cannot save: the first signal alone would wait for ever, and the other
+    # process waits for it inside a computation, where Python calls no handlers.
+    stopped = of_process(launcher, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    os.kill(stopped, signal.SIGCONT)
+    assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, printed(tmp_path)
+
+
 def test_a_terminal_that_is_closed_loses_nothing(launch: Launch, tmp_path: Path) -> None:
     terminal, theirs = pty.openpty()
     launcher = launch(theirs, num_train_steps=100_000)
