@@ -115,6 +115,7 @@ print(jax.jit(lambda x: 3 * x + 1)(jax.numpy.arange(4.0)).tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_cut_off_is_compiled_again(tmp_path: Path) -> None:
     def computed() -> str:
         command = [sys.executable, "-W", "ignore", "-c", READ]
@@ -129,6 +130,7 @@ def test_a_program_that_is_cut_off_is_compiled_again(tmp_path: Path) -> None:
     assert computed() == first == "[1.0, 4.0, 7.0, 10.0]\n"
 
 
+@pytest.mark.slow
 def test_a_warm_process_does_as_a_fresh_one(run_lmt: RunLmt, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: {num_leyers: 2}\n")
     for args in (["config", "check", "run.yaml"], ["config", "show", "gpt2_nano"]):

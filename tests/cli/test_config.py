@@ -95,6 +95,7 @@ def test_an_attention_that_cannot_be_had_is_found_before_the_run(config: str) ->
     assert (done.exit_code, "the platform is cpu" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["check"], pytest.param(["show", "--decays"], marks=pytest.mark.slow)])
 def test_configurations_are_read_without_jax_unless_it_is_needed(config: str, command: list[str]) -> None:
     program = """
@@ -254,6 +255,7 @@ def test_every_default_of_a_run_is_written_and_read_back(in_tmp_path: Path) -> N
     assert load(Path("all.yaml"), [], RunConfig).config == RunConfig()
 
 
+@pytest.mark.slow
 def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
 
@@ -339,6 +341,7 @@ def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
     assert run.trainer.num_train_steps == 1_000_000
 
 
+@pytest.mark.slow
 def test_plot_draws_without_devices(run_lmt: RunLmt, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(FILE + "  cycles: 2\n", encoding="utf-8")
     # Any use of a device would fail: there is no such platform.

@@ -16,6 +16,7 @@ from lm_trainer.generate.text import Sampling, read_prompts, stream_tokens
 from tests.conftest import Lmt, refused
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
     lmt: Lmt, checkpoint: Path, hf_model: Path
 ) -> None:
@@ -30,6 +31,7 @@ def test_a_checkpoint_and_its_hugging_face_directory_write_the_same_text(
         assert sample["finish"] == "length" if len(sample["tokens"]) == 8 else "document_end"
 
 
+@pytest.mark.slow
 def test_temperature_zero_is_what_transformers_generates(lmt: Lmt, hf_model: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -99,6 +101,7 @@ def test_a_terminal_gets_no_control_sequences() -> None:
     assert for_terminal("a\tb\nÜ\x1b[31mred\x07\x9b\r") == "a\tb\nÜ�[31mred���"
 
 
+@pytest.mark.slow
 def test_a_text_ends_a_continuation(lmt: Lmt, hf_model: Path) -> None:
     options = ("generate", hf_model, "--prompt", "def main", "--max-new-tokens", "40", "--seed", "7")
     whole = json.loads(lmt(*options, "--json").stdout)
@@ -152,6 +155,7 @@ def test_log_probs_are_those_of_transformers(lmt: Lmt, hf_model: Path) -> None:
     refused(lmt("generate", hf_model, *options), "--logprobs", "--json")
 
 
+@pytest.mark.slow
 def test_each_token_that_ends_texts_of_a_model_ends_one(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

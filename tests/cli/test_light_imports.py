@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 
+import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -28,6 +29,7 @@ with light_imports(["lmt", "config", "check"]):
 """
 
 
+@pytest.mark.slow
 def test_light_imports_change_nothing_of_what_check_says() -> None:
     shipped = [[path.name] for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("ladder_")]
     calls = [*shipped, *(["gpt2_nano.yaml", mistake] for mistake in MISTAKES), ["no.yaml"]]

@@ -74,6 +74,7 @@ def test_the_directory_of_a_ladder(home: Path) -> None:
     assert run_folder(ladder, ladder.sizes[0]).parent == home / "ladder"
 
 
+@pytest.mark.slow
 def test_no_run_makes_a_directory_called_tilde(lmt: Lmt, home: Path, in_tmp_path: Path) -> None:
     records = [json.dumps({"text": f"{n} squared is {n * n}"}) for n in range(100)]
     (home / "docs.jsonl").write_text("\n".join(records))

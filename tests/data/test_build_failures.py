@@ -231,6 +231,7 @@ class TestASourceThatChangesMeanwhile:
 
 
 class TestFailures:
+    @pytest.mark.slow
     def test_a_bad_file_among_good_ones_is_named_and_the_good_ones_stay(
         self, make_build: MakeBuild, corpus: Path, tmp_path: Path
     ) -> None:

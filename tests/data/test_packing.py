@@ -161,6 +161,7 @@ def test_a_remote_cache_has_the_same_plan(make_build: MakeBuild) -> None:
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_packed_documents_have_the_logits_they_have_alone(build: Build) -> None:
     """Attention and positions stay within a document, so that its row changes nothing."""
     stream = stream_of(build)

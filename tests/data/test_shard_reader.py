@@ -41,6 +41,7 @@ def lines(count: int) -> Iterator[bytes]:
         yield b'{"text": "deep", "meta": ' + b"[" * depth + b"]" * depth + b"}"
 
 
+@pytest.mark.slow
 def test_the_fast_decoder_gives_what_the_other_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("orjson")
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines(20_000)))

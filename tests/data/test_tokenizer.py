@@ -134,6 +134,7 @@ def test_training_gives_the_wanted_vocabulary_with_eos_at_0(trained: HfTokenizer
     assert len(trained.encode(text)) < 0.7 * len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_training_does_not_depend_on_threads_or_the_process(trained: HfTokenizer, threads: int) -> None:
     program = (

@@ -96,12 +96,14 @@ def on_one_device(run: Path) -> dict[str, Any]:
     return evaluated(run_here, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_devices_change_no_bit(lmt: Lmt, trained: Path, devices: int) -> None:
     run = trained / "logs" / "run"
     assert evaluated(lmt, run, f"trainer.max_devices={devices}") == on_one_device(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", ["trainer.context_axis_size=2", pytest.param("trainer.determinism=layerwise", marks=pytest.mark.slow)]
 )
@@ -114,6 +116,7 @@ def test_axes_of_the_mesh_change_no_figure(lmt: Lmt, trained: Path, setting: str
         assert a["tokens"] == b["tokens"]
 
 
+@pytest.mark.slow
 def test_rows_that_overlap_predict_each_token_once_from_what_the_row_has(
     lmt: Lmt, hf_model: Path, tmp_path: Path
 ) -> None:
@@ -158,6 +161,7 @@ def test_groups_follow_the_slashes_of_tags() -> None:
     assert groups_of({"only": []}) == {}
 
 
+@pytest.mark.slow
 def test_a_model_does_not_differ_from_itself_and_is_told_from_another(
     lmt: Lmt, trained: Path, texts: dict[str, Path]
 ) -> None:
@@ -204,6 +208,7 @@ def test_mistakes_are_told_in_a_line(lmt: Lmt, hf_model: Path, trained: Path, tm
     refused(lmt("eval", run, "--data", "plain.yaml"), "data.validation_urls")
 
 
+@pytest.mark.slow
 def test_token_ids_have_no_bytes(lmt: Lmt, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "ids.jsonl").write_text(json.dumps({"input_ids": [*b"some text"]}) + "\n")
     (tmp_path / "ids.yaml").write_text(

@@ -51,6 +51,7 @@ def push(exported: Path, env: dict[str, str], *, public: bool = False) -> Comple
     return client(code, env, exported.parent)
 
 
+@pytest.mark.slow
 def test_push_makes_a_private_repository_with_the_listed_files_alone(hub: FakeHub, exported: Path) -> None:
     (exported / "secret.env").write_text("no pattern lists this file")
     result = push(exported, hub.environment())

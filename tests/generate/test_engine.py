@@ -58,6 +58,7 @@ def test_greedy(model, forward):
     assert len({token for row in found for token in row}) > 4
 
 
+@pytest.mark.slow
 def test_sampling(model, forward):
     @jax.jit
     def draw_one(logits: jax.Array, row: int, step: int) -> jax.Array:
@@ -89,6 +90,7 @@ def test_a_text_ends_with_its_end_token(model, forward):
     assert eos not in [token for row in found for token in row[:-1]]
 
 
+@pytest.mark.slow
 def test_a_text_ends_where_the_context_is_full(model, forward):
     found = generate(model, PROMPTS, GenerateSettings(max_new_tokens=1000, temperature=0))
     assert [len(row) for row in found] == [SEQ - len(prompt) for prompt in PROMPTS]

@@ -19,6 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, 5))
 OTHERS = [name for name in TINY if name not in ("gpt2", "gemma3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_logits_are_those_of_the_model(family: str) -> None:
     assert_alike(built(family))

@@ -22,6 +22,7 @@ def directory(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_transformers(directory: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

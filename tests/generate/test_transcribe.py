@@ -46,6 +46,7 @@ def record(path: Path, seconds: float) -> np.ndarray:
     return samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "beams"),
     [

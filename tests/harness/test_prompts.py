@@ -162,6 +162,7 @@ def requests(task: Any, write: Callable[..., str], examples: int, **options: Any
     return [instance.args for instance in task.instances]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["chatml", *(pytest.param(name, marks=pytest.mark.slow) for name in TEMPLATES if name != "chatml")]
 )

@@ -228,6 +228,7 @@ def train(here: Path, steps: int = 12, optimizer: AdamConfig = OPTIMIZER, **aler
 EAGER = {"loss_spike": {"window": 4, "threshold": 0.1}, "quiet_steps": 1}
 
 
+@pytest.mark.slow
 def test_alerts_change_no_bit_of_a_run(tmp_path: Path) -> None:
     eager = train(tmp_path / "eager", **EAGER, command=program(tmp_path, "cat > /dev/null"))
     off = train(tmp_path / "off", loss_spike=None, divergence=None, grad_norm=None)

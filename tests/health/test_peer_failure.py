@@ -26,6 +26,7 @@ with join_processes(config, Progress(1, stream=open(os.devnull, "w"))):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="suspends and kills processes")
 def test_a_suspended_process_is_waited_for_and_a_killed_one_is_named() -> None:
     address = free_address()

@@ -280,6 +280,7 @@ def test_subclasses_of_ones_own(own: ModelLadder) -> None:
     assert own.dry_run("1", show_plot=False).tokens == 10 * own.get_batch_size("1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [lambda ladder: ladder.run("1", True), lambda ladder: ladder.run_benchmark("1")])
 def test_a_benchmark_trains_nothing(
     call: Callable[[ModelLadder], dict], own: ModelLadder, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def test_planted_constants_are_recovered(method: str) -> None:
     assert (best.num_params.value, best.tokens.value) == (pytest.approx(n, rel=1e-5), pytest.approx(d, rel=1e-5))
 
 
+@pytest.mark.slow
 def test_small_models_are_fitted_as_well_as_by_brute_force() -> None:
     """Three of the nano ladder's rungs, from whose losses some searches go astray to where powers overflow."""
     n = np.repeat([26232.0, 43168.0, 80112.0], 3)

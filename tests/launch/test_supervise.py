@@ -159,6 +159,7 @@ def test_gpus_are_shared_out(tmp_path: Path) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_emulated_devices_are_those_that_jax_sees() -> None:
     environ = process_environments(lmt_environment(devices=8), 2, 3)[1]
     program = "import jax; print(jax.local_device_count(), jax.devices()[0].platform)"

@@ -158,6 +158,7 @@ def test_preemptions_have_a_limit(cloud: Cloud) -> None:
     assert cloud.calls("start.sh") == 2
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_is_taken_up_at_the_next_line(cloud: Cloud) -> None:
     (cloud.directory / "breaks").touch()
     cloud.training("echo step 1; sleep 1.5; echo step 2")

@@ -99,6 +99,7 @@ def test_a_gate_that_transformers_reads_otherwise_is_not_written(make_hf_model: 
         hf.config_to_hf(change(config, activation_function="gelu"), vocab_size=vocab_size, eos_id=2, bos_id=1)
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_table_of_the_models_seq_len(make_hf_model: Any) -> None:
     directory = build(make_hf_model, "phi3", rope_parameters=LONG, original_max_position_embeddings=32)
     raw, tensors = read(directory)

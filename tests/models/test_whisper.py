@@ -181,6 +181,7 @@ def loss_and_grads(config: WhisperConfig) -> Any:
     return loss(params())
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache_equals_the_full_forward_pass() -> None:
     batch, graph = rows(), graphdef(TINY)
     wanted = logits(TINY, params(), batch)

@@ -40,6 +40,7 @@ def operands(spec: AttentionSpec, dtype: Any, length: int = S) -> list[jax.Array
     return [jnp.asarray(x.astype(dtype)) for x in (2 * spec.head_dim**-0.5 * q, k, v)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "dtype", "tolerance"),
     [
@@ -80,6 +81,7 @@ def test_splash_has_the_values_and_gradients_of_xla(spec, dtype, tolerance):
         assert np.linalg.norm(b - a) < tolerance * np.linalg.norm(a)
 
 
+@pytest.mark.slow
 def test_splash_is_divided_over_a_mesh():
     mesh = build_mesh(MeshShape(model=2), jax.devices()[:4])
     spec = AttentionSpec(2, 8, scores=ScoreSpec(block_size=128))

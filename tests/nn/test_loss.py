@@ -60,6 +60,7 @@ def naive_terms(logits: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
     return log_z - jnp.take_along_axis(logits, jnp.asarray(targets)[..., None], axis=-1)[..., 0], log_z**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "softcap"), [pytest.param(None, None, marks=pytest.mark.slow), (5, 2.0)])
 def test_z_loss_is_in_the_gradient_and_beside_the_value(block: int | None, softcap: float | None) -> None:
     graphdef, params = init(make_spec(head=HeadSpec(softcap=softcap)))

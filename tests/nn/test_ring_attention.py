@@ -130,6 +130,7 @@ def test_its_gradient_has_the_derivative_of_whole_rows():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max()), found, expected)
 
 
+@pytest.mark.slow
 def test_probabilities_are_dropped_alike_in_both_passes():
     spec, key = spec_of(dropout=0.25), jax.random.key(1)
     ring = in_a_ring(spec, 4, key)

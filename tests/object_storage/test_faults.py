@@ -83,6 +83,7 @@ def test_a_save_that_does_not_get_through_is_told_and_leaves_the_one_before(
     store.close()
 
 
+@pytest.mark.slow
 def test_after_a_stop_signal_a_save_ends_within_the_grace_period(behind: Bucket, proxy: Proxy) -> None:
     store = CheckpointStore(behind, CheckpointerConfig(grace_period=timedelta(seconds=1)))
     store.save(1, arrays(1, sharded(8)), {})

@@ -16,6 +16,7 @@ from lm_trainer.profile.flops import parameter_count
 from tests.plan.test_plan import FAST, LLAMA
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_an_accelerator_holds_nothing_while_it_updates_element_by_element():
     phases, config = {}, config_of({"model": LLAMA, "trainer": {"train_batch_size": 8}})
@@ -49,6 +50,7 @@ def test_a_microbatch_in_bfloat16_takes_less_than_on_a_cpu(
     assert planned == round(share * temporary())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_a_tpu_casts_whole_layers_before_the_loop_over_them():
     model = {**LLAMA, "num_layers": 3, "scan_layers": True}

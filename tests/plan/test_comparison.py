@@ -32,6 +32,7 @@ def test_other_prices_are_refused(text: str):
         prices([text])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_a_table_has_a_row_for_each_pair():
     config, group = config_of({"model": MODEL, "trainer": TRAINER}), parse_devices("2xH100")

@@ -112,6 +112,7 @@ def test_an_estimate_without_devices_has_the_parts_of_the_plan(memory: StepMemor
     assert found.parts == {**planned.parts, **near}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "together", "phase"),
     [
@@ -216,6 +217,7 @@ def test_large_models_fit_on_the_devices_that_they_are_for(
     assert found["memory"]["peak_bytes"] <= found["budget"]["bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_once")
 def test_the_table_says_what_is_as_good_as_it_gets():
     schedule = [{"start": 0, "value": 2}, {"start": 5, "value": 4}]
@@ -252,6 +254,7 @@ def test_a_ring_plans_rows_of_128k_without_arrays_of_all_pairs():
     assert "keeps no scores" not in text
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_not_known():
     config, assumptions = config_of({"model": LLAMA, "trainer": FAST}), Assumptions(vocab_size=VOCAB)
     text = "\n".join(lines(plan_run(config, DeviceGroup(2, "cpu"), jax.devices()[:2], assumptions)))
@@ -346,6 +349,7 @@ def test_json_agrees_with_itself_and_with_a_hand_count(run_lmt: RunLmt, config: 
     assert [path.name for path in config.parent.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_the_devices_own_compiler_says_what_programs_do(lmt: Lmt, config: Path, monkeypatch: pytest.MonkeyPatch):
     # JAX runs here already, and cannot be given two devices of its own.
     monkeypatch.setattr("lm_trainer.plan.emulate_devices", lambda _, count: jax.devices()[:count])

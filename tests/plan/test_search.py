@@ -73,6 +73,7 @@ def trace_each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_trainer.run.program.trace_model", trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [10, pytest.param(25, marks=pytest.mark.slow)])
 def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
     path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
@@ -135,6 +136,7 @@ def test_what_is_given_stays(path: Path):
     assert {layout.config.trainer.determinism for layout in layouts(config, VOCAB, 2)} == {"elastic", "layerwise"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [SMALL_BATCH, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_fastest_that_fits_is_the_fastest_of_all_that_fit(batch_size: int):
     everything = searched("2xH100", batch_size=batch_size)

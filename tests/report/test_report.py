@@ -94,6 +94,7 @@ def test_a_page_says_what_the_data_and_the_speed_were(lmt: Lmt) -> None:
     assert "MFU, median, %" not in figures, "a CPU has no datasheet"
 
 
+@pytest.mark.slow
 def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
     assert reported(lmt, "b")["runs"][0]["verifications"] == []
     assert lmt("verify", "b").returncode == 0
@@ -114,6 +115,7 @@ def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
     assert other["difference"].endswith("train/loss")
 
 
+@pytest.mark.slow
 def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     data = reported(lmt, "a", "b")
     (pair,) = data["pairs"]
@@ -126,6 +128,7 @@ def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     assert same["bits"] == "equal in all 4 steps that both have"
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_and_of_other_documents_are_told_apart(lmt: Lmt, root: Path) -> None:
     shutil.copytree(root / "logs/a", root / "elsewhere/a", dirs_exist_ok=True)
     data = reported(lmt, "a", "elsewhere/a")
@@ -155,6 +158,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, roo
     refused(lmt("report", "nowhere"), "no run of this name")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups",
     [pytest.param((("Loss", "(train|eval)/loss"),), id="loss"), pytest.param(GROUPS, id="all", marks=pytest.mark.slow)],

@@ -258,6 +258,7 @@ def lasting(directory: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     before = lose(copied, 3, 4)
     result = run_here("train", "run.yaml")
@@ -270,6 +271,7 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     assert "was complete already" in run_here("train", "run.yaml").stdout
 
 
+@pytest.mark.slow
 def test_metrics_that_do_not_come_out_again_are_not_written(copied: Path) -> None:
     lose(copied, 3, 4)
     record = json.loads((copied / "checkpoints/run/4/_CHECKPOINT_METADATA").read_text())
@@ -296,6 +298,7 @@ def test_evaluations_watched_norms_and_histograms_come_back_too(in_tmp_path: Pat
     assert re.sub(r'"time": [\d.]+', "", again) == re.sub(r'"time": [\d.]+', "", before[1])
 
 
+@pytest.mark.slow
 def test_a_branch_with_the_same_configuration_is_the_same_run(copied: Path) -> None:
     result = run_here("train", "run.yaml", "trainer.id=branch", "trainer.load_checkpoint_path=checkpoints/run/4")
     assert result.returncode == 0, result.stderr

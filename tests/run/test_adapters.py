@@ -202,6 +202,7 @@ def test_the_commands_from_training_to_the_export(make_config: MakeConfig, in_tm
     assert "base has no adapter, so there is nothing to merge" in refused.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_adapted_is_refused(make_config: MakeConfig, in_tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model to adapt; name a run or checkpoint as trainer\.initialize_from"):
         configuration(make_config, trainer={"initialize_from": None})

@@ -76,6 +76,7 @@ class Sometimes(Numbered):
         return [rows._replace(weights=np.zeros_like(rows.weights)) for rows in super().batches(*args, **kwargs)]
 
 
+@pytest.mark.slow
 def test_empty_steps_are_counted_across_a_resume_and_alert_nobody(
     in_tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

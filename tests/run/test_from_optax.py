@@ -95,6 +95,7 @@ def test_it_trains_as_a_loop_of_optax_alone(mode: str) -> None:
     assert not any("optim/learning_rate" in line for line in logged()), "the transformation keeps its own"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_equal_bits() -> None:
     whole = run(from_optax("chain", rule()))
     shutil.rmtree(f"checkpoints/own/{STEPS}")

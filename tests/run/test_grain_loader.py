@@ -68,6 +68,7 @@ def run(directory: Path, kind: str, *, stop_after: int | None = None, **flags: A
     return {name: np.asarray(x) for name, x in state.params.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["map", pytest.param("iter", marks=pytest.mark.slow), "loader"])
 def test_a_resume_goes_on_where_the_loader_was(tmp_path: Path, kind: str) -> None:
     undisturbed = run(tmp_path / "a", kind)
@@ -83,6 +84,7 @@ def test_a_resume_goes_on_where_the_loader_was(tmp_path: Path, kind: str) -> Non
         np.testing.assert_array_equal(again[name], x)
 
 
+@pytest.mark.slow
 def test_the_state_of_another_pipeline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Preempted):
         run(tmp_path, "map", stop_after=2)

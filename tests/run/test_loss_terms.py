@@ -58,6 +58,7 @@ def first_step(program: Program, state: TrainState) -> dict[str, float]:
     return step_metrics({name: float(x) for name, x in metrics.items()}, 0.01)
 
 
+@pytest.mark.slow
 def test_z_loss_weight_adds_the_penalty_to_what_is_minimised(tmp_path: Path) -> None:
     program = planned(tmp_path, "z_loss_weight: 0.2")
 

@@ -54,6 +54,7 @@ def logged_losses() -> list[int]:
     return [line["step"] for line in read_metrics(RUN) if "train/loss" in line]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_knows_the_lines_that_were_there() -> None:
     with pytest.raises(Preempted):
         train(at={5: stop})
@@ -106,6 +107,7 @@ def test_lost_lines_are_named_at_every_start_until_they_are_back(capfd: pytest.C
     assert train(10) == []
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_vanishes_is_named_at_once_and_at_the_next_start() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced while the run wrote it"):
         train(at={4: lambda: shutil.rmtree("logs")})

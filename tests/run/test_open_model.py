@@ -46,6 +46,7 @@ def bytes_on(device: Any, params: Any) -> int:
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_run_lies_cut_on_all_devices_and_writes_the_same_files_and_text(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -350,6 +350,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, base: Path) -> None:
         start(config(tmp_path / "qwen", use_hf_model_config=True))
 
 
+@pytest.mark.slow
 def test_a_head_that_differs_from_the_embedding_is_one_of_its_own(make_hf_model: MakeHfModel, tmp_path: Path) -> None:
     from safetensors.numpy import load_file, save_file
 

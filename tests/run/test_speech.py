@@ -98,6 +98,7 @@ def test_other_ways_to_share_the_work_agree_up_to_rounding(
         np.testing.assert_allclose(x, weights[name], atol=1e-2, err_msg=name)
 
 
+@pytest.mark.slow
 def test_memory_is_measured_where_it_is_not_estimated(make_config: MakeConfig, in_tmp_path: Path) -> None:
     config = write(make_config)
     assert compile_temporary(config, VOCAB)["microbatch"] > 0

@@ -92,6 +92,7 @@ def test_probabilities_are_those_of_the_model(lmt: Lmt) -> None:
         np.testing.assert_array_equal([[index for index, _ in top] for top in scored.top_SK], best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [
@@ -110,6 +111,7 @@ def test_devices_change_nothing(lmt: Lmt, setting: tuple[str, ...]) -> None:
     assert (Path("logs") / few / FILE).read_bytes() == (Path("logs") / many / FILE).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, tmp_path: Path) -> None:
     whole = TokenHistory.read(Path("logs/a"))
     trained(lmt, "b", "trainer.num_train_steps=2", "optimizer.lr_schedule=constant", "trainer.checkpointer.keep=[]")
@@ -129,6 +131,7 @@ def test_a_resumed_run_goes_on_with_its_file_and_a_page_has_two_runs(lmt: Lmt, t
     assert TokenHistory.read(tmp_path) == whole
 
 
+@pytest.mark.slow
 def test_no_documents_no_file(lmt: Lmt) -> None:
     short = ("trainer.num_train_steps=2", "trainer.token_probabilities=0")
     assert lmt("train", "run.yaml", "trainer.id=none", *short).returncode == 0

@@ -253,6 +253,7 @@ def test_when_a_machine_is_shut_down(
     assert registered == seconds
 
 
+@pytest.mark.slow
 def test_a_machine_is_shut_down_when_a_command_fails(tmp_path: Path, run_lmt: RunLmt) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -279,6 +280,7 @@ with Trainer(settings(jax_config=changes, jax_compilation_cache_dir="compiled"),
 """
 
 
+@pytest.mark.slow
 def test_jax_is_set_up_and_compiled_programs_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, "-c", JAX]
     env = lmt_environment(env={"XLA_FLAGS": ""})
@@ -297,6 +299,7 @@ print(jax.jit(lambda x: jnp.tanh(x) + jnp.sin(x)).lower(jnp.zeros((1024, 256))).
 """
 
 
+@pytest.mark.slow
 def test_a_program_is_not_read_that_was_compiled_for_another_number_of_threads(tmp_path: Path) -> None:
     def text(cache: str, threads: int) -> str:
         command = [sys.executable, "-c", TEXT, str(tmp_path / cache), str(threads)]

@@ -112,6 +112,7 @@ def test_what_is_recorded_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in Path("checkpoints/own").glob("[0-9]*")] == ["3"]
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_random_numbers_of_training() -> None:
     def drawing(model: Bigrams, rows: Batch, key: jax.Array | None) -> Any:
         assert key is not None
@@ -244,6 +245,7 @@ def begun(program: Program, **changes: Any) -> TrainState:
     return find_start(Request(trainer, program, store, program.init, lambda _: "")).state
 
 
+@pytest.mark.slow
 def test_weights_may_lack_what_starts_afresh(caplog: pytest.LogCaptureFixture) -> None:
     small: dict[str, Any] = {"seq_len": 8, "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
     tokenizer = ByteTokenizer()

@@ -40,6 +40,7 @@ def test_the_guard_sees_a_value_of_the_host() -> None:
         jax.jit(lambda x, y: x + y)(jax.device_put(1.0), 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("determinism", ["elastic", "fast"])
 def test_a_running_loop_transfers_nothing_by_the_way(determinism: str) -> None:
     run_guarded(OPTIMIZER, determinism=determinism, **EVERYTHING)

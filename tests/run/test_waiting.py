@@ -87,6 +87,7 @@ def run(data: Any) -> tuple[Any, str]:
     return state, out.getvalue()
 
 
+@pytest.mark.slow
 def test_data_that_do_not_come_cost_no_step() -> None:
     with pytest.raises(MachineError, match="the disk is full: cannot write a part"):
         run(InTheMaking(fails_at=2))

@@ -128,6 +128,7 @@ def test_tensor_parallelism_is_close_and_equal_for_the_same_model_axis(
     assert two[2] == pytest.approx(reference[2], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_initial_weights_of_odd_widths_are_those_of_one_device() -> None:
     model = {"type": "gpt2", "hidden_dim": 24, "num_layers": 3, "num_heads": 2, "seq_len": 24}
     trainer = {"train_batch_size": 8}

@@ -95,11 +95,13 @@ def test_the_gradient_is_that_of_the_whole_model(model: dict[str, Any]) -> None:
     assert_close(gradient(config), plain_gradient(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT2, pytest.param(BACKPACK, marks=pytest.mark.slow)], ids=lambda m: m["type"])
 def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) -> None:
     assert_close(gradient(config_of(model)), gradient(config_of(model, determinism="elastic")))
 
 
+@pytest.mark.slow
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=() if n == 1 else pytest.mark.slow) for n in (1, 6, 7, 8, 11, 12)]
@@ -151,6 +153,7 @@ def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes:
     assert means() == pytest.approx(means(determinism="elastic"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices() -> None:
     def means(devices: int, **trainer: Any) -> dict[str, float]:
         config = config_of(LLAMA, **trainer)
@@ -188,6 +191,7 @@ def test_the_signs_of_a_layer_are_those_that_are_drawn_for_all() -> None:
     np.testing.assert_array_equal(np.stack(rows), np.asarray(jax.random.rademacher(key, shape, jnp.bfloat16)))
 
 
+@pytest.mark.slow
 def test_adapters_alone_have_gradients() -> None:
     plain = config_of(LLAMA).model_dump() | {
         "adapter": {"type": "lora", "rank": 2},
@@ -200,6 +204,7 @@ def test_adapters_alone_have_gradients() -> None:
     assert_close(found, gradient(elastic))
 
 
+@pytest.mark.slow
 def test_more_layers_take_no_more_memory_but_for_state_and_streams() -> None:
     def beyond_state(layers: int) -> int:
         memory = StepMemory(config_of({**LLAMA, "num_layers": layers}), VOCAB, jax.devices()[:1], "gpu")

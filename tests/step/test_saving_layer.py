@@ -48,6 +48,7 @@ def stepped(config: RunConfig, devices: int) -> tuple[str, dict[str, np.ndarray]
     return programs, to_host(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", SETTINGS, ids=str)
 def test_two_steps_on_one_and_on_four_devices(remat: Any) -> None:
     hash_of_one, one = stepped(config_with(GPT2, remat, **MIXED), 1)
@@ -79,6 +80,7 @@ def flops(programs: Executables, name: str) -> float:
     return sum(op.flops for op in operations(programs.by_name[name].hlo(), ()))
 
 
+@pytest.mark.slow
 def test_the_derivative_computes_no_product_of_the_layer_again() -> None:
     """A product has two derivatives, each a product of the same size."""
     all_again, some_again, none_again = (programs_of(LLAMA, remat) for remat in (True, "dots_no_batch", "dots"))

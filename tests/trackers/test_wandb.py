@@ -91,6 +91,7 @@ def test_a_page_is_a_chart(wandb, tmp_path):
     assert "probabilities" in copy.read_text()
 
 
+@pytest.mark.slow
 def test_steps_that_come_again_after_a_resume_are_kept(wandb, tmp_path):
     for first in (1, 2):
         (tmp_path / str(first)).mkdir()
