@@ -17,6 +17,7 @@ from lm_trainer.ladder.rungs import count_params, model_config, run_config, voca
 from lm_trainer.ladder.running import changes
 from lm_trainer.profile.flops import flops_per_token
 from lm_trainer.run.config import numeric_identity
+from lm_trainer.run.earlier_runs import config_as_begun
 from lm_trainer.run.records import RUN, identity_of, read_run_record
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _check_owner(ladder: LadderConfig, size_spec: str, seed: int, folder: Path) 
     if not (folder / RUN).is_file():
         raise UserError(f"{folder}: has metrics, but no {RUN} that says of which run")
     identity = identity_of(read_run_record(folder), folder)
-    wanted = run_config(ladder, size_spec, seed)
+    wanted = config_as_begun(run_config(ladder, size_spec, seed), identity)
     if found := changes(identity, numeric_identity(wanted), wanted):
         raise UserError(
             f"{folder} holds a run of another ladder than {ladder.name}:\n  "

@@ -16,6 +16,7 @@ from lm_trainer.ladder.rungs import run_config, run_folder, run_name
 from lm_trainer.profile.matmul import MatmulProbe
 from lm_trainer.profile.mfu import measure
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.earlier_runs import config_as_begun
 from lm_trainer.run.records import RUN, identity_of, read_run_record
 from lm_trainer.run.train import Summary, train
 from lm_trainer.trackers import Progress
@@ -43,7 +44,9 @@ def run_rung(
 def _is_longer(ladder: LadderConfig, folder: Path, config: RunConfig) -> bool:
     if not (folder / RUN).exists():
         return False
-    identity, wanted = identity_of(read_run_record(folder), folder), numeric_identity(config)
+    identity = identity_of(read_run_record(folder), folder)
+    config = config_as_begun(config, identity)
+    wanted = numeric_identity(config)
     if found := changes(identity, wanted, config):
         raise UserError(
             f"{folder} holds a run of another ladder, or of an earlier form of {ladder.name}:\n  "

@@ -22,8 +22,9 @@ class Optimizer(Config):
     def elementwise(self) -> bool:
         """True if the update of each number follows from its own gradient and state and given scalars alone.
 
-        Only then does every device update its own shard of the state. Otherwise each computes the whole update, in one
-        program that is the same on every mesh: a sum over a shard would have other bits on another mesh.
+        Only then does every device update its own shard of the state: a sum over a shard would have other bits on
+        another mesh. Otherwise each weight of each layer belongs to one device, which updates it whole in a program
+        that is the same on every mesh, or, where `build_one` returns None, every device computes the whole update.
         """
 
     @property

@@ -14,6 +14,7 @@ from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.inside import check_name, path_inside
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
+from lm_trainer.run.earlier_runs import config_as_begun
 from lm_trainer.run.find import checkpoints_of, find_run, root_of
 from lm_trainer.run.records import RUN, identity_of, read_attempts, read_run_record
 from lm_trainer.trackers import read_metrics
@@ -147,13 +148,17 @@ class RunRecord:
         name = next((change["config_before"] for change in self.changes if step <= change["step"]), "config.yaml")
         file = path_inside(self.path, name, self.path / "run.json")
         # Without trackers, whose packages need not be installed where the run is computed again.
-        plain = load(file, ["trainer.tracker=[]"], RunConfig).config
+        plain = self._load(file)
         if not overrides:
             return plain
-        config = load(file, ["trainer.tracker=[]", *overrides], RunConfig).config
+        config = self._load(file, overrides)
         if changed := numeric_differences(numeric_identity(plain), numeric_identity(config)):
             raise UserError("these settings would give other numbers than the run's:\n  " + "\n  ".join(changed))
         return config
+
+    def _load(self, file: Path, overrides: Sequence[str] = ()) -> RunConfig:
+        loaded = load(file, ["trainer.tracker=[]", *overrides], RunConfig)
+        return config_as_begun(loaded.config, loaded.data)
 
 
 def equal_bits(a: Any, b: Any) -> bool:

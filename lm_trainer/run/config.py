@@ -20,6 +20,7 @@ from lm_trainer.models import AnyModel, Gpt2Config
 from lm_trainer.nn.lora import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
+from lm_trainer.run.earlier_runs import without_newer_defaults
 from lm_trainer.run.refused_keys import REFUSED_AT_THE_TOP
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.model_parallel import check_length, check_model_parallel, model_parallel_axes
@@ -169,7 +170,7 @@ def numeric_identity(config: Config) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """Eight hex digits that two configurations share when they describe the same numbers."""
-    text = json.dumps(numeric_identity(config), sort_keys=True)
+    text = json.dumps(without_newer_defaults(numeric_identity(config), config.trainer), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

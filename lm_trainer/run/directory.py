@@ -22,9 +22,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import local_path, make_writable, write_atomically
 from lm_trainer.core.inside import path_inside
 from lm_trainer.core.lease import Lease
-from lm_trainer.parallel.processes import is_lead, wait_for_all
+from lm_trainer.parallel.processes import gather_texts, is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.copy import COPY, RunCopy
+from lm_trainer.run.earlier_runs import config_as_begun
 from lm_trainer.run.environment import changes_since, environment, notes_on_start, pinned_cpu_threads
 from lm_trainer.run.records import (
     ENVIRONMENT,
@@ -32,6 +33,7 @@ from lm_trainer.run.records import (
     RecordCopies,
     identity_of,
     parsed_attempts,
+    parsed_run,
     read_attempts,
     read_run_record,
 )
@@ -239,15 +241,27 @@ class RunDirectory:
         return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
 
     def _attempts(self) -> list[dict[str, Any]]:
-        # Asked before the directory is held, and so before a newer copy has replaced it.
-        file = self.path / ENVIRONMENT
+        return parsed_attempts(self.path / ENVIRONMENT, self._read(ENVIRONMENT))
+
+    def _read(self, name: str) -> bytes | None:
+        """A record, asked for before the directory is held, and so before a newer copy has replaced it."""
         if self._copy is not None:
             self._probe()
-            content = self._copy.read(ENVIRONMENT)
+            content = self._copy.read(name)
         else:
-            content = file.read_bytes() if file.exists() else None
+            content = (self.path / name).read_bytes() if (self.path / name).exists() else None
         # A missing one is put back when the directory is held.
-        return parsed_attempts(file, self._records.read(ENVIRONMENT) if content is None else content)
+        return self._records.read(name) if content is None else content
+
+    def go_on_as_begun(self) -> None:
+        """Gives keys that are not set the values with which the run was begun: see `as_begun`.
+
+        Waits for all processes, each of which must call it.
+        """
+        content = self._read(RUN) if is_lead() else None
+        identity = {} if content is None else identity_of(parsed_run(self.path / RUN, content), self.path)
+        # The first process alone may have the directory.
+        self.config = config_as_begun(self.config, json.loads(gather_texts(json.dumps(identity))[0]))
 
     def record_attempt(self, trainer: TrainerConfig, *, step: int, rows: int, program: str) -> list[str]:
         """Writes down on what this attempt runs, in env.json, and in run.json the configuration's change, if any.

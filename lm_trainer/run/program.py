@@ -192,7 +192,9 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
     tx, sharding = shard_state(plan, optimizer, model, mesh)
-    rule = UpdateRule(optimizer, tx, trainer.model_averaging, _curvature(optimizer, loss, plan.policy.compute_dtype))
+    curvature = _curvature(optimizer, loss, plan.policy.compute_dtype)
+    owned = trainer.matrix_updates == "owned"
+    rule = UpdateRule(optimizer, tx, trainer.model_averaging, curvature, owned)
     # Not the key of the initial weights: another use of the seed must not draw the same numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
     given = {"sharding": sharding, "plans": plan.microbatches, "key": key}

@@ -13,6 +13,7 @@ from lm_trainer.core.bucket import Place
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import write_atomically
 from lm_trainer.run.copy import COPY
+from lm_trainer.run.earlier_runs import completed
 
 RUN, ENVIRONMENT = "run.json", "env.json"
 
@@ -53,11 +54,15 @@ def recorded_checkpoints(run: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def identity_of(run: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """The part of the configuration that decides numbers; raises `MachineError` where run.json lacks it."""
+    """The part of the configuration that decides numbers, with keys that are newer than the run as that meant them.
+
+    Raises:
+        MachineError: where run.json lacks it.
+    """
     found = run.get("identity")
     if not isinstance(found, dict):
         raise _damaged(run_dir / RUN, "it does not say which configuration the run has")
-    return found
+    return completed(found)
 
 
 def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:

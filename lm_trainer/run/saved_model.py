@@ -168,11 +168,11 @@ def read_config(directory: Place, overrides: Sequence[str] = ()) -> RunConfig:
     """
     from lm_trainer.config.loader import load
     from lm_trainer.run.config import RunConfig
+    from lm_trainer.run.earlier_runs import config_as_begun
 
     # Without trackers, whose packages need not be installed where the weights are used.
-    return load(
-        local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig
-    ).config
+    loaded = load(local_copy(directory, "config.yaml") / "config.yaml", ["trainer.tracker=[]", *overrides], RunConfig)
+    return config_as_begun(loaded.config, loaded.data)
 
 
 def write_model(

@@ -248,6 +248,7 @@ def prepare(
         raise UserError(str(error)) from None
     trainer = config.trainer.model_copy(update={"id": name})
     with open_attempt(trainer, config, progress, allow_config_change=allow_config_change) as attempt:
+        config = config.model_copy(update={"trainer": attempt.config})
         hub_name = check_exports(config, name)
         progress.note(f"run {name}, in {attempt.directory.path}")
         for note in pretrained.notes if pretrained else ():

@@ -247,7 +247,7 @@ class Trainer:
                 trainer, self.optimizer, definition, self.loss_fn, key=training_key, seq_len=self.seq_len
             )
 
-        program = plan_for_memory(plan, self.config, self.seq_len, self.attempt.progress.note)
+        program = plan_for_memory(plan, self.attempt.config, self.seq_len, self.attempt.progress.note)
         # Traced definitions hold shapes alone: the weights of a given model are taken from it here.
         init = program.init
         if model is not None:

@@ -107,6 +107,12 @@ class TrainerConfig(Config):
     additions allows is taken; null: as many as fit into the memory of the devices, where they say how much that is
     (GPUs, TPUs), else all."""
 
+    matrix_updates: Numeric[Literal["owned", "repeated"]] = "owned"
+    """The update by an optimizer that computes with whole weights, as muon, soap and kron do. `owned`: each weight of
+    each layer belongs to one device, which updates it, so that the devices share the work; `repeated`: every device
+    computes the update of all weights. Runs that were begun before there was `owned` go on with `repeated` by
+    themselves. The bits of the two may differ in the last digits."""
+
     cpu_threads: Numeric[PositiveInt | None] = None
     """Threads that XLA computes with on a CPU. They decide bits, since it cuts products and sums by their number.
     Unset: one for each core, and when the run is resumed, as many as before. XLA has no fewer than a process has

@@ -45,6 +45,9 @@ class UpdateRule:
     averaging: AveragingConfig | None = None
     curvature: CurvatureFn | None = None
     """The estimate that the optimizer takes."""
+    owned: bool = True
+    """Each weight belongs to one device where the rule computes with whole weights, if it can; false: every device
+    updates all of them."""
 
 
 class Step(Protocol):

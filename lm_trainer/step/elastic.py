@@ -26,6 +26,7 @@ from lm_trainer.parallel.no_fma import without_fma
 from lm_trainer.parallel.ordered_sum import sum_of_squares
 from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.step.base import Observer, UpdateRule
+from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
@@ -34,12 +35,11 @@ from lm_trainer.step.layerwise_model import Functions
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.microbatch_sum import MicrobatchSum
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.owned_update import owned_update
 from lm_trainer.step.part_functions import PartFunctions
 from lm_trainer.step.phases import Phase, StepProgram
 from lm_trainer.step.state import TrainState, abstract_state
 from lm_trainer.step.state_sharding import StateSharding
-from lm_trainer.step.update import Metrics, compile_update
+from lm_trainer.step.update import Metrics
 
 _GATHERED = "gathered parameters"
 
@@ -101,10 +101,7 @@ class ElasticStep:
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._norm = jax.jit(lambda grads: sum_of_squares(grads, param_shardings, mesh), out_shardings=everywhere)
-        owned = None
-        if parts is not None and not rule.optimizer.elementwise:
-            owned = owned_update(rule.optimizer, model.optimizer_params(), rule.tx, model.shapes, shardings, mesh)
-        self._update = owned or compile_update(rule.optimizer, rule.tx, shardings, mesh)
+        self._update = choose_update(rule, model.optimizer_params(), model.shapes, shardings, mesh)
         # The average is consumed, argument 1: `without_fma` puts its zero in front.
         self._average = jax.jit(without_fma(ema_update), out_shardings=shardings.params, donate_argnums=1)
 

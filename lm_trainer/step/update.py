@@ -96,8 +96,10 @@ class ShardedUpdate:
 class ReplicatedUpdate:
     """Every device computes the whole update, in a program of its own that knows nothing of the mesh.
 
-    For update rules that compute sums or products over a parameter: cut over devices, their order of additions would
-    depend on the mesh. Costs each device the memory and the work of the whole update.
+    For update rules that compute something over several parameters, such as a norm of the whole update by which they
+    are clipped, or a transformation of optax, of which nobody can tell: cut over devices, their order of additions
+    would depend on the mesh, and no device can update one parameter without the others. Costs each device the memory
+    and the work of the whole update.
     """
 
     def __init__(self, update: UpdateFn, shardings: TrainedShardings, mesh: Mesh):
@@ -154,11 +156,3 @@ class ReplicatedUpdate:
 
             self._compiled[structure] = compile_for_each(one, [[device] for device in self._devices], "the update")
         return self._compiled[structure]
-
-
-def compile_update(
-    optimizer: Optimizer, tx: optax.GradientTransformationExtraArgs, shardings: TrainedShardings, mesh: Mesh
-) -> ShardedUpdate | ReplicatedUpdate:
-    """The update of `optimizer` as it must be computed to have the same bits on every mesh."""
-    kind = ShardedUpdate if optimizer.elementwise else ReplicatedUpdate
-    return kind(make_update(optimizer, tx), shardings, mesh)

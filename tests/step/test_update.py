@@ -27,9 +27,11 @@ from lm_trainer.optim import (
     from_optax,
 )
 from lm_trainer.parallel.mesh import MeshShape, build_mesh
+from lm_trainer.parallel.sharded_array import replicate
 from lm_trainer.parallel.sharding import plan_shardings
+from lm_trainer.step.base import UpdateRule
+from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.state_sharding import plan_state_sharding
-from lm_trainer.step.update import compile_update
 
 pytestmark = pytest.mark.optimised
 
@@ -75,9 +77,10 @@ def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES
     rules = {axis: ("data",)} if fsdp else {}
     param_shardings = plan_shardings(shapes, mesh, param_rules=rules, compute_rules={}, max_shards=8)
     abstract = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, (shape, _) in shapes.items()}
-    tx = config.build({name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()})
+    named = {name: Param(name, shape, axes) for name, (shape, axes) in shapes.items()}
+    tx = config.build(named)
     sharding = plan_state_sharding(abstract, tx, param_shardings, mesh)
-    update = compile_update(config, tx, sharding.trained, mesh)
+    update = choose_update(UpdateRule(config, tx), named, abstract, sharding.trained, mesh)
     rng = np.random.default_rng(0)
 
     def values() -> dict[str, jax.Array]:
@@ -90,7 +93,7 @@ def updated(config: Optimizer, devices: int, fsdp: bool, shapes: Shapes = SHAPES
     for step in range(6):
         scalars = {"loss": 7.3, "weight": 3.1, "squares": 1e6, "learning_rate": 1e-3 * (step + 1)}
         curvature = values() if config.curvature is not None and step % 2 == 0 else None
-        given = {name: np.float32(x) for name, x in scalars.items()}
+        given = {name: replicate(np.float32(x), mesh) for name, x in scalars.items()}
         params, state, metrics = update(params, state, values(), curvature, given)
         for leaf in jax.tree.leaves((params, state, metrics)):
             digest.update(np.asarray(leaf).tobytes())
@@ -102,7 +105,7 @@ def kind(config: Optimizer) -> str:
 
 
 QUICK = (AdamConfig(), MuonConfig())
-"""One whose update is elementwise, and one whose update every device computes as a whole."""
+"""One whose update is elementwise, and one whose weights belong to one device each."""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""The choice of how the devices compute an update, so that its bits are the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from lm_trainer.optim import Param
+from lm_trainer.step.base import UpdateRule
+from lm_trainer.step.owned_update import OwnedUpdate, owned_update
+from lm_trainer.step.state_sharding import TrainedShardings
+from lm_trainer.step.update import ReplicatedUpdate, ShardedUpdate, make_update
+
+
+def choose_update(
+    rule: UpdateRule,
+    params: Mapping[str, Param],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    shardings: TrainedShardings,
+    mesh: Mesh,
+) -> ShardedUpdate | OwnedUpdate | ReplicatedUpdate:
+    """The update of a rule.
+
+    Each device updates its own shard where the rule is elementwise. Otherwise each weight of each layer belongs to one
+    device, which updates it whole. Where that cannot be, since updates of several parameters depend on one another,
+    every device computes all of it.
+
+    Args:
+        rule: of the update.
+        params: those that are trained.
+        shapes: by name.
+        shardings: of the state.
+        mesh: the device mesh.
+    """
+    update: Any = make_update(rule.optimizer, rule.tx)
+    if rule.optimizer.elementwise:
+        return ShardedUpdate(update, shardings, mesh)
+    owned = owned_update(rule.optimizer, params, rule.tx, shapes, shardings, mesh) if rule.owned else None
+    return owned or ReplicatedUpdate(update, shardings, mesh)
