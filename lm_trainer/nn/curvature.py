@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from lm_trainer.core.batch import Batch
 from lm_trainer.nn.attention_kernel import differentiated_twice
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.loss_parts import LossParts, Stream, hidden_after_layers
+from lm_trainer.nn.stages import LossSums, StagedLoss, Stream, hidden_after_layers
 
 Loss = Callable[[Any, Batch, jax.Array | None], tuple[Any, ...]]
 """`loss(model, batch, key)`; its first result is the sum of the weighted losses, a float32 scalar; key for dropout."""
@@ -102,39 +102,35 @@ def gauss_newton_bartlett(
     return jax.grad(objective)(params)
 
 
-def with_key_of_dropout(parts: LossParts) -> LossParts:
-    """Returns `parts` for the key of an estimate, which is that of the draws as well."""
+def with_key_of_dropout(loss: StagedLoss) -> StagedLoss:
+    """Returns `loss` for the key of an estimate, which is that of the draws as well."""
 
     def fold(key: jax.Array | None) -> jax.Array | None:
         return None if key is None else jax.random.fold_in(key, _DROPOUT)
 
     return replace(
-        parts,
-        enter=lambda model, batch, key: parts.enter(model, batch, fold(key)),
-        layer=lambda model, place, stream, batch, layer, key: parts.layer(
-            model, place, stream, batch, layer, fold(key)
-        ),
-        leave=lambda model, stream, batch, key: parts.leave(model, stream, batch, fold(key)),
+        loss,
+        embed=lambda model, batch, key: loss.embed(model, batch, fold(key)),
+        layer=lambda model, place, stream, batch, layer, key: loss.layer(model, place, stream, batch, layer, fold(key)),
+        head=lambda model, stream, batch, key: loss.head(model, stream, batch, fold(key)),
     )
 
 
-def gauss_newton_bartlett_parts(parts: LossParts, *, block_size: int | None = None) -> LossParts:
-    """The loss of which `gauss_newton_bartlett` is the gradient, in parts: that on targets that the model draws.
+def staged_gauss_newton_bartlett(loss: StagedLoss, *, block_size: int | None = None) -> StagedLoss:
+    """The loss of which `gauss_newton_bartlett` is the gradient, in stages: that on targets that the model draws.
 
     Args:
-        parts: of the loss, a cross-entropy of the targets.
+        loss: a cross-entropy of the targets.
         block_size: as there.
     """
-    dropped = with_key_of_dropout(parts)
+    dropped = with_key_of_dropout(loss)
 
-    def leave(
-        model: Decoder, stream: Stream, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def head(model: Decoder, stream: Stream, batch: Batch, key: jax.Array) -> LossSums:
         h_BSD = hidden_after_layers(model, stream, batch, jax.random.fold_in(key, _DROPOUT))
         targets_BS = _draw(model, h_BSD, jax.random.fold_in(key, _DRAWS), block_size)
-        return dropped.leave(model, stream, batch._replace(targets=targets_BS), key)
+        return dropped.head(model, stream, batch._replace(targets=targets_BS), key)
 
-    return replace(dropped, leave=leave)
+    return replace(dropped, head=head)
 
 
 def _as_function(loss: Loss, model: nnx.Module, batch: Batch, key: jax.Array) -> tuple[Callable[[Any], jax.Array], Any]:

@@ -31,12 +31,13 @@ from lm_trainer.run.model import loss_function, recomputes_layers, trace_model
 from lm_trainer.run.program import build_program, shard_state
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.groups import compute_shardings
-from lm_trainer.step.layerwise_model import LAYERS_AT_ONCE
 from lm_trainer.step.memory import PhaseBytes, ProgramBytes, bytes_per_device, state_bytes
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.microbatch_sum import programs_and_results
 from lm_trainer.step.model_def import ModelDef
-from lm_trainer.step.part_functions import SCALAR, PartFunctions, Reads, find_reads
+from lm_trainer.step.split_loss import SplitLoss
+from lm_trainer.step.stage_functions import SCALAR, StageFunctions
+from lm_trainer.step.staged_phases import programs_and_results
+from lm_trainer.step.stages import LAYERS_AT_ONCE
 from lm_trainer.step.state import abstract_state
 from lm_trainer.step.state_sharding import StateSharding
 
@@ -150,25 +151,27 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
     spec = config.model.spec(given.vocab_size)
     # Any key will do, with which dropout has its masks.
     key: Any = np.zeros(2, np.uint32)
-    functions = PartFunctions(model, loss_function(config).parts(spec), key, model.trainable)
+    split = SplitLoss(model, loss_function(config).staged(spec), key, model.trainable)
     rows = random_batch(plan.rows, config.model.seq_len, given.vocab_size, config.model.features_shape)
-    reads = find_reads(functions, model.shapes, rows)
+    stream, keeps = split.reads(rows).stream, not recomputes_layers(config.trainer, spec)
+    stages = split.stages(rows, saves=keeps)
     together = given.shares.most
     running, _ = programs_and_results(given.shares, sharding.mesh, given.platform)
     rest = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.storage[n]) for n, x in model.shapes.items()}
-    inside = 0
-    if not recomputes_layers(config.trainer, spec):
-        counts = [len(spec.blocks[place :: spec.period]) for place in range(spec.period)]
-        inside = sum(n * _bytes(_handed_on(functions, j, reads, model, rows)) for j, n in enumerate(counts))
+    inside = sum(
+        len(stage.layers) * _bytes(_handed_on(stage, stream, model, rows))
+        for stage in stages
+        if stage.layers is not None and keeps
+    )
     cut = math.prod(sharding.mesh.shape[axis] for axis in MODEL_PARALLEL_AXES)
-    read = [name for part in (reads.enter, *reads.places, reads.leave) for name in part]
+    read = [name for stage in stages for name in stage.reads]
     shared = {
         "gradients": Shares(plan.count // given.shares.count, 1).most_held
         * sum(bytes_per_device(rest[name]) for name in read if name in model.trainable),
-        "activations of layers": together * ((len(spec.blocks) + 1) * _bytes(reads.stream) // cut + inside),
+        "activations of layers": together * ((len(spec.blocks) + 1) * _bytes(stream) // cut + inside),
     }
-    for name, part, at_once in ((LEAVE, reads.leave, 1), (LAYER, reads.places[0], LAYERS_AT_ONCE)):
-        gathered = _gathered(given, part, layered=name == LAYER)
+    for name, stage, at_once in ((LEAVE, stages[-1], 1), (LAYER, stages[1], LAYERS_AT_ONCE)):
+        gathered = _gathered(given, stage.reads, layered=name == LAYER)
         narrow = {n: x for n, x in gathered.items() if n in model.trainable}
         wide = {n: jax.ShapeDtypeStruct(x.shape, model.shapes[n].dtype, sharding=x.sharding) for n, x in narrow.items()}
         yield (
@@ -184,15 +187,11 @@ def _layerwise(given: _Given) -> Iterator[tuple[str, dict[str, int]]]:
         )
 
 
-def _handed_on(functions: PartFunctions, place: int, reads: Reads, model: ModelDef, rows: Batch) -> Any:
-    """The shapes of the values that the layer at a place of the period hands on to its derivative."""
-    layer = functions.saving_layer(place)
-    if layer is None:
-        return []
-    params = {
-        name: jax.ShapeDtypeStruct(model.shapes[name].shape[1:], dtype) for name, dtype in reads.places[place].items()
-    }
-    return jax.eval_shape(layer.forward, params, reads.stream, rows, SCALAR, SCALAR, SCALAR)[1]
+def _handed_on(stage: StageFunctions, stream: Any, model: ModelDef, rows: Batch) -> Any:
+    """The shapes of the values that a layer hands on to its derivative."""
+    forward: Any = stage.forward
+    params = {name: jax.ShapeDtypeStruct(model.shapes[name].shape[1:], dtype) for name, dtype in stage.reads.items()}
+    return jax.eval_shape(forward, params, stream, rows, SCALAR, SCALAR, SCALAR)[1]
 
 
 def _bytes(tree: Any) -> int:

@@ -14,9 +14,9 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.lora import attach_lora, is_adapter_param
 from lm_trainer.nn.loss import CROSS_ENTROPY, LossTerms, token_loss, token_nll
-from lm_trainer.nn.loss_parts import LossParts, token_loss_parts, token_nll_parts
 from lm_trainer.nn.quantize import quantize
 from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.nn.stages import StagedLoss, staged_token_loss, staged_token_nll
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.model_def import ModelDef
@@ -108,9 +108,9 @@ class NextTokenLoss:
             terms=self.terms,
         )
 
-    def parts(self, spec: DecoderSpec) -> LossParts:
-        """The same loss in parts, for decoders of `spec`."""
-        return token_loss_parts(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
+    def staged(self, spec: DecoderSpec) -> StagedLoss:
+        """The same loss in stages, for decoders of `spec`."""
+        return staged_token_loss(spec, dtype=self.dtype, block_size=self.block_size, terms=self.terms)
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class TokenNll:
             top=self.top,
         )
 
-    def parts(self, spec: DecoderSpec) -> LossParts:
-        """The same in parts, for decoders of `spec`."""
-        return token_nll_parts(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
+    def staged(self, spec: DecoderSpec) -> StagedLoss:
+        """The same in stages, for decoders of `spec`."""
+        return staged_token_nll(spec, dtype=self.dtype, block_size=self.block_size, top=self.top)
 
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:

@@ -19,12 +19,12 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.nn.curvature import (
     gauss_newton_bartlett,
-    gauss_newton_bartlett_parts,
     hutchinson,
+    staged_gauss_newton_bartlett,
     with_key_of_dropout,
 )
 from lm_trainer.nn.decoder import Decoder
-from lm_trainer.nn.loss_parts import LossParts
+from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
@@ -33,14 +33,14 @@ from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluatio
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer, Step, UpdateRule
-from lm_trainer.step.elastic import CurvatureFunctions, ElasticStep
+from lm_trainer.step.elastic import CurvatureStages, ElasticStep
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.fast import FastStep
 from lm_trainer.step.gradient import CurvatureFn, LossFn
-from lm_trainer.step.hutchinson_functions import HutchinsonFunctions
+from lm_trainer.step.hutchinson import Hutchinson
 from lm_trainer.step.model_def import ModelDef, Params
 from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
-from lm_trainer.step.part_functions import PartFunctions
+from lm_trainer.step.split_loss import SplitLoss
 from lm_trainer.step.state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding
 from lm_trainer.step.update import Metrics
@@ -198,25 +198,21 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     # Not the key of the initial weights: another use of the seed must not draw the same numbers.
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
     given = {"sharding": sharding, "plans": plan.microbatches, "key": key}
-    eval_parts = None
+    staged = eval_staged = None
+    if trainer.determinism == "layerwise":
+        staged, eval_staged = loss_in_stages(loss, model, mesh), loss_in_stages(eval_loss or loss, model, mesh)
     if trainer.determinism == "fast":
         step: Step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
-    elif trainer.determinism == "layerwise":
-        parts, eval_parts = (
-            loss_in_parts(loss, model, mesh),
-            loss_in_parts(eval_loss or loss, model, mesh),
-        )
+    else:
         step = ElasticStep(
             model,
             loss,
             rule,
             **given,
-            parts=parts,
-            curvature_functions=_curvature_functions(optimizer, parts),
+            staged=staged,
+            curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
             together=trainer.microbatches_per_gather,
         )
-    else:
-        step = ElasticStep(model, loss, rule, **given)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
     return Program(
         model=model,
@@ -224,7 +220,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         optimizer=optimizer,
         tx=tx,
         step=step,
-        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation, parts=eval_parts),
+        evaluate=Evaluator(model, eval_loss or loss, step.devices, plan.evaluation, staged=eval_staged),
         plan=plan,
         schedule=optimizer.schedule(trainer.num_train_steps, tokens),
         averages=trainer.model_averaging is not None,
@@ -270,13 +266,15 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
-def loss_in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
-    """The loss in parts, for `determinism: layerwise`; refuses what that cannot do."""
+def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
+    """The loss in stages, for `determinism: layerwise`; refuses what that cannot do."""
+    if isinstance(loss, StagedLoss):
+        return loss
     built = nnx.eval_shape(model.build)
     if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):
         raise UserError(
             "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
-            "or loss of your own; use elastic"
+            "or loss of your own, unless that is an lm_trainer.nn.stages.StagedLoss; use elastic"
         )
     if built.spec.encoder is not None:
         raise UserError(
@@ -289,7 +287,7 @@ def loss_in_parts(loss: LossFn, model: ModelDef, mesh: Mesh) -> LossParts:
             "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
             "use elastic"
         )
-    return loss.parts(built.spec)
+    return loss.staged(built.spec)
 
 
 def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | None:
@@ -303,20 +301,22 @@ def _curvature(optimizer: Optimizer, loss: LossFn, dtype: Any) -> CurvatureFn | 
             return functools.partial(gauss_newton_bartlett, loss, dtype=dtype, block_size=_DRAWN_TOGETHER)
 
 
-def _curvature_functions(optimizer: Optimizer, parts: LossParts) -> CurvatureFunctions | None:
-    """The same in parts."""
+def _curvature_stages(optimizer: Optimizer, loss: StagedLoss) -> CurvatureStages | None:
+    """The same in stages."""
 
-    def plain(parts: LossParts) -> Callable[..., PartFunctions]:
-        return lambda model, key_data, trainable: PartFunctions(model, parts, key_data, trainable)
+    def split(loss: StagedLoss) -> Callable[..., SplitLoss]:
+        # Nothing is logged of an estimate.
+        return lambda model, key_data, trainable: SplitLoss(model, loss, key_data, trainable, logs=False)
 
     match optimizer.curvature:
         case None:
             return None
         case "hutchinson":
-            functions = plain(with_key_of_dropout(parts))
-            return lambda *args: HutchinsonFunctions(functions(*args))
+            dropped = split(with_key_of_dropout(loss))
+            return lambda *args: Hutchinson(dropped(*args)).stages
         case "gauss_newton_bartlett":
-            return plain(gauss_newton_bartlett_parts(parts, block_size=_DRAWN_TOGETHER))
+            drawn = split(staged_gauss_newton_bartlett(loss, block_size=_DRAWN_TOGETHER))
+            return lambda *args: drawn(*args).stages
 
 
 def check_devices(trainer: TrainerConfig) -> None:

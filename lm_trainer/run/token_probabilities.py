@@ -21,7 +21,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import TokenNll
-from lm_trainer.run.program import Program, loss_in_parts
+from lm_trainer.run.program import Program, loss_in_stages
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
@@ -49,13 +49,13 @@ class TokenProbabilities:
     def __init__(self, config: RunConfig, program: Program, held_out: EvalSet, directory: Path, tracker: Composite):
         trainer, mesh = config.trainer, program.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
-        parts = loss_in_parts(loss, program.model, mesh) if trainer.determinism == "layerwise" else None
+        staged = loss_in_stages(loss, program.model, mesh) if trainer.determinism == "layerwise" else None
         self._documents = _documents(held_out, trainer.token_probabilities)
         # As few rows as the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)
         count = shards * math.ceil(len(self._documents) / (rows * shards))
         plan = MicrobatchPlan(count * rows, count, rows)
-        self._evaluate = Evaluator(program.model, loss, program.step.devices, plan, parts=parts)
+        self._evaluate = Evaluator(program.model, loss, program.step.devices, plan, staged=staged)
         # Of several processes, the first one writes what it computes itself.
         self._own = [row for row in self._evaluate.local_rows if row < len(self._documents)]
         length = min(config.model.seq_len, MAX_TOKENS)

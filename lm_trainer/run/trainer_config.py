@@ -102,10 +102,11 @@ class TrainerConfig(Config):
     depend on the devices, and with per_device_parallelism -1 a device computes all its rows at once. It is there to
     measure what the others cost."""
     microbatches_per_gather: Operational[PositiveInt | None] = None
-    """With `determinism: layerwise`, the most microbatches of a device that share the gathered parameters of a layer:
-    fewer keep fewer activations and gather more often, with the same bits. The next number that the fixed order of
-    additions allows is taken; null: as many as fit into the memory of the devices, where they say how much that is
-    (GPUs, TPUs), else all."""
+    """The most microbatches of a device that are added up before the devices exchange sums, with the same bits. With
+    `determinism: layerwise` they share the gathered parameters of a layer: fewer keep fewer activations and gather more
+    often; with `elastic` fewer keep fewer gradients of the whole model. The next number that the fixed order of
+    additions allows is taken; null: all, and with `layerwise` as many as fit into the memory of the devices, where they
+    say how much that is (GPUs, TPUs)."""
 
     matrix_updates: Numeric[Literal["owned", "repeated"]] = "owned"
     """The update by an optimizer that computes with whole weights, as muon, soap and kron do. `owned`: each weight of
@@ -293,8 +294,8 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
         self.resolve()
-        if self.microbatches_per_gather is not None and self.determinism != "layerwise":
-            raise ValueError("microbatches_per_gather is for determinism: layerwise; remove it, or set that")
+        if self.microbatches_per_gather is not None and self.determinism == "fast":
+            raise ValueError("microbatches_per_gather has no effect with determinism: fast; remove one of them")
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
         if self.load_checkpoint_path is not None and self.load_checkpoint is False:

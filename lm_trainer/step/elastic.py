@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.piecewise import Piecewise
-from lm_trainer.nn.loss_parts import LossParts
+from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.optim.averaging import ema_update
 from lm_trainer.parallel.compile_per_device import close_cache_for
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
@@ -30,21 +30,19 @@ from lm_trainer.step.choose_update import choose_update
 from lm_trainer.step.executable import Executable, Executables
 from lm_trainer.step.gradient import LossFn, Sums, curvature_sums, loss_and_gradient
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
-from lm_trainer.step.layerwise import LayerwiseSum
-from lm_trainer.step.layerwise_model import Functions
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.microbatch_sum import MicrobatchSum
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.part_functions import PartFunctions
 from lm_trainer.step.phases import Phase, StepProgram
+from lm_trainer.step.split_loss import SplitLoss
+from lm_trainer.step.staged_phases import WHOLE
+from lm_trainer.step.staged_sum import StagedSum, StagesOf
 from lm_trainer.step.state import TrainState, abstract_state
 from lm_trainer.step.state_sharding import StateSharding
 from lm_trainer.step.update import Metrics
+from lm_trainer.step.whole_model import whole_model
 
-_GATHERED = "gathered parameters"
-
-CurvatureFunctions = Callable[[ModelDef, jax.Array, Collection[str]], Functions]
-"""From a model, the data of a key and the parameters that are trained to the parts of an estimate of curvature."""
+CurvatureStages = Callable[[ModelDef, jax.Array, Collection[str]], StagesOf]
+"""From a model, the data of a key and the parameters that are trained to the stages of an estimate of curvature."""
 
 
 class ElasticStep:
@@ -57,8 +55,8 @@ class ElasticStep:
         sharding: where everything lies.
         plans: the batches.
         key: for dropout.
-        parts: the loss in parts, to compute a microbatch layer by layer instead of as a whole.
-        curvature_functions: with `parts`, the optimizer's estimate, which takes the place of that in `rule`.
+        staged: the loss in stages, to compute a microbatch stage by stage instead of as a whole.
+        curvature_stages: with `staged`, the optimizer's estimate, which takes the place of that in `rule`.
         together: as for `DeviceGroups`.
     """
 
@@ -71,8 +69,8 @@ class ElasticStep:
         sharding: StateSharding,
         plans: Piecewise[MicrobatchPlan],
         key: jax.Array,
-        parts: LossParts | None = None,
-        curvature_functions: CurvatureFunctions | None = None,
+        staged: StagedLoss | None = None,
+        curvature_stages: CurvatureStages | None = None,
         together: int | None = None,
     ):
         mesh, shardings = sharding.mesh, sharding.trained
@@ -82,21 +80,25 @@ class ElasticStep:
         for plan in plans.values:
             plan.shares(mesh)
         trainable = shardings.params
-        self._gradient: MicrobatchSum | LayerwiseSum
-        self._curvature: MicrobatchSum | LayerwiseSum | None = None
         # Folded, so that the estimate draws other numbers than the dropout of the same microbatch.
         curvature_key = jax.random.fold_in(key, 1)
-        if parts is not None:
-            functions = PartFunctions(model, parts, jax.random.key_data(key), trainable)
-            self._gradient = LayerwiseSum(functions, self.devices)
-            if curvature_functions is not None:
-                functions = curvature_functions(model, jax.random.key_data(curvature_key), trainable)
-                self._curvature = LayerwiseSum(functions, self.devices)
+        estimate = None
+        if staged is not None:
+            stages: StagesOf = partial(
+                SplitLoss(model, staged, jax.random.key_data(key), trainable).stages,
+                # Where devices share a microbatch, each would have values of its own.
+                saves=self.devices.groups[0].mesh.size == 1,
+            )
+            if curvature_stages is not None:
+                estimate = curvature_stages(model, jax.random.key_data(curvature_key), trainable)
         else:
-            self._gradient = MicrobatchSum(loss_and_gradient(model, loss, trainable), self.devices, key, trainable)
+            gradient = loss_and_gradient(model, loss, trainable)
+            stages = whole_model("microbatch", gradient, model, trainable, self.devices, key)
             if rule.curvature is not None:
-                estimate = curvature_sums(model, rule.curvature, trainable)
-                self._curvature = MicrobatchSum(estimate, self.devices, curvature_key, trainable)
+                function = curvature_sums(model, rule.curvature, trainable)
+                estimate = whole_model("curvature", function, model, trainable, self.devices, curvature_key)
+        self._gradient = StagedSum(stages, model, trainable, self.devices)
+        self._curvature = None if estimate is None else StagedSum(estimate, model, trainable, self.devices)
         self._rule = rule
         param_shardings = {name: sharding.params[name] for name in trainable}
         everywhere = NamedSharding(mesh, PartitionSpec())
@@ -109,8 +111,8 @@ class ElasticStep:
         """Compiles for rows like those of `batch` (any number of rows) and the batch size of `step`."""
         del observed  # the gradient has a program of its own in any case
         if self._curvature is not None:
-            self._curvature.compile(self._shapes, batch, self.plans.at(step))
-        return self._gradient.compile(self._shapes, batch, self.plans.at(step))
+            self._curvature.compile(batch, self.plans.at(step))
+        return self._gradient.compile(batch, self.plans.at(step))
 
     def compiled(self, step: int) -> bool:
         """Returns true if this step needs no compilation."""
@@ -173,19 +175,13 @@ class ElasticStep:
             yield Phase("average", average, adds={"new state": average.new})
 
     def _phases_of_sums(self, batch: Batch, plan: MicrobatchPlan, platform: str) -> Iterator[Phase]:
-        if isinstance(self._gradient, LayerwiseSum):
-            yield from self._gradient.phases("gradients", self._shapes, batch, plan, platform)
-            if isinstance(self._curvature, LayerwiseSum):
-                yield from self._curvature.phases("estimates", self._shapes, batch, plan, platform, "curvature ")
-            return
-        if (gather := self.devices.gathering(self._shapes)) is not None:
-            yield Phase("gather", gather, adds={_GATHERED: gather.outputs}, leaves={_GATHERED: gather.outputs})
-        sums = [*self._gradient.phases("microbatch", "gradients", self._shapes, batch, plan, platform)]
-        if isinstance(self._curvature, MicrobatchSum):
-            sums += self._curvature.phases("curvature", "estimates", self._shapes, batch, plan, platform)
+        sums = [*self._gradient.phases("gradients", batch, plan, platform)]
+        if self._curvature is not None:
+            sums += self._curvature.phases("estimates", batch, plan, platform, "curvature ")
+        yield from self._gradient.gathering(batch, plan)
         yield from sums[:-1]
-        # Gathered parameters live until all sums are there: see `_gradient_and_curvature`.
-        yield replace(sums[-1], frees=(*sums[-1].frees, _GATHERED))
+        # Parameters that are gathered for all of a step live until all sums are there: see `_gradient_and_curvature`.
+        yield replace(sums[-1], frees=(*sums[-1].frees, WHOLE))
 
     def _gradient_and_curvature(self, state: TrainState, batch: PlacedBatch) -> tuple[Sums, Params | None]:
         # Whole parameters live as long as this function: the update finds their memory free.

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.loss_parts import LossParts
+from lm_trainer.nn.stages import StagedLoss
 from lm_trainer.parallel.processes import gather
-from lm_trainer.step.gradient import LossFn, Sums, loss_of_params
+from lm_trainer.step.gradient import LossFn
 from lm_trainer.step.groups import DeviceGroups, PlacedBatch
-from lm_trainer.step.layerwise_model import LayerwiseForward, Parts, turns
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
+from lm_trainer.step.microbatches import Microbatch, microbatch_groups
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.part_functions import SCALAR, PartFunctions
 from lm_trainer.step.per_group import PerGroupExecutable
+from lm_trainer.step.split_loss import SplitLoss
+from lm_trainer.step.staged_sum import StagesOf
+from lm_trainer.step.stages import Ready, StagedForward, Stages
+from lm_trainer.step.whole_model import whole_losses
 
 
 class Evaluator:
@@ -29,7 +32,7 @@ class Evaluator:
         loss: called without a key.
         devices: where.
         plan: the batches of evaluation.
-        parts: the loss in parts, to compute it layer by layer instead of as a whole.
+        staged: the loss in stages, to compute it stage by stage instead of as a whole.
     """
 
     def __init__(
@@ -39,10 +42,11 @@ class Evaluator:
         devices: DeviceGroups,
         plan: MicrobatchPlan,
         *,
-        parts: LossParts | None = None,
+        staged: StagedLoss | None = None,
     ):
         self._devices, self._plan = devices, plan
-        self._sums: _Sums = _WholeModel(model, loss, devices) if parts is None else _Layerwise(model, parts, devices)
+        stages_of = whole_losses(model, loss, devices) if staged is None else SplitLoss(model, staged, None).stages
+        self._sums = _Sums(stages_of, model, devices)
 
     @property
     def batch_size(self) -> int:
@@ -71,12 +75,13 @@ class Evaluator:
         Returns:
             `loss` in nats, `weight`, and what else the loss function reports.
         """
-        ready = self._sums.ready(params)
+        ready: Ready | None = None
         parts: dict[str, list[jax.Array | float]] = {}
         shares = self._devices.shares(self._plan)
         most = len(self._devices.groups) * shares.most * (self._plan.count // shares.count)
         for batch in batches:
             self._compile(batch)
+            ready = ready or self._sums.ready(params)
             for name, count in counts(batch).items():
                 parts.setdefault(name, []).append(count)
             found = [sums for _, sums in self._sums(ready, self._devices.put(batch, self._plan))]
@@ -99,10 +104,11 @@ class Evaluator:
         Yields:
             Name -> [rows, ...], the rows of the batch of this process.
         """
-        ready = self._sums.ready(params)
+        ready: Ready | None = None
         waiting: tuple[int, list[tuple[jax.Array, dict[str, jax.Array]]]] | None = None
         for batch in batches:
             self._compile(batch)
+            ready = ready or self._sums.ready(params)
             placed = self._devices.put(batch, self._plan)
             # The devices compute the next batch while the host takes this one.
             waiting, done = (len(batch.tokens), list(self._sums(ready, placed))), waiting
@@ -123,100 +129,43 @@ def means(sums: Mapping[str, float]) -> dict[str, float]:
     return found or {"loss": math.nan}
 
 
-class _Sums(Protocol):
-    """The way to the sums of each microbatch."""
-
-    @property
-    def compiled(self) -> bool: ...
-
-    def compile(self, batch: Batch) -> None:
-        """Compiles for the shapes of a microbatch."""
-
-    def ready(self, params: Params) -> Any:
-        """The parameters as `__call__` takes them."""
-
-    def __call__(self, ready: Any, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        """The number of each microbatch, and what the loss function reports of it."""
-        ...
-
-
 def _in_order(rows: int, found: list[tuple[jax.Array, dict[str, jax.Array]]]) -> dict[str, np.ndarray]:
     ordered = [sums for _, sums in sorted(found, key=lambda each: int(each[0]))]
     names = [name for name, x in ordered[0].items() if x.ndim]
     return {name: np.concatenate([np.asarray(sums[name]) for sums in ordered])[:rows] for name in names}
 
 
-class _WholeModel:
-    """The sums of each microbatch by one program."""
+class _Sums:
+    """The sums of each microbatch."""
 
-    def __init__(self, model: ModelDef, loss: LossFn, devices: DeviceGroups):
-        losses = loss_of_params(model, loss)
-
-        def sums(params: Params, batch: Batch, key: jax.Array) -> Sums:
-            del key
-            total, weight, metrics = losses(params, batch, None)
-            return Sums({"loss": total, "weight": weight, **metrics}, {})
-
-        cut = devices.cut(sums, ())
-
-        def of_microbatch(params: Params, batch: Batch, step: jax.Array, index: jax.Array) -> dict[str, jax.Array]:
-            del step, index
-            # The key is not used: nothing is dropped in evaluation.
-            return cut(params, batch, jax.random.key(0))[0]
-
-        self._executable = PerGroupExecutable(of_microbatch, devices.groups)
-        self._devices, self._shapes = devices, model.shapes
-
-    @property
-    def compiled(self) -> bool:
-        return self._executable.compiled
-
-    def compile(self, batch: Batch) -> None:
-        self._executable.compile(self._shapes, self._devices.sharding.params, batch)
-
-    def ready(self, params: Params) -> list[Params]:
-        return self._devices.params_on_groups(params)
-
-    def __call__(self, ready: list[Params], batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        for i, microbatches in enumerate(batch.microbatches):
-            for rows, index in zip(microbatches, batch.indices[i], strict=True):
-                # The program has a place for a step, and asks nothing of it.
-                yield index, self._executable(i, ready[i], rows, index, index)
-
-
-class _Layerwise:
-    """The sums of each microbatch by one program for each part of the model."""
-
-    def __init__(self, model: ModelDef, loss: LossParts, devices: DeviceGroups):
-        self._functions, self._devices = PartFunctions(model, loss, None), devices
-        self._programs: tuple[LayerwiseForward, PerGroupExecutable] | None = None
+    def __init__(self, stages_of: StagesOf, model: ModelDef, devices: DeviceGroups):
+        self._stages_of, self._shapes, self._devices = stages_of, model.shapes, devices
+        self._programs: tuple[StagedForward, PerGroupExecutable] | None = None
 
     @property
     def compiled(self) -> bool:
         return self._programs is not None
 
     def compile(self, batch: Batch) -> None:
-        parts = Parts(self._functions, self._functions.model.shapes, self._devices, batch)
-        others = (parts.stream(batch), batch, SCALAR, SCALAR)
-        # With what is logged, which the shapes of a microbatch say.
-        functions = parts.functions
-        assert isinstance(functions, PartFunctions)
-        leave = parts.compile(functions.leave, parts.leave, others, "scalars")
-        self._programs = LayerwiseForward(parts, batch), leave
+        """Compiles for the shapes of a microbatch."""
+        stages = Stages(self._stages_of(batch), self._shapes, (), self._devices)
+        self._programs = StagedForward.compile(stages, batch), stages.compile_losses(batch)
 
-    def ready(self, params: Params) -> Params:
-        return params
+    def ready(self, params: Params) -> Ready:
+        """The parameters as `__call__` takes them, once it is compiled."""
+        assert self._programs is not None
+        return self._programs[0].stages.ready(params)
 
-    def __call__(self, ready: Params, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
-        assert self._programs is not None, "compiled before"
-        forward, leave = self._programs
-        for turn in turns(batch, self._devices, 0):
-            streams = forward(ready, turn)
-            gathered = forward.parts.leave.gather(ready, forward.parts.row(0))
-            sums = turn.each(
-                lambda i, j, rows, step, index, p=gathered, x=streams: (
-                    index,
-                    leave(i, p[i], x[i][j], rows, step, index),
-                )
-            )
-            yield from (each for group in sums for each in group)
+    def __call__(self, ready: Ready, batch: PlacedBatch) -> Iterator[tuple[jax.Array, dict[str, jax.Array]]]:
+        """The number of each microbatch, and what the loss function reports of it."""
+        assert self._programs is not None
+        (forward, losses), stages = self._programs, self._programs[0].stages
+        for group in microbatch_groups(batch, self._devices, 0):
+            streams, at = forward(ready, group), stages.order[-1]
+            gathered = stages.gather(ready, at)
+
+            def one(microbatch: Microbatch, stream: Any, params: Any = gathered, at: Any = at) -> Any:
+                i, rows, step, index = microbatch
+                return index, losses(i, params[i], stream, rows, at.numbers[i], step, index)
+
+            yield from group.microbatches.map(one, streams)

@@ -45,20 +45,28 @@ def loss_of_params(
 ) -> Callable[[Params, Batch, jax.Array | None], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]:
     """The loss as a function of all parameters, with what is logged inside model and loss among its metrics.
 
-    It raises UserError for another result than that of a `LossFn`, and for a metric by the name of a scalar of the
-    step's own.
+    It raises as `checked_loss`.
     """
 
     def losses(params: Params, batch: Batch, key: jax.Array | None) -> Any:
-        total, weight, metrics = _checked(loss(model.merge(params), batch, key))
-        if taken := sorted(RESERVED & metrics.keys()):
-            raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
-        return total, weight, metrics
+        return checked_loss(loss(model.merge(params), batch, key))
 
     return with_logged(losses)
 
 
-def _checked(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+def checked_loss(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """The result of a `LossFn`, with metrics in a dict of their own.
+
+    Raises:
+        UserError: for another result, and for a metric by the name of a scalar of the step's own.
+    """
+    total, weight, metrics = _sums(result)
+    if taken := sorted(RESERVED & metrics.keys()):
+        raise UserError(f"the loss returns a metric {taken[0]!r}, a name of the step's own; choose another")
+    return total, weight, metrics
+
+
+def _sums(result: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     if isinstance(result, tuple) and len(result) == 3 and isinstance(result[2], Mapping):
         if all(jnp.shape(x) == () for x in result[:2]):
             return result[0], result[1], dict(result[2])

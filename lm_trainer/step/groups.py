@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,16 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.cpu_sync import wait_on_cpu
 from lm_trainer.parallel.mesh import BATCH_AXES, MESH_AXES, MODEL_PARALLEL_AXES, batch_shards
 from lm_trainer.parallel.sharded_array import by_device
 from lm_trainer.parallel.tree_sum import Shares
-from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import MicrobatchFn
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.model_parallel import shard_over_group
-from lm_trainer.step.phases import StepProgram
 from lm_trainer.step.state_sharding import StateSharding
 
 
@@ -106,14 +103,12 @@ class DeviceGroups:
     Args:
         sharding: of the state.
         together: the most microbatches of a group that are neighbours in the batch; None: all of them. With fewer, a
-            group computes them in turns, and the sums of each turn are added over all groups before the next.
+            group computes some after others, and the sums of these are added over all groups before the next.
     """
 
     def __init__(self, sharding: StateSharding, together: int | None = None):
         self.sharding, self._together = sharding, together
         self.groups = local_groups(sharding.mesh)
-        compute = compute_shardings(sharding)
-        self._gather = None if compute is None else jax.jit(lambda p: p, out_shardings=compute)
 
     def cut(self, function: MicrobatchFn, names: Iterable[str]) -> Callable[..., Any]:
         """`function` as the devices of a group share it; `names` are the parameters that its tree has."""
@@ -155,29 +150,16 @@ class DeviceGroups:
             indices.append(at)
         return PlacedBatch(plan, placed, indices)
 
-    def params_on_groups(self, params: Params) -> list[Params]:
-        """The parameters as each local group computes with them."""
-        whole = wait_on_cpu(self._gather(params)) if self._gather else params
-        return on_groups(whole, self.groups)
-
-    def gathering(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> StepProgram | None:
-        """The program that brings parameters to where they are computed with, None where they rest there."""
-        if self._gather is None:
-            return None
-        storage = self.sharding.storage
-        placed = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=storage[n]) for n, x in shapes.items()}
-        return StepProgram("gather", partial(Executable.make, self._gather, placed))
-
 
 def compute_shardings(sharding: StateSharding) -> dict[str, NamedSharding] | None:
     """The shardings of all parameters during computation; None where they rest so, and nothing is gathered."""
     compute = {name: NamedSharding(sharding.mesh, each.compute) for name, each in sharding.params.items()}
-    # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
-    there = all(_same(compute[name], storage) for name, storage in sharding.storage.items())
+    there = all(same_sharding(compute[name], storage) for name, storage in sharding.storage.items())
     return None if there else compute
 
 
-def _same(one: NamedSharding, other: NamedSharding) -> bool:
+def same_sharding(one: NamedSharding, other: NamedSharding) -> bool:
+    """Tells whether every device has the same part of an array by both."""
     return one.is_equivalent_to(other, max(len(one.spec), len(other.spec)))
 
 

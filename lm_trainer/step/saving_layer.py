@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Var
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.loss_parts import Stream
+from lm_trainer.nn.stages import Stream
 from lm_trainer.step.gradient import Sums
 
 Params = Mapping[str, jax.Array]

@@ -42,7 +42,7 @@ def phases_of(devices: int, optimizer: str, **trainer: Any) -> list[Phase]:
         (2, "muon", {}, ["gather", *SUMS, "norm", *WHOLE]),
         (1, "sophia-h", {}, [*SUMS, "curvature", "reduction", "norm", "update"]),
         (2, "muon", LAYERWISE, [*LAYERS, "norm", *WHOLE]),
-        (1, "sophia-h", LAYERWISE, [*LAYERS, *(f"curvature {name}" for name in LAYERS), "norm", "update"]),
+        (2, "sophia-h", LAYERWISE, [*LAYERS, *(f"curvature {name}" for name in LAYERS), "norm", "update"]),
         (2, "adam", {**FAST, **AVERAGED}, ["step", "average"]),
         (1, "sophia-h", FAST, ["curvature", "step"]),
     ],

@@ -16,8 +16,8 @@ from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function
 from lm_trainer.run.program import build_program
-from lm_trainer.step.hutchinson_functions import signs_of_row
-from lm_trainer.step.part_functions import dtypes_read
+from lm_trainer.step.hutchinson import signs_of_row
+from lm_trainer.step.split_loss import dtypes_read
 from lm_trainer.step.state import to_host
 from tests.step.random_runs import RandomRun, batches, difference, draw_layerwise
 
@@ -247,6 +247,6 @@ def test_what_it_cannot_do_is_refused(optimizer: str, trainer: dict[str, Any], s
         build_program(config_of(GPT2, optimizer, **trainer), VOCAB, jax.devices()[:2])
 
 
-def test_microbatches_per_gather_is_for_layerwise_steps() -> None:
-    with pytest.raises(ValueError, match="microbatches_per_gather is for determinism: layerwise"):
-        config_of(LLAMA, determinism="elastic", microbatches_per_gather=2)
+def test_microbatches_per_gather_has_no_effect_on_fast_steps() -> None:
+    with pytest.raises(ValueError, match="microbatches_per_gather has no effect with determinism: fast"):
+        config_of(LLAMA, determinism="fast", microbatches_per_gather=2)

@@ -1,4 +1,4 @@
-"""The parts of a loss cut over the devices of a group, which share the rows and positions of a microbatch.
+"""The stages of a loss cut over the devices of a group, which share the rows and positions of a microbatch.
 
 A device has router statistics and logged values of its own. Those of a stream have an axis over the devices here.
 """
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lm_trainer.core.batch import Batch
-from lm_trainer.nn.loss_parts import Stream
+from lm_trainer.nn.stages import Stream
 from lm_trainer.parallel.collectives import group_sum
 from lm_trainer.step.gradient import Sums
 from lm_trainer.step.model_parallel import (
@@ -24,23 +24,24 @@ from lm_trainer.step.model_parallel import (
     model_parallel_axes,
     sum_over_group,
 )
-from lm_trainer.step.part import Part
+from lm_trainer.step.stage import Stage
 
 
-def share_part(
-    function: Callable[..., Any], part: Part, mesh: Mesh, others: Sequence[Any], returns: Any
+def share_stage(
+    function: Callable[..., Any], stage: Stage, mesh: Mesh, others: Sequence[Any], returns: Any
 ) -> Callable[..., Any]:
-    """`function(params, *others)` of a part, computed by all devices of a group.
+    """`function(params, *others)` of a stage, computed by all devices of a group.
 
     The function is called with this device's part of the rows, the stream and the parameters. Sums that it returns are
     added over the devices in a fixed order.
 
     Args:
         function: what to compute; it comes back as it is where nothing is cut.
-        part: whose parameters it reads.
+        stage: whose parameters it reads.
         mesh: of the group.
         others: the shapes of its other arguments.
-        returns: "stream", "sums" or "scalars" for each of its results, in a structure like theirs.
+        returns: "stream", "sums" or "scalars" for each of its results, in a structure like theirs; "nothing" for None
+            and what only a device alone returns.
 
     Raises:
         UserError: where the devices cannot share the rows.
@@ -52,14 +53,14 @@ def share_part(
             rows, length = each.tokens.shape
             check_rows(rows, mesh.shape)
             check_length(length, mesh.shape)
-    specs, stream = manual_specs(part.layouts, mesh), _stream_specs(mesh)
-    sums = Sums(PartitionSpec(), {name: PartitionSpec(None, *specs[name]) for name in part.trained})  # pyright: ignore[reportArgumentType]
-    kinds = {"stream": stream, "sums": sums, "scalars": PartitionSpec()}
+    specs, stream = manual_specs(stage.layouts, mesh), _stream_specs(mesh)
+    sums = Sums(PartitionSpec(), {name: PartitionSpec(None, *specs[name]) for name in stage.trained})  # pyright: ignore[reportArgumentType]
+    kinds = {"stream": stream, "sums": sums, "scalars": PartitionSpec(), "nothing": PartitionSpec()}
 
     def of_device(params: Any, *others: Any) -> Any:
         given = (_without_device(each) if isinstance(each, Stream) else each for each in others)
         results = function(params, *given)
-        return jax.tree.map(lambda kind, result: _result(kind, result, part, mesh), returns, results)
+        return jax.tree.map(lambda kind, result: _result(kind, result, stage, mesh), returns, results)
 
     return jax.shard_map(
         of_device,
@@ -72,7 +73,7 @@ def share_part(
 
 
 def place_on_group(others: Sequence[Any], mesh: Mesh) -> tuple[Any, ...]:
-    """The shapes of arguments as for `share_part`, with their shardings; batches are whole on each device."""
+    """The shapes of arguments as for `share_stage`, with their shardings; batches are whole on each device."""
     shardings = stream_on_group(mesh)
 
     def placed(each: Any) -> Any:
@@ -104,14 +105,16 @@ def _argument_specs(argument: Any, mesh: Mesh) -> Any:
     return ROWS_AND_POSITIONS if isinstance(argument, Batch) else PartitionSpec()
 
 
-def _result(kind: str, result: Any, part: Part, mesh: Mesh) -> Any:
+def _result(kind: str, result: Any, stage: Stage, mesh: Mesh) -> Any:
     match kind:
         case "stream":
             return result._replace(**jax.tree.map(lambda x: x[None], _own(result)))
         case "sums":
             # Without the axis in front, that over groups, while they are added.
-            tree = sum_over_group({name: x[0] for name, x in result.tree.items()}, part.layouts, mesh)
+            tree = sum_over_group({name: x[0] for name, x in result.tree.items()}, stage.layouts, mesh)
             return Sums(_added(result.scalars), {name: x[None] for name, x in tree.items()})
+        case "nothing":
+            return result
         case _:
             return _added(result)
 

@@ -1,4 +1,4 @@
-"""Values that are logged inside the parts of a loss: they go along with the stream to where the loss is."""
+"""Values that are logged inside the stages of a loss: they go along with the stream to where the loss is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Shapes = Mapping[Entry, jax.ShapeDtypeStruct]
 
 
 @dataclass(frozen=True)
-class LoggedParts:
+class LoggedStages:
     """The calls of `log` before the loss."""
 
     starts: Mapping[Entry, np.ndarray]
@@ -29,7 +29,7 @@ class LoggedParts:
     """Values in all."""
 
     @classmethod
-    def make(cls, enter: _Shapes, places: Sequence[_Shapes], num_layers: int) -> LoggedParts:
+    def make(cls, enter: _Shapes, places: Sequence[_Shapes], num_layers: int) -> LoggedStages:
         """Finds the place of each value.
 
         Args:

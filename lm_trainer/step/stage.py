@@ -1,6 +1,6 @@
-"""The parameters of one part of a loss on their way to the devices, and the way of their gradients back.
+"""The parameters of one stage of a loss on their way to the devices, and the way of their gradients back.
 
-A part is what comes before the layers of a model, a layer, or what comes after them: see `lm_trainer.nn.loss_parts`.
+A stage is the embedding, a layer, the head, or the whole model: see `lm_trainer.step.stage_functions`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
+from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.parallel.tree_sum import Shares
 from lm_trainer.step.executable import Executable
 from lm_trainer.step.gradient import STEP_SCALARS, Sums
 from lm_trainer.step.group_sums import add_over_groups, stack_sums, stacked_shapes, sums_on_group
-from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_groups
+from lm_trainer.step.groups import DeviceGroups, ModelParallelGroup, on_groups, same_sharding
 from lm_trainer.step.model_def import Params
+from lm_trainer.step.stage_functions import StageFunctions
 
 
-class Part:
-    """The parameters that a part reads: at rest, where they are computed with, and their gradients.
+class Stage:
+    """The parameters that a stage reads: at rest, where they are computed with, and their gradients.
 
     Its programs run on all devices. They only move and cast, or add in a fixed order, so that their bits do not depend
     on the devices.
 
     Args:
         devices: that compute.
+        functions: of the stage. Of layers, the first axis of a parameter is that over layers, of which a stage has one.
         shapes: name -> shape of each parameter at rest.
-        dtypes: name -> dtype that the part computes with.
         trainable: the parameters that have a gradient.
-        layered: true where the first axis is that over layers, of which the part has one.
     """
 
     def __init__(
         self,
         devices: DeviceGroups,
+        functions: StageFunctions,
         shapes: Mapping[str, jax.ShapeDtypeStruct],
-        dtypes: Mapping[str, Any],
         trainable: Collection[str],
-        *,
-        layered: bool = False,
     ):
-        self.devices, self.dtypes, self.layered = devices, dict(dtypes), layered
+        dtypes, layered = functions.reads, functions.layers is not None
+        self.devices, self.functions, self.dtypes, self.layered = devices, functions, dict(dtypes), layered
         self.trained = [name for name in dtypes if name in trainable]
         sharding, self._mesh = devices.sharding, devices.sharding.mesh
         self._rest = {name: sharding.params[name] for name in dtypes}
@@ -57,22 +57,28 @@ class Part:
         everywhere = self._everywhere = NamedSharding(self._mesh, PartitionSpec())
         self._at_rest = {name: NamedSharding(self._mesh, self._rest[name].storage) for name in dtypes}
         computed = {name: NamedSharding(self._mesh, self.layouts[name].compute) for name in dtypes}
-        self._gather = jax.jit(self._gathered, out_shardings=computed)
+        # Axes of a single device cut nothing: there the parameters are where they are needed, and are not copied.
+        there = not layered and all(x.dtype == dtypes[name] for name, x in self._shapes.items())
+        there = there and all(same_sharding(computed[name], self._at_rest[name]) for name in dtypes)
+        self._gather = None if there else jax.jit(self._gathered, out_shardings=computed)
         at_rest = {name: self._at_rest[name] for name in self.trained}
         self._zeros = jax.jit(self._no_gradients, out_shardings=at_rest)
         # The gradients of all layers stay where they are, and get another layer.
         self._reduce_layer = jax.jit(self._into_row, static_argnums=2, out_shardings=at_rest, donate_argnums=0)
         summed: Any = Sums(everywhere, at_rest)  # pyright: ignore[reportArgumentType]
-        self._reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed)
+        # With one shard there is nothing to add, and what comes out lies where it was.
+        alone = (0,) if batch_shards(self._mesh) == 1 else ()
+        self._reduce = jax.jit(self._over_devices, static_argnums=1, out_shardings=summed, donate_argnums=alone)
 
     def gather(self, params: Params, row: jax.Array) -> list[Params]:
-        """The parameters of this part as each local group computes with them.
+        """The parameters of this stage as each local group computes with them.
 
         Args:
             params: all of the model.
             row: the layer among those of its place, an int32 scalar on all devices.
         """
-        gathered = wait_on_cpu(self._gather({name: params[name] for name in self.dtypes}, row))
+        read = {name: params[name] for name in self.dtypes}
+        gathered = read if self._gather is None else wait_on_cpu(self._gather(read, row))
         return on_groups(gathered, self.devices.groups)
 
     def reduce(self, sums: list[list[Sums]], shares: Shares) -> Sums:
@@ -103,8 +109,13 @@ class Part:
         """The shardings of a microbatch's sums, with an axis in front, on a group."""
         return sums_on_group(group, self._trained_layouts)
 
+    @property
+    def gathers(self) -> bool:
+        """False where the parameters rest where they are computed with."""
+        return self._gather is not None
+
     def gathering(self) -> Executable:
-        """The program of `gather`."""
+        """The program of `gather`, where that has one."""
         return Executable.make(self._gather, self._placed(self.dtypes), self._row)
 
     def reducing(self, shares: Shares) -> Executable:

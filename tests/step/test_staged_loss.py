@@ -1,0 +1,113 @@
+"""A loss of one's own in stages: the numbers of the whole, and the bits of any mesh, one layer at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.nn.log import log
+from lm_trainer.nn.stages import StagedLoss, Stream
+from lm_trainer.optim import AdamConfig
+from lm_trainer.profile.workload import random_batch
+from lm_trainer.run.program import Program, plan_program
+from lm_trainer.run.trainer_config import TrainerConfig
+from lm_trainer.step.executable import Executables
+from lm_trainer.step.model_def import ModelDef
+from lm_trainer.step.state import to_host
+
+LAYERS, DIM, VOCAB, SEQ = 3, 8, 11, 4
+
+
+class Layers(nnx.Module):
+    """The weights of all layers, stacked."""
+
+    def __init__(self) -> None:
+        weights = jax.random.normal(jax.random.key(1), (LAYERS, DIM, DIM))
+        self.weight = nnx.Param(weights, logical_axes=("layers", "embed", None))
+
+
+class Mixer(nnx.Module):
+    """A table of tokens that is the head as well, and layers between the two."""
+
+    def __init__(self) -> None:
+        self.table = nnx.Param(jax.random.normal(jax.random.key(0), (VOCAB, DIM)), logical_axes=("vocab", "embed"))
+        self.layers = Layers()
+
+
+def embed(model: Mixer, batch: Batch, key: jax.Array | None) -> Stream:
+    return Stream(model.table[...][batch.tokens])
+
+
+def layer(model: Mixer, place: int, stream: Stream, batch: Batch, number: jax.Array, key: jax.Array | None) -> Stream:
+    x_BSD = stream.x_BSD
+    update_BSD = jnp.tanh(x_BSD @ model.layers.weight[...])
+    log("size", jnp.mean(jnp.square(update_BSD)), each=True)
+    if key is not None:
+        update_BSD *= jax.random.bernoulli(jax.random.fold_in(key, number), 0.5, update_BSD.shape)
+    return Stream(x_BSD + update_BSD)
+
+
+def head(model: Mixer, stream: Stream, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
+    logits_BSV = stream.x_BSD @ model.table[...].T
+    nll_BS = -jnp.take_along_axis(jax.nn.log_softmax(logits_BSV), batch.targets[..., None], -1)[..., 0]
+    return jnp.sum(nll_BS * batch.weights), jnp.sum(batch.weights), {"spread": jnp.sum(jnp.square(nll_BS))}
+
+
+LOSS = StagedLoss(LAYERS, ("layers.",), embed, layer, head)
+BATCH = random_batch(8, SEQ, VOCAB)
+
+
+def program(devices: int, **trainer: Any) -> Program:
+    settings = TrainerConfig.model_validate({"train_batch_size": 8, "num_train_steps": 4, **trainer})
+    return plan_program(
+        settings, AdamConfig(), ModelDef.trace(Mixer), LOSS, devices=jax.devices()[:devices], seq_len=SEQ
+    )
+
+
+def gradient(devices: int, **trainer: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    planned = program(devices, **trainer)
+    planned.step.compile(BATCH)
+    sums = planned.step.gradient(planned.init(), planned.step.put(BATCH))
+    return {name: float(x) for name, x in sums.scalars.items()}, to_host(sums.tree)
+
+
+def test_stages_compute_what_the_whole_computes() -> None:
+    """With the dropout, the logged values and both gradients of the table."""
+    whole, staged = gradient(1), gradient(1, determinism="layerwise")
+    assert {"loss", "weight", "spread", "size", "size/2"} <= whole[0].keys()
+    assert staged[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, x in whole[1].items():
+        np.testing.assert_allclose(staged[1][name], x, rtol=1e-4, atol=1e-5, err_msg=name)
+    scalars, grads = gradient(2, determinism="layerwise", microbatches_per_gather=1)
+    assert scalars == staged[0]
+    jax.tree.map(np.testing.assert_array_equal, grads, staged[1])
+
+
+def test_microbatches_of_a_whole_model_are_added_up_in_groups_with_the_same_bits() -> None:
+    whole = gradient(1)
+    for devices in (1, 2):
+        scalars, grads = gradient(devices, microbatches_per_gather=1)
+        assert scalars == whole[0]
+        jax.tree.map(np.testing.assert_array_equal, grads, whole[1])
+
+
+def test_a_device_is_given_the_parameters_of_one_layer() -> None:
+    programs = program(1, determinism="layerwise").step.compile(BATCH)
+    assert isinstance(programs, Executables)
+    params = jax.tree.leaves(programs.by_name["layer 0"].compiled.args_info[0][0])
+    assert [x.shape for x in params] == [(DIM, DIM)]
+    assert programs.times["layer 0"] == LAYERS
+
+
+def test_held_out_losses_of_stages_are_those_of_the_whole() -> None:
+    means = [
+        planned.evaluate(planned.init().params, [BATCH])
+        for planned in (program(1), program(1, determinism="layerwise"))
+    ]
+    assert means[1] == pytest.approx(means[0], rel=1e-5)
