@@ -145,6 +145,8 @@ def compiled(case: Case) -> dict[str, Any]:
     model = {**MODELS[case.model], "gradient_checkpointing": True, "scan_layers": True}
     batch = {"train_batch_size": chips * case.rows * case.microbatches, "per_device_parallelism": case.rows}
     trainer = {**PRECISION, **batch, "elastic_shards": chips, "determinism": case.determinism}
+    if case.determinism == "elastic":
+        trainer["gather"] = "model"
     config = {"model": {**model, "cross_entropy_block_size": 2048}, "trainer": trainer, "optimizer": {"type": "adam"}}
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "case.yaml"

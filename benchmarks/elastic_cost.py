@@ -33,12 +33,12 @@ from benchmarks.setting import load
 SELF = [sys.executable, "-m", "benchmarks.elastic_cost"]
 RECOMPUTING = ", recomputing"
 KINDS: dict[str, dict[str, Any]] = {
-    "elastic": {},
-    "layerwise": {"determinism": "layerwise"},
+    "elastic": {"gather": "model"},
+    "layerwise": {"gather": "layer"},
     "fast": {"determinism": "fast"},
     "fast in microbatches": {"determinism": "fast", "microbatches": True},
-    "elastic, recomputing": {},
-    "layerwise, recomputing": {"determinism": "layerwise"},
+    "elastic, recomputing": {"gather": "model"},
+    "layerwise, recomputing": {"gather": "layer"},
     "fast, recomputing": {"determinism": "fast"},
 }
 

@@ -42,7 +42,7 @@ def config_of(determinism: str, size: argparse.Namespace) -> Any:
                 "train_batch_size": ROWS,
                 "num_train_steps": size.steps,
                 "mp": "p=f32,c=bfloat16",
-                "determinism": determinism,
+                "gather": {"elastic": "model", "layerwise": "layer"}[determinism],
                 "cpu_threads": DEVICES,
             },
             "optimizer": {"type": "adam", "learning_rate": 1e-4},

@@ -71,7 +71,7 @@ def plan(
 
     Further configurations may follow the first one, and --devices may be given again: then there is one table.
 
-    With --search mesh axes, microbatches, what is recomputed, determinism and attention are chosen: the fastest layouts
+    With --search mesh axes, microbatches, what is gathered and recomputed and attention are chosen: the fastest layouts
     that fit, and their settings as `lmt train` takes them. It says which of them change the numbers of the run.
 
     For example:

@@ -12,6 +12,7 @@ from lm_trainer.profile.timing import Measured, Spread, interleaved, mebibytes, 
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
 from lm_trainer.step.memory import bytes_per_device
@@ -32,7 +33,7 @@ def measure_memory(config: RunConfig, *, repeats: int) -> Measured:
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
     state = program.init()
     plan = program.step.plans.at(0)
-    variants = dict(_variants(config, plan.rows * seq_len))
+    variants = dict(_variants(with_gather(config, vocab_size), plan.rows * seq_len))
     programs = {name: configured_program(variant, vocab_size)[0] for name, variant in variants.items()}
     temporary = {name: _temporary(other, batch) for name, other in programs.items()}
     runs = {name: _gradient(other, state, batch) for name, other in programs.items()}
@@ -72,7 +73,7 @@ def _variants(config: RunConfig, tokens: int) -> Iterator[tuple[str, RunConfig]]
     model = config.model
     yield "as configured", config
     # Layer by layer, what a policy keeps is no temporary memory of a program, which is what is compared.
-    for policy in () if config.trainer.determinism == "layerwise" else POLICIES:
+    for policy in () if config.trainer.gathers_layers else POLICIES:
         changed = model.model_copy(update={"gradient_checkpointing": policy})
         # The configured policy is the first row already.
         if changed.remat != model.remat:

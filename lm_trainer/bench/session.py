@@ -14,6 +14,7 @@ from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.adapters import training_flops
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import configured_program
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import recomputes_layers
 from lm_trainer.run.pretrained import resolve_model
 from lm_trainer.run.program import Program
@@ -60,6 +61,7 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
         UserError: when the devices or the sharding rules do not fit.
     """
     program, vocab_size = configured_program(config := resolve_model(config, "bench"))
+    config = with_gather(config, vocab_size)
     trainer, seq_len, spec = config.trainer, config.model.seq_len, config.model.spec(vocab_size)
     rows = program.step.local_rows()
     batch = random_batch(len(rows), seq_len, vocab_size, config.model.features_shape)
@@ -85,6 +87,6 @@ def bench_session(config: RunConfig) -> Iterator[BenchSession]:
 
 
 def _gradients(trainer: TrainerConfig, program: Program) -> int:
-    if trainer.determinism == "fast":
+    if not trainer.bitwise:
         return 1
     return program.step.plans.at(0).shares(program.sharding.mesh).most

@@ -68,6 +68,8 @@ def adopt_override(
         model, given = place.model_for(data), value if depth == len(path) - 1 else _NOT_READ
         # What the key of ours is set to in the file does not count: an override takes its place.
         if respelt := _respelt(model, key, given, {}):
+            if note := _former(model, key, given, respelt):
+                document.notes.append(f"{shown}: {dotted(path[: depth + 1])} {note}")
             key, value = respelt
         elif (found := _meaning(model, key, given)) is not None:
             key, note = found
@@ -99,6 +101,7 @@ def _adopt(place: Place, data: Any, path: KeyPath, document: Document) -> Iterat
     model = place.model_for(data)
     for key in list(data):
         if respelt := _respelt(model, key, data[key], data):
+            yield _Found((*path, key), document.key_origin((*path, key)), _former(model, key, data[key], respelt))
             own, data[own] = respelt
             del data[key]
             document.move((*path, key), (*path, own))
@@ -130,6 +133,11 @@ def _respelt(model: type[BaseModel] | None, key: str | int, value: Any, block: A
         return None
     found = lists_of(model).respelt_keys.get(key, {}).get(value)
     return None if found is None or found[0] in block else found
+
+
+def _former(model: type[BaseModel] | None, key: str | int, value: Any, respelt: tuple[str, Any]) -> str:
+    """The note on a key of ours whose value was spelt so once; empty for a foreign key."""
+    return f"{value} is read as {respelt[0]}: {respelt[1]}" if key in lists_of(model).model_fields else ""
 
 
 def _meaning(model: type[BaseModel] | None, key: str | int, value: Any) -> tuple[str | None, str] | None:

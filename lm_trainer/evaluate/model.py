@@ -74,8 +74,7 @@ class EvalModel:
 
     def decoder(self) -> Decoder:
         """The module with its parameters, as `local_params` gives them."""
-        layerwise = self.config.trainer.determinism == "layerwise"
-        return self.program.model.merge(local_params(self.program, self.params, layerwise=layerwise))
+        return self.program.model.merge(local_params(self.program, self.params))
 
     def token_losses(self, batches: Iterable[Batch]) -> Iterator[np.ndarray]:
         """-log p of each target in nats, float32 [B, S], for each batch; the same bits on any number of devices."""

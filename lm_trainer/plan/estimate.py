@@ -27,6 +27,7 @@ from lm_trainer.profile.devices import device_platform
 from lm_trainer.profile.flops import parameter_count
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import loss_function, recomputes_layers, trace_model
 from lm_trainer.run.program import build_program, shard_state
 from lm_trainer.step.executable import Executable
@@ -60,7 +61,7 @@ def estimate_microbatches(
     *,
     model: ModelDef | None = None,
 ) -> PhaseBytes:
-    """The phase in which a device computes its microbatches, as of `determinism: elastic`; as of `layerwise` that of a
+    """The phase in which a device computes its microbatches, as of `gather: model`; as of `layer` that of a
     layer or of the loss, whichever takes more; as of `fast` the whole step.
 
     Args:
@@ -74,6 +75,7 @@ def estimate_microbatches(
     Raises:
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
+    config = with_gather(config, vocab_size)
     trainer, model = config.trainer.resolve(), model or trace_model(config, vocab_size)
     mesh = trainer.abstract_mesh(group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
@@ -86,8 +88,8 @@ def estimate_microbatches(
         "batch": plan.count // shares.count * shares.most * plan.rows * sum(x.nbytes for x in jax.tree.leaves(row)),
     }
     given = _Given(config, vocab_size, model, sharding, plan, shares, device_platform(group.kind), temporary)
-    by_determinism = {"layerwise": _layerwise, "elastic": _whole, "fast": _one_program}
-    phases = by_determinism[config.trainer.determinism](given)
+    whole = _whole if config.trainer.bitwise else _one_program
+    phases = _layerwise(given) if config.trainer.gathers_layers else whole(given)
     return max(
         (PhaseBytes(name, {**held, **parts}) for name, parts in phases),
         key=lambda phase: phase.bytes,
@@ -236,8 +238,8 @@ def estimate_temporary(
     Raises:
         UserError: for a model with an encoder.
     """
-    model, axes = config.model, axes or {}
-    spec = model.spec(vocab_size)
+    config, axes = with_gather(config, vocab_size), axes or {}
+    model, spec = config.model, config.model.spec(vocab_size)
     if spec.encoder is not None:
         raise UserError(
             f"the memory of a {model.type} model is not estimated, because of its encoder: `lmt plan` without a search "
@@ -265,7 +267,7 @@ def estimate_temporary(
     # Logits and their gradient are float32, and exist for one block of tokens at a time.
     logits = 2 * _FLOAT32 * min(tokens, model.cross_entropy_block_size or tokens) * vocab_size
     block = tokens * (itemsize * inside + scores)
-    if config.trainer.determinism == "layerwise":
+    if config.trainer.gathers_layers:
         return {LAYER: block, LEAVE: logits}
     # Full recomputation keeps the input of each block alone; otherwise the inside of all blocks waits for the backward
     # pass. Compiled for a TPU v5e, norms and activations in bfloat16 leave their float32 terms as well.
@@ -275,7 +277,7 @@ def estimate_temporary(
     # A stage of a pipeline keeps what all rows leave in its layers, and turns without a row leave as much.
     stages, rows = axes.get("pipeline", 1), max(1, whole // model.seq_len)
     kept = round(len(spec.blocks) * (rows + stages - 1) / rows) * tokens * each.get(policy, everything)
-    if config.trainer.determinism == "fast":
+    if not config.trainer.bitwise:
         return {STEP: kept + max(block, logits)}
     # Of whole parameters XLA makes a narrow copy before the loop over layers.
     layers = parameter_count(spec) - parameter_count(replace(spec, blocks=()))

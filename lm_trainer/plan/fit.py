@@ -78,7 +78,7 @@ def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> F
     if memory.plan(programs).peak.bytes <= limit:
         return find_largest(memory, limit, {rows: programs})
     trainer, mesh = memory.config.trainer, memory.program.sharding.mesh
-    layerwise = trainer.determinism == "layerwise"
+    layerwise = memory.program.gathers_layers
     for together in memory.largest_step().fewer_together(mesh, trainer.microbatches_per_gather) if layerwise else ():
         turns = memory.in_turns(together)
         # By itself a gradient is exchanged in the dtype in which it was computed.
@@ -86,7 +86,7 @@ def find_fit(memory: StepMemory, limit: int, rows: int, programs: Programs) -> F
         if peak <= limit:
             return Fit(rows, peak, rows, memory.largest_step().count, None, None, together)
     found = find_largest(memory, limit, {rows: programs})
-    if found.rows is not None or memory.config.trainer.determinism != "layerwise":
+    if found.rows is not None or not memory.program.gathers_layers:
         return found
     one = find_largest(memory.in_turns(1), limit)
     return found if one.rows is None and one.bytes >= found.bytes else dataclasses.replace(one, together=1)

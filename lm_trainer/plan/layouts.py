@@ -1,4 +1,4 @@
-"""The layouts that a search chooses from: axes of the mesh, microbatches, rematerialisation, determinism, attention."""
+"""The layouts that a search chooses from: mesh axes, microbatches, what is gathered and what recomputed, attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.plan.fit import possible_rows
 from lm_trainer.profile.devices import NODE
 from lm_trainer.run.config import RunConfig, changed_keys, numeric_identity
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import keeps_inside_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -57,6 +58,7 @@ def layouts(config: RunConfig, vocab_size: int, count: int) -> Iterator[Layout]:
     `trainer.elastic_shards`, there are at least so many microbatches. A run with `determinism: fast` keeps it, and the
     others keep the promise of bits that do not depend on the number of devices.
     """
+    config = with_gather(config, vocab_size)
     before = numeric_identity(config)
     for trainer in _meshes(config, vocab_size, count):
         for settings in _steps(config, trainer, count):
@@ -120,23 +122,23 @@ def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[d
     trainer = config.trainer.model_copy(update={key.split(".")[1]: value for key, value in mesh.items()})
     abstract = trainer.resolve().abstract_mesh(count)
     least = config.trainer.elastic_shards if "elastic_shards" in config.trainer.model_fields_set else 1
-    kinds = ("fast",) if trainer.determinism == "fast" else ("elastic", "layerwise")
+    gathers = ("model", "layer") if trainer.bitwise else ("auto",)
     for rows in possible_rows(trainer, abstract):
         chosen = trainer.model_copy(update={"per_device_parallelism": rows})
         plans = chosen.resolve().microbatches.values
         if min(plan.count for plan in plans) < least:
             continue
         common = {**mesh, "trainer.per_device_parallelism": rows}
-        for kind in kinds:
-            # Whole layers wait for one another in a pipeline, and parts of layers in `layerwise`.
-            if kind == "layerwise" and trainer.pipeline_axis_size > 1:
+        for gather in gathers:
+            # Whole layers wait for one another in a pipeline, and parts of layers where each is gathered.
+            if gather == "layer" and trainer.pipeline_axis_size > 1:
                 continue
-            if kind == "fast" and any(plan.count % batch_shards(abstract) for plan in plans):
+            if not trainer.bitwise and any(plan.count % batch_shards(abstract) for plan in plans):
                 continue
             largest = max(plans, key=lambda plan: plan.count)
-            for more in _memory_settings(config, chosen.model_copy(update={"determinism": kind}), largest, abstract):
+            for more in _memory_settings(config, chosen.model_copy(update={"gather": gather}), largest, abstract):
                 for attention in _backends(config):
-                    step = {"trainer.determinism": kind, "trainer.microbatches_per_gather": None}
+                    step = {"trainer.gather": gather, "trainer.microbatches_per_gather": None}
                     yield {**common, **step, **more, **attention}
 
 
@@ -146,7 +148,7 @@ def _memory_settings(
     """Settings that trade memory for computation or traffic, from least memory on."""
     own, value = config.model.remat, config.model.gradient_checkpointing
     policies = [value]
-    if trainer.determinism != "layerwise" or keeps_inside_layers(trainer):
+    if not trainer.gathers_layers or keeps_inside_layers(trainer):
         # Of several words for one policy that of the configuration.
         words = {policy: value if policy == own else named for policy, named in _REMAT.items()} | {own: value}
         policies = [*words.values()]
@@ -157,7 +159,7 @@ def _memory_settings(
 
 def _gathers(config: RunConfig, trainer: TrainerConfig, plan: MicrobatchPlan, mesh: Any) -> Iterator[dict[str, Any]]:
     """The numbers of microbatches that may share what is gathered."""
-    if trainer.determinism != "layerwise":
+    if not trainer.gathers_layers:
         yield {}
         return
     most = plan.shares(mesh).most

@@ -12,6 +12,7 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.profile.workload import random_batch
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.program import build_program
 from lm_trainer.step.groups import compute_shardings
 from lm_trainer.step.memory import (
@@ -71,13 +72,14 @@ class StepMemory:
         growing: float = 1.0,
     ):
         self._texts, self._growing = texts, growing
-        self.config, self._vocab_size, self._devices, self._platform = config, vocab_size, devices, platform
+        self._vocab_size, self._devices, self._platform = vocab_size, devices, platform
+        config = self.config = with_gather(config, vocab_size)
         program = self.program = build_program(config, vocab_size, devices)
         state = abstract_state(program.model.shapes, program.tx, program.sharding, averaged=program.averages)
         self.state = state_bytes(state)
         self._batch: Batch = random_batch(1, config.model.seq_len, vocab_size, config.model.features_shape)
         self._fixed = compile_programs(self._phases(self.largest_step()), grows=False, texts=texts)
-        self._elastic = config.trainer.determinism != "fast"
+        self._elastic = config.trainer.bitwise
 
     def _phases(self, plan: MicrobatchPlan) -> list[Phase]:
         return [*self.program.step.phases(self._batch, plan, self._platform)]
@@ -153,7 +155,7 @@ class StepMemory:
         trainer = self.config.trainer
         narrows = trainer.mp.compute_dtype.itemsize < trainer.mp.param_dtype.itemsize
         taken_out = self._platform == "tpu" and self.config.model.scan and narrows
-        if not (taken_out and program.grows and trainer.determinism == "elastic"):
+        if not (taken_out and program.grows and trainer.bitwise and not self.program.gathers_layers):
             return 0
         shardings = compute_shardings(self.program.sharding) or self.program.sharding.storage
         cast = {

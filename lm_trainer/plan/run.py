@@ -72,6 +72,8 @@ class RunPlan:
     mesh: Mapping[str, int]
     """The axes that have more than one device."""
     determinism: str
+    gather: str
+    """`model` or `layer`; `auto` with `determinism: fast`."""
     num_params: int
     vocab_size: int
     dtype: str
@@ -160,12 +162,13 @@ def plan_run(
         tokens=schedule.rows_before(steps) * config.model.seq_len,
     )
     rows, microbatches = plan.rows, plan.count
-    if trainer.determinism == "fast" and trainer.per_device_parallelism == -1:
+    if not trainer.bitwise and trainer.per_device_parallelism == -1:
         rows, microbatches = rows * plan.per_shard(mesh), batch_shards(mesh)
     return RunPlan(
         devices=group,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
         determinism=trainer.determinism,
+        gather=memory.config.trainer.gather,
         num_params=parameter_count(spec),
         vocab_size=vocab_size,
         dtype=trainer.mp.compute,
@@ -211,7 +214,7 @@ def _growing(trainer: TrainerConfig, backend: str) -> float:
     # Known for bfloat16 and kernels alone.
     if trainer.mp.compute_dtype.itemsize != 2 or backend in ("xla", "ring"):
         return 1.0
-    return _GROWING_FAST if trainer.determinism == "fast" else _GROWING
+    return _GROWING if trainer.bitwise else _GROWING_FAST
 
 
 def attention_backend(config: RunConfig, vocab_size: int, platform: str) -> str:

@@ -99,7 +99,7 @@ class Search:
     considered: int
     """Layouts that the model and the batch admit."""
     ranked: tuple[Candidate, ...]
-    """The fastest that fits of each mesh and determinism; with a compiler, those it compiled that fit."""
+    """The fastest that fits of each mesh and of what is gathered; with a compiler, those it compiled that fit."""
     same_numbers: Candidate | None
     """The fastest that fits and changes no bit of the run; it may stand in `ranked` as well."""
     nearest: Candidate | None
@@ -266,8 +266,8 @@ def _price(pricing: _Pricing, admitted: Iterable[Layout]) -> list[tuple[StepCost
 def _choose(
     priced: Sequence[tuple[StepCost, Layout]], pricing: _Pricing, limit: int | None
 ) -> tuple[list[Candidate], Candidate | None, list[Candidate]]:
-    """The fastest layout that fits of each mesh and determinism, the fastest that changes no bit, and all whose memory
-    was estimated.
+    """The fastest layout that fits of each mesh and of what is gathered, the fastest that changes no bit, and all whose
+    memory was estimated.
     """
     ranked, tried, same = dict[tuple[Any, ...], Candidate](), list[Candidate](), None
     for cost, layout in priced:
@@ -284,10 +284,10 @@ def _choose(
 
 
 def _kind(layout: Layout) -> tuple[Any, ...]:
-    """Mesh and determinism, of which a ranking has the best layout each, so that its entries differ."""
+    """Mesh and what is gathered, of which a ranking has the best layout each, so that its entries differ."""
     trainer = layout.config.trainer
     axes = (trainer.pipeline_axis_size, trainer.context_axis_size, trainer.expert_axis_size, trainer.model_axis_size)
-    return (*axes, trainer.determinism)
+    return (*axes, trainer.gather)
 
 
 def _compiled(found: Search, count: int, compile_one: Compile) -> Search:

@@ -8,6 +8,7 @@ from lm_trainer.plan.search import MARGIN, Candidate, Search
 from lm_trainer.plan.table import columns, count_of, size_of
 from lm_trainer.run.model import keeps_inside_layers
 
+_GATHERS = {"model": "gathers the model", "layer": "gathers each layer", "auto": "fast"}
 _RECOMPUTED = {"full": "recomputes layers", "dots_no_batch": "recomputes all but products", "none": "keeps everything"}
 
 
@@ -57,11 +58,11 @@ def _time(each: Candidate) -> str:
 def _layout(each: Candidate) -> str:
     trainer, model, plan = each.layout.config.trainer, each.layout.config.model, each.layout.plan
     axes = ", ".join(f"{axis} {size}" for axis, size in each.mesh.items()) or "one device"
-    parts = [axes, f"{count_of(plan.count, 'microbatch')} of {count_of(plan.rows, 'row')}", trainer.determinism]
-    if trainer.determinism == "layerwise":
+    parts = [axes, f"{count_of(plan.count, 'microbatch')} of {count_of(plan.rows, 'row')}", _GATHERS[trainer.gather]]
+    if trainer.gathers_layers:
         together = trainer.microbatches_per_gather
         parts.append("one gather for all" if together is None else f"one gather for {together}")
-    if trainer.determinism == "layerwise" and not keeps_inside_layers(trainer):
+    if trainer.gathers_layers and not keeps_inside_layers(trainer):
         parts.append(_RECOMPUTED["full"])
     else:
         parts.append(_RECOMPUTED.get(model.remat if isinstance(model.remat, str) else "", "recomputes as configured"))

@@ -116,7 +116,7 @@ class Work:
 
     @property
     def layerwise(self) -> bool:
-        return self.trainer.determinism == "layerwise"
+        return self.trainer.gathers_layers
 
     @property
     def recomputes(self) -> bool:
@@ -186,11 +186,11 @@ def _batch_axes(work: Work, machine: Machine) -> float:
         # Gradients are exchanged as they were computed, or as sums.
         gathered = 2 * work.turns * work.itemsize
         reduced = work.turns * (work.itemsize if work.turns == work.microbatches else _FLOAT32)
-    elif work.trainer.determinism == "fast":
+    elif not work.trainer.bitwise:
         gathered, reduced = 2 * work.microbatches * work.itemsize, work.microbatches * work.itemsize
     else:
         gathered, reduced = _FLOAT32, _FLOAT32
-    fixed_order = work.trainer.determinism != "fast"
+    fixed_order = work.trainer.bitwise
     return part * gathered / machine.link(span) + part * reduced / machine.link(span, exchange=fixed_order)
 
 

@@ -137,7 +137,7 @@ def _largest(plan: RunPlan) -> str:
     above = (
         "" if fit.next_rows is None else f"; {count_of(fit.next_rows, 'row')} would take {size_of(fit.next_bytes or 0)}"
     )
-    changes = " (changes the numbers of the run)" if plan.determinism != "fast" else ""
+    changes = " (changes the numbers of the run)" if plan.gather != "auto" else ""
     settings = f"trainer.per_device_parallelism={fit.rows}{turns}"
     return f"{count_of(fit.rows, 'row')}, {size_of(fit.bytes)}{above}: {settings}{changes}"
 
@@ -149,12 +149,12 @@ def _fits(plan: RunPlan) -> bool:
 def _way_out(plan: RunPlan) -> str:
     """Advice on the largest part of the peak."""
     tensor = "trainer.model_axis_size with trainer.tensor_parallel_axes"
-    if plan.determinism == "elastic":
+    if plan.gather == "model":
         return (
             f"parameters and gradients are whole on every device while a microbatch is computed: compute layer by "
-            f"layer with trainer.determinism=layerwise, or cut the model by {tensor}"
+            f"layer with trainer.gather=layer, or cut the model by {tensor}"
         )
-    if plan.determinism == "layerwise":
+    if plan.gather == "layer":
         count = plan.devices.count
         half = 1 << (count.bit_length() - 1)
         fewer = "" if count == half else f"use {half} of them, since the state is cut over a power of two alone, "

@@ -105,7 +105,7 @@ def open_attempt(
         configure_jax(config.jax_config, config.jax_compilation_cache_dir, directory.cpu_threads(config))
         failure_detector = stack.enter_context(join_processes(config.distributed, progress))
         directory.go_on_as_begun()
-        config = directory.config.trainer
+        config = directory.trainer
         # Before the directory is made, so that a configuration that does not fit the devices leaves nothing behind.
         check_devices(config)
         for note in check_agreement(directory.config):

@@ -61,7 +61,7 @@ class Compilation:
             watcher.compile(state)
         fingerprint = executable.fingerprint()
         self._progress.note(f"compiled in {time.monotonic() - started:.1f} s, program {fingerprint}")
-        if self._config.determinism != "fast":
+        if self._config.bitwise:
             for note in check_programs(fingerprint):
                 self._progress.note(note)
         if not self._recorded:

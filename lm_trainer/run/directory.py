@@ -237,7 +237,7 @@ class RunDirectory:
         None where neither says so.
         """
         # XLA on a CPU cuts sums by its number of threads: a resume with as many gives the same bits.
-        attempts = [] if trainer.determinism == "fast" else self._attempts()
+        attempts = self._attempts() if trainer.bitwise else []
         return pinned_cpu_threads(trainer, attempts[-1] if attempts else {})
 
     def _attempts(self) -> list[dict[str, Any]]:
@@ -252,6 +252,12 @@ class RunDirectory:
             content = (self.path / name).read_bytes() if (self.path / name).exists() else None
         # A missing one is put back when the directory is held.
         return self._records.read(name) if content is None else content
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The trainer section of `config`."""
+        settings: Any = self.config
+        return settings.trainer
 
     def go_on_as_begun(self) -> None:
         """Gives keys that are not set the values with which the run was begun: see `as_begun`.

@@ -21,7 +21,14 @@ def _before(recorded: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         recorded: the trainer section of the run as it was written down.
     """
-    return {"matrix_updates": "owned" if recorded.get("determinism") == "layerwise" else "repeated"}
+    # Read from a file, `determinism: layerwise` is `gather: layer` already.
+    if recorded.get("determinism") == "layerwise" or recorded.get("gather") == "layer":
+        return {"matrix_updates": "owned", "gather": "layer"}
+    return {"matrix_updates": "repeated", "gather": "auto" if recorded.get("determinism") == "fast" else "model"}
+
+
+_SPELT = {"layerwise": "elastic"}
+"""Former values of `determinism`."""
 
 
 def as_begun(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConfig:
@@ -34,6 +41,8 @@ def as_begun(trainer: TrainerConfig, recorded: Mapping[str, Any]) -> TrainerConf
     if not recorded:
         return trainer
     values = {key: recorded.get(key, value) for key, value in _before(recorded).items()}
+    if not trainer.bitwise:
+        del values["gather"]
     return trainer.model_copy(update={k: v for k, v in values.items() if k not in trainer.model_fields_set})
 
 
@@ -53,7 +62,10 @@ def completed(identity: Mapping[str, Any]) -> dict[str, Any]:
     recorded = identity.get("trainer")
     if not isinstance(recorded, Mapping):
         return dict(identity)
-    return {**identity, "trainer": {**_before(recorded), **recorded}}
+    trainer = {**_before(recorded), **recorded}
+    if trainer.get("determinism") in _SPELT:
+        trainer["determinism"] = _SPELT[trainer["determinism"]]
+    return {**identity, "trainer": trainer}
 
 
 def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) -> dict[str, Any]:
@@ -64,7 +76,26 @@ def without_newer_defaults(identity: Mapping[str, Any], trainer: TrainerConfig) 
         trainer: its section.
     """
     recorded, fields = dict(identity["trainer"]), type(trainer).model_fields
-    for key in _before(recorded):
+    if trainer.gather == "layer":
+        del recorded["gather"]
+        recorded["determinism"] = "layerwise"
+    for key in _before(recorded).keys() & recorded.keys():
         if getattr(trainer, key) == fields[key].default:
             del recorded[key]
     return {**identity, "trainer": recorded}
+
+
+def in_present_spelling(trainer: Any) -> Any:
+    """A trainer section as it is written, with `determinism: layerwise` as it is spelt now.
+
+    Raises:
+        ValueError: where `gather` says something else.
+    """
+    if not isinstance(trainer, Mapping) or trainer.get("determinism") not in _SPELT:
+        return trainer
+    if trainer.get("gather", "layer") != "layer":
+        raise ValueError(
+            f"determinism: layerwise is a former spelling of gather: layer, but gather is {trainer['gather']}; write "
+            f"determinism: elastic"
+        )
+    return {**trainer, "determinism": _SPELT[trainer["determinism"]], "gather": "layer"}

@@ -94,7 +94,7 @@ def _code_hash() -> str:
 def notes_on_start(now: Mapping[str, Any], trainer: TrainerConfig) -> list[str]:
     """Notes on the first attempt of a run."""
     threads = now.get("cpu_threads")
-    if trainer.determinism == "fast" or trainer.cpu_threads or not threads or threads <= now["cores"]:
+    if not trainer.bitwise or trainer.cpu_threads or not threads or threads <= now["cores"]:
         return []
     return [
         f"XLA computes with {threads} threads on {now['cores']} cores, one for each device; a run on other devices "

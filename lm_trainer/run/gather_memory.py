@@ -46,7 +46,7 @@ def plan_for_memory(
         memory: bytes of each device, None where they are not known; asked for only where it matters.
     """
     program = make(trainer)
-    if trainer.determinism != "layerwise" or trainer.microbatches_per_gather is not None or seq_len is None:
+    if not program.gathers_layers or trainer.microbatches_per_gather is not None or seq_len is None:
         return program
     mesh, plan = program.sharding.mesh, max(program.step.plans.values, key=taken_memory)
     fewer = plan.fewer_together(mesh)

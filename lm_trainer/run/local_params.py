@@ -10,16 +10,18 @@ from lm_trainer.step.spread import spread
 from lm_trainer.step.state import to_host
 
 
-def local_params(program: Program, params: Params, *, layerwise: bool) -> Params:
+def local_params(program: Program, params: Params) -> Params:
     """The parameters whole in this process; all processes of a run call it together.
 
     Args:
         program: of the run.
         params: all parameters, as the run has them.
-        layerwise: cut them over the devices of this process, where no device may hold them all. Otherwise they are
-            whole on one, as they were for training: results are then those of any number of devices.
+
+    Returns:
+        Where a step gathers layers they are cut over the devices of this process, of which none may hold them all.
+        Otherwise they are whole on one, as they were for training: results are then those of any number of devices.
     """
-    if not layerwise:
+    if not program.gathers_layers:
         return to_host(params)  # pyright: ignore[reportReturnType]
     whole = params if jax.process_count() == 1 else to_host(params)
     return jax.device_put(whole, spread(program.model, program.sharding.mesh.local_devices))

@@ -143,7 +143,7 @@ class TokenNll:
 
 def recomputes_layers(trainer: TrainerConfig, spec: DecoderSpec) -> bool:
     """Tells whether the step computes each layer of a model again, once and as a whole, whatever the model says."""
-    return trainer.determinism == "layerwise" and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
+    return trainer.gathers_layers and not (spec.saves_inside_layers and keeps_inside_layers(trainer))
 
 
 def keeps_inside_layers(trainer: TrainerConfig) -> bool:

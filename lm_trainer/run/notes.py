@@ -57,7 +57,7 @@ def schedule_notes(config: RunConfig) -> Iterator[str]:
 
 def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields what a number of devices costs that is no power of two, or does not divide the batch."""
-    if trainer.determinism == "fast":
+    if not trainer.bitwise:
         return
     shares = max((plan.shares(mesh) for plan in trainer.resolve().microbatches.values), key=lambda each: each.count)
     places = shares.most * shares.shards
@@ -92,14 +92,14 @@ def recomputation_note(trainer: TrainerConfig, spec: DecoderSpec) -> str | None:
     if not recomputes_layers(trainer, spec) or (spec.remat == "full" and not spec.remat_groups):
         return None
     return (
-        "model.gradient_checkpointing has no effect here: trainer.determinism: layerwise keeps what is inside a layer "
+        "model.gradient_checkpointing has no effect here: trainer.gather: layer keeps what is inside a layer "
         "on the device that computes it, or computes it again; not in host memory, nor for groups of layers or devices"
     )
 
 
 def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     """The promise that holds instead of the same bits on every mesh; None where nothing is lost."""
-    if trainer.determinism == "fast":
+    if not trainer.bitwise:
         return (
             "determinism: fast lets XLA add in an order of its own: bits are equal only for the same devices, in the "
             "same processes and with the same mesh; on others the losses are close, and part over the steps"

@@ -29,6 +29,7 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
+from lm_trainer.run.gather import choose_gather, with_gather
 from lm_trainer.run.model import DROPOUT_KEY, NextTokenLoss, TokenNll, evaluation_loss, loss_function, trace_model
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.run.trainer_config import TrainerConfig
@@ -70,6 +71,8 @@ class Program:
     """True if the state has averaged weights."""
     freezes: bool
     """True if some parameters are not trained."""
+    gathers_layers: bool
+    """True if a step gathers the parameters of one layer at a time."""
 
     @property
     def averages_by_itself(self) -> bool:
@@ -144,6 +147,7 @@ def build_program(config: RunConfig, vocab_size: int, devices: Sequence[Any] | N
     Raises:
         UserError: as `plan_program`.
     """
+    config = with_gather(config, vocab_size)
     return plan_run(config, config.trainer, trace_model(config, vocab_size), devices=devices)
 
 
@@ -188,6 +192,8 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     Raises:
         UserError: when the devices cannot share the batch, or a sharding rule does not fit the model.
     """
+    num_params = sum(math.prod(x.shape) for x in model.shapes.values())
+    trainer = choose_gather(trainer, num_params, layers=_in_layers(loss, model))
     plan = trainer.resolve()
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
@@ -199,12 +205,10 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     key = jax.random.fold_in(jax.random.key(trainer.seed), DROPOUT_KEY) if key is None else key
     given = {"sharding": sharding, "plans": plan.microbatches, "key": key}
     staged = eval_staged = None
-    if trainer.determinism == "layerwise":
+    if trainer.gathers_layers:
         staged, eval_staged = loss_in_stages(loss, model, mesh), loss_in_stages(eval_loss or loss, model, mesh)
-    if trainer.determinism == "fast":
-        step: Step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
-    else:
-        step = ElasticStep(
+    if trainer.bitwise:
+        step: Step = ElasticStep(
             model,
             loss,
             rule,
@@ -213,6 +217,8 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
             curvature_stages=None if staged is None else _curvature_stages(optimizer, staged),
             together=trainer.microbatches_per_gather,
         )
+    else:
+        step = FastStep(model, loss, rule, **given, accumulate=trainer.per_device_parallelism != -1)
     tokens = None if seq_len is None else TokenSchedule(plan.batch_schedule, seq_len)
     return Program(
         model=model,
@@ -225,6 +231,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
         schedule=optimizer.schedule(trainer.num_train_steps, tokens),
         averages=trainer.model_averaging is not None,
         freezes=len(model.trainable) < len(model.shapes),
+        gathers_layers=staged is not None,
     )
 
 
@@ -266,26 +273,34 @@ def _check_model_parallel(plan: StepPlan, optimizer: Optimizer, model: ModelDef,
         raise UserError(f"{axes[0]}_axis_size cannot be used with an optimizer that estimates curvature; set it to 1")
 
 
+def _in_layers(loss: LossFn, model: ModelDef) -> bool:
+    """Tells whether `loss_in_stages` knows the layers of a loss."""
+    if isinstance(loss, StagedLoss):
+        return True
+    built, known = nnx.eval_shape(model.build), isinstance(loss, NextTokenLoss | TokenNll)
+    return isinstance(built, Decoder) and known and built.spec.encoder is None
+
+
 def loss_in_stages(loss: LossFn, model: ModelDef, mesh: Mesh) -> StagedLoss:
-    """The loss in stages, for `determinism: layerwise`; refuses what that cannot do."""
+    """The loss in stages, for `trainer.gather: layer`; refuses what that cannot do."""
     if isinstance(loss, StagedLoss):
         return loss
     built = nnx.eval_shape(model.build)
     if not (isinstance(built, Decoder) and isinstance(loss, NextTokenLoss | TokenNll)):
         raise UserError(
-            "trainer.determinism: layerwise needs a decoder of lm_trainer and the loss of its next token, not a model "
-            "or loss of your own, unless that is an lm_trainer.nn.stages.StagedLoss; use elastic"
+            "trainer.gather: layer needs a decoder of lm_trainer and the loss of its next token, not a model "
+            "or loss of your own, unless that is an lm_trainer.nn.stages.StagedLoss; use model"
         )
     if built.spec.encoder is not None:
         raise UserError(
-            "trainer.determinism: layerwise takes one stream through one stack of layers, and this model has an "
-            "encoder beside its decoder; use elastic"
+            "trainer.gather: layer takes one stream through one stack of layers, and this model has an "
+            "encoder beside its decoder; use model"
         )
     if "pipeline" in model_parallel_axes(mesh.shape):
         raise UserError(
-            "trainer.determinism: layerwise takes one layer after another through all devices, each of which keeps a "
+            "trainer.gather: layer takes one layer after another through all devices, each of which keeps a "
             "part of every layer: pipeline_axis_size would save no memory and leave devices waiting. Set it to 1, or "
-            "use elastic"
+            "use model"
         )
     return loss.staged(built.spec)
 

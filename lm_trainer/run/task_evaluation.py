@@ -52,8 +52,7 @@ class TaskEvaluation:
         loop.progress.phase("asking the tasks of eval_harness")
         # The last set of weights is the one to export.
         weights = [*loop.program.weights(info.state).values()][-1]
-        layerwise = self._config.trainer.determinism == "layerwise"
-        params = local_params(loop.program, weights, layerwise=layerwise)
+        params = local_params(loop.program, weights)
         model = HarnessModel(
             loop.program.model.merge(params),
             self._tokenizer,

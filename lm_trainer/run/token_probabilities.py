@@ -49,7 +49,7 @@ class TokenProbabilities:
     def __init__(self, config: RunConfig, program: Program, held_out: EvalSet, directory: Path, tracker: Composite):
         trainer, mesh = config.trainer, program.sharding.mesh
         loss = TokenNll(trainer.mp.compute_dtype, config.model.cross_entropy_block_size, TOP)
-        staged = loss_in_stages(loss, program.model, mesh) if trainer.determinism == "layerwise" else None
+        staged = loss_in_stages(loss, program.model, mesh) if program.gathers_layers else None
         self._documents = _documents(held_out, trainer.token_probabilities)
         # As few rows as the devices can share.
         rows, shards = math.prod(mesh.shape[axis] for axis in ROW_AXES), batch_shards(mesh)

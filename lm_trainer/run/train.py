@@ -37,6 +37,7 @@ from lm_trainer.run.config import RunConfig
 from lm_trainer.run.data_notes import BuildWatch, empty_rows_note
 from lm_trainer.run.directory import run_id
 from lm_trainer.run.evaluations import named_sets
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hf_exports import HfExports, check_exports
 from lm_trainer.run.initial_weights import choose_vocab_size
@@ -269,6 +270,11 @@ def _place_state(
         vocab_size = pretrained.check_tokenizer(data.tokenizer)
     if vocab_size < data.tokenizer.vocab_size:
         data.limit_ids(vocab_size)
+    config, loads = with_gather(config, vocab_size), attempt.config
+    if loads.gather == "auto" and config.trainer.gathers_layers:
+        attempt.progress.note(
+            "one layer is gathered at a time, because of the size of the model (trainer.gather: auto)"
+        )
     model = trace_model(config, vocab_size)
     if pretrained is not None:
         model = pretrained.attach(model)
@@ -281,13 +287,12 @@ def _place_state(
             if settings is not None:
                 settings.write(directory / SETTINGS)
     facts: dict[str, Any] = {"vocab_size": vocab_size}
-    loads = attempt.config
     if base := find_base(config, attempt.store):
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
         facts |= base.facts
     program = plan_for_memory(
-        lambda trainer: plan_run(config, trainer, model), attempt.config, config.model.seq_len, attempt.progress.note
+        lambda trainer: plan_run(config, trainer, model), config.trainer, config.model.seq_len, attempt.progress.note
     )
     state = attempt.start(program, program.init, data.fingerprints, config=loads)
     spec, seq_len = config.model.spec(vocab_size), config.model.seq_len
@@ -331,7 +336,7 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
     else:
         prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
     weights = list(program.weights(state).values())[-1]
-    params = local_params(program, weights, layerwise=config.trainer.determinism == "layerwise")
+    params = local_params(program, weights)
     tokens = generate(
         program.model.merge(params),
         [prompt],
@@ -349,7 +354,7 @@ def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainSta
 def _draw_heard(program: Program, data: Data, state: TrainState, row: Batch) -> str:
     """The text of a row, and what the model writes when it hears it."""
     weights = list(program.weights(state).values())[-1]
-    model: Any = program.model.merge(local_params(program, weights, layerwise=False))
+    model: Any = program.model.merge(local_params(program, weights))
     # The tokens that are not learnt before the first that is: the prompt.
     count = int(np.argmax(row.weights[0] > 0)) + 1
     ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id

@@ -33,6 +33,8 @@ from lm_trainer.parallel.mesh import (
     check_logical_axis,
     parse_rules,
 )
+from lm_trainer.run.earlier_runs import in_present_spelling
+from lm_trainer.run.numeric_parts import numeric_settings, over_model_axis
 from lm_trainer.run.run_id import run_id_problem
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
@@ -49,18 +51,6 @@ _RUN_DIRECTORY = (
     "beside the checkpoints, from which other machines read and go on"
 )
 
-_OPERATIONAL_JAX = ("jax_num_cpu_devices", "jax_platforms", "jax_debug", "jax_log", "jax_persistent", "jax_compilation")
-"""Prefixes of JAX settings that change no number."""
-
-
-def _numeric_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if not name.startswith(_OPERATIONAL_JAX)}
-
-
-def _over_model_axis(rules: Mapping[str, Any]) -> dict[str, Any]:
-    # Sharding over the model axis changes the additions inside the model; over the other axes it changes nothing.
-    return {axis: over for axis, over in rules.items() if "model" in over}
-
 
 class TrainerConfig(Config):
     """Everything about a run that is neither the model, nor the data, nor the optimizer."""
@@ -71,6 +61,9 @@ class TrainerConfig(Config):
         "wandb": "tracker",
     }
     replaced_keys: ClassVar[Mapping[str, tuple[str, ...]]] = {"wandb": ("tracker",)}
+    respelt_keys: ClassVar[Mapping[str, Mapping[Any, tuple[str, Any]]]] = {
+        "determinism": {"layerwise": ("gather", "layer")}
+    }
 
     absent: ClassVar[Mapping[str, str]] = {
         "TrainBatch": "axes have no objects; use batch_schedule.at(step)",
@@ -95,18 +88,22 @@ class TrainerConfig(Config):
     no loss is scaled."""
     quantization: Numeric[AnyQuantization | None] = None
     """Compute matrix products in 8 bits; null: as `mp` says."""
-    determinism: Numeric[Literal["elastic", "layerwise", "fast"]] = "elastic"
-    """`elastic`: the same bits on any number of devices; each holds all parameters while it computes. `layerwise`: the
-    same promise with the memory of FSDP: each holds the parameters of one layer at a time. The bits of the two may
-    differ in the last digits. `fast`: one program for all devices, in which XLA adds in an order of its own; bits then
-    depend on the devices, and with per_device_parallelism -1 a device computes all its rows at once. It is there to
-    measure what the others cost."""
+    determinism: Numeric[Literal["elastic", "fast"]] = "elastic"
+    """`elastic`: the same bits on any number of devices. `fast`: one program for all devices, in which XLA adds in an
+    order of its own; bits then depend on the devices, and with per_device_parallelism -1 a device computes all its rows
+    at once. It is there to measure what `elastic` costs."""
+    gather: Numeric[Literal["auto", "model", "layer"]] = "auto"
+    """The parameters that a device holds whole at a time while it computes: `model`: all of them; `layer`: those of one
+    layer, with the memory of FSDP. The bits of the two may differ in the last digits. `auto`: `layer` for a model of
+    100 million parameters or more that has layers to compute one at a time, else `model`, which is quicker for small
+    ones; it is the same on any devices. Before there was this key, `determinism: layerwise` meant `layer`, and is read
+    so. With `determinism: fast` XLA gathers what it reads."""
     microbatches_per_gather: Operational[PositiveInt | None] = None
     """The most microbatches of a device that are added up before the devices exchange sums, with the same bits. With
-    `determinism: layerwise` they share the gathered parameters of a layer: fewer keep fewer activations and gather more
-    often; with `elastic` fewer keep fewer gradients of the whole model. The next number that the fixed order of
-    additions allows is taken; null: all, and with `layerwise` as many as fit into the memory of the devices, where they
-    say how much that is (GPUs, TPUs)."""
+    `gather: layer` they share the gathered parameters of a layer: fewer keep fewer activations and gather more often;
+    with `gather: model` fewer keep fewer gradients of the whole model. The next number that the fixed order of
+    additions allows is taken; null: all, and with `gather: layer` as many as fit into the memory of the devices, where
+    they say how much that is (GPUs, TPUs)."""
 
     matrix_updates: Numeric[Literal["owned", "repeated"]] = "owned"
     """The update by an optimizer that computes with whole weights, as muon, soap and kron do. `owned`: each weight of
@@ -196,7 +193,7 @@ class TrainerConfig(Config):
     steps."""
     tensor_parallel_axes: Numeric[tuple[str, ...] | None] = None
     """Logical axes that are sharded over the model axis of the mesh."""
-    axis_resources: Annotated[Resources, numeric_part(_over_model_axis)] = {}
+    axis_resources: Annotated[Resources, numeric_part(over_model_axis)] = {}
     """Logical axis to mesh axis or axes, for the state at rest and for computation."""
     parameter_axis_resources: Operational[Resources] = {}
     """Like axis_resources, for the state at rest only."""
@@ -219,7 +216,7 @@ class TrainerConfig(Config):
     replica_dcn_axis_size: Operational[PositiveInt] = 1
     """Copies of the state over slices that a slower network connects."""
 
-    jax_config: Annotated[dict[str, JsonValue], numeric_part(_numeric_settings)] = {}
+    jax_config: Annotated[dict[str, JsonValue], numeric_part(numeric_settings)] = {}
     """Settings of JAX by name, for example `jax_num_cpu_devices: 8` or `jax_debug_nans: true`."""
     jax_compilation_cache_dir: Operational[Annotated[str, Takes(schemes=COMPILATION_CACHES)] | None] = None
     """Directory in which compiled programs are kept between runs; with the package gcsfs or s3fs it may be a gs:// or
@@ -294,8 +291,10 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
         self.resolve()
-        if self.microbatches_per_gather is not None and self.determinism == "fast":
-            raise ValueError("microbatches_per_gather has no effect with determinism: fast; remove one of them")
+        if not self.bitwise:
+            unused = {"microbatches_per_gather": None, "gather": "auto"}
+            if found := [key for key, default in unused.items() if getattr(self, key) != default]:
+                raise ValueError(f"{found[0]} has no effect with determinism: fast; remove one of them")
         if self.load_checkpoint_path is not None and self.initialize_from is not None:
             raise ValueError("set load_checkpoint_path (to resume) or initialize_from (for the weights), not both")
         if self.load_checkpoint_path is not None and self.load_checkpoint is False:
@@ -306,6 +305,23 @@ class TrainerConfig(Config):
                     f"{_CUT_BY[axis]}_axis_size already says how {axis!r} is cut; remove it from the rules"
                 )
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_spelling(cls, data: Any) -> Any:
+        return in_present_spelling(data)
+
+    @property
+    def bitwise(self) -> bool:
+        """True if bits are the same on any number of devices."""
+        return self.determinism == "elastic"
+
+    @property
+    def gathers_layers(self) -> bool:
+        """True if a step gathers one layer at a time; raises `RuntimeError` before `lm_trainer.run.gather` chose."""
+        if self.gather == "auto" and self.bitwise:
+            raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
+        return self.gather == "layer"
 
     @property
     def batch_schedule(self) -> BatchSchedule:
@@ -334,7 +350,7 @@ class TrainerConfig(Config):
             microbatches=Piecewise(sizes.starts, plans),
             evaluation=MicrobatchPlan(rows * largest.count, largest.count, rows),
             mesh_shape=self._mesh_shape(),
-            state_parts=None if self.determinism == "fast" else common & -common,
+            state_parts=common & -common if self.bitwise else None,
             param_rules=self._param_rules(),
             compute_rules=self._compute_rules(),
             policy=self.mp,

@@ -25,6 +25,7 @@ from lm_trainer.plan.search_table import search_lines
 from lm_trainer.plan.speed import Machine, StepCost, Work, step_cost
 from lm_trainer.profile.devices import Bandwidths
 from lm_trainer.run.config import RunConfig, config_hash
+from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import trace_model
 from lm_trainer.run.program import build_program
 from lm_trainer.step.memory import PhaseBytes
@@ -83,24 +84,24 @@ def test_every_layout_is_one_that_a_run_takes_by_its_overrides(
     found = list(layouts(config, VOCAB, 4))
     assert len({layout.overrides for layout in found}) == len(found) > 100
     for layout in found[:: len(found) // samples]:
-        read = load(path, layout.overrides, RunConfig).config
+        read = with_gather(load(path, layout.overrides, RunConfig).config, VOCAB)
         assert read.model_dump() == layout.config.model_dump()
         build_program(read, VOCAB, jax.devices()[:4])
 
 
 def test_layouts_say_which_of_their_settings_make_another_run(path: Path):
-    config = load(path, [], RunConfig).config
+    config = with_gather(load(path, [], RunConfig).config, VOCAB)
     found = list(layouts(config, VOCAB, 4))
 
     @functools.cache
     def hash_with(overrides: tuple[str, ...]) -> str:
-        return config_hash(load(path, overrides, RunConfig).config)
+        return config_hash(with_gather(load(path, overrides, RunConfig).config, VOCAB))
 
     for layout in found:
         assert bool(layout.changes) == (config_hash(layout.config) != config_hash(config))
         # Without the settings that it names, it is the same run.
         kept = tuple(text for text in layout.overrides if text.split("=")[0] not in layout.changes)
-        if "trainer.determinism" not in layout.changes:
+        if "trainer.gather" not in layout.changes:
             assert hash_with(kept) == config_hash(config)
     assert any(not layout.changes for layout in found)
 
@@ -132,8 +133,8 @@ def test_what_is_given_stays(path: Path):
     assert min(layout.plan.count for layout in found) == 8
     assert {layout.plan.batch_size for layout in found} == {16}
     fast = load(path, ["trainer.determinism=fast"], RunConfig).config
-    assert {layout.config.trainer.determinism for layout in layouts(fast, VOCAB, 2)} == {"fast"}
-    assert {layout.config.trainer.determinism for layout in layouts(config, VOCAB, 2)} == {"elastic", "layerwise"}
+    assert {layout.config.trainer.gather for layout in layouts(fast, VOCAB, 2)} == {"auto"}
+    assert {layout.config.trainer.gather for layout in layouts(config, VOCAB, 2)} == {"model", "layer"}
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def work_of(config: RunConfig, **changes: Any) -> Work:
     spec = config.model.spec(VOCAB)
     given = {
         "spec": spec,
-        "trainer": config.trainer,
+        "trainer": with_gather(config, VOCAB).trainer,
         "seq_len": config.model.seq_len,
         "plan": MicrobatchPlan(16, 8, 2),
         "sizes": {"replica_dcn": 1, "replica": 1, "data": 4, "pipeline": 1, "context": 1, "expert": 1, "model": 1},

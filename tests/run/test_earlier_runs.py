@@ -11,34 +11,39 @@ from typing import Any
 import pytest
 import yaml
 
+from lm_trainer.config.loader import load
 from lm_trainer.core.errors import UserError
 from lm_trainer.run.config import RunConfig, config_hash, numeric_identity
 from lm_trainer.run.directory import RunDirectory
+from lm_trainer.run.gather import LARGE, choose_gather, with_gather
 from lm_trainer.run.records import identity_of, read_run_record
 from lm_trainer.run.saved_model import read_config
+from lm_trainer.run.trainer_config import TrainerConfig
 from tests.conftest import Lmt
 from tests.run.conftest import MakeConfig
 
-KEYS = ("matrix_updates",)
+KEYS = ("matrix_updates", "gather")
 """The newer keys."""
 
 
-def begin(path: Path, **trainer: Any) -> None:
+def begin(path: Path, determinism: str = "elastic") -> None:
     """Makes the directory of a run as it was when there were no newer keys."""
-    config = RunConfig.model_validate({"trainer": {"id": "run", **trainer}})
+    config = RunConfig.model_validate({"trainer": {"id": "run", "determinism": determinism}})
     with RunDirectory(config.trainer, config, "run"):
-        make_older(path)
+        make_older(path, determinism)
 
 
-def make_older(path: Path) -> None:
+def make_older(path: Path, determinism: str = "elastic") -> None:
     record = json.loads((path / "logs/run/run.json").read_text())
     for key in KEYS:
         del record["identity"]["trainer"][key]
+    record["identity"]["trainer"]["determinism"] = determinism
     (path / "logs/run/run.json").write_text(json.dumps(record))
     for file in (path / "logs/run/config.yaml", path / "checkpoints/run/config.yaml"):
         settings = yaml.safe_load(file.read_text())
         for key in KEYS:
             settings["trainer"].pop(key, None)
+        settings["trainer"]["determinism"] = determinism
         file.write_text(yaml.safe_dump(settings))
 
 
@@ -51,17 +56,29 @@ def go_on(**trainer: Any) -> RunConfig:
         return directory.config
 
 
-@pytest.mark.parametrize(("determinism", "updates"), [("elastic", "repeated"), ("layerwise", "owned")])
-def test_a_run_without_newer_keys_goes_on_as_it_was_begun(in_tmp_path: Path, determinism: str, updates: str) -> None:
-    begin(in_tmp_path, determinism=determinism)
-    assert read_config(in_tmp_path / "checkpoints" / "run").trainer.matrix_updates == updates
+@pytest.mark.parametrize(
+    ("determinism", "expected"),
+    [
+        ("elastic", {"matrix_updates": "repeated", "gather": "model", "determinism": "elastic"}),
+        ("layerwise", {"matrix_updates": "owned", "gather": "layer", "determinism": "elastic"}),
+        ("fast", {"matrix_updates": "repeated", "gather": "auto", "determinism": "fast"}),
+    ],
+)
+def test_a_run_without_newer_keys_goes_on_as_it_was_begun(
+    in_tmp_path: Path, determinism: str, expected: dict[str, str]
+) -> None:
+    begin(in_tmp_path, determinism)
     run = in_tmp_path / "logs" / "run"
-    assert identity_of(read_run_record(run), run)["trainer"]["matrix_updates"] == updates
-    # Written down with the first attempt, and kept by the next one.
-    for _ in range(2):
-        assert go_on(determinism=determinism).trainer.matrix_updates == updates
-        record = json.loads((in_tmp_path / "logs/run/run.json").read_text())
-        assert record["identity"]["trainer"]["matrix_updates"] == updates
+
+    def values(trainer: Any) -> dict[str, str]:
+        return {key: trainer[key] if isinstance(trainer, dict) else getattr(trainer, key) for key in expected}
+
+    assert values(read_config(in_tmp_path / "checkpoints" / "run").trainer) == expected
+    assert values(identity_of(read_run_record(run), run)["trainer"]) == expected
+    # Written down with the first attempt, and kept by the next one, however the configuration spells it.
+    for spelling in (determinism, "fast" if determinism == "fast" else "elastic"):
+        assert values(go_on(determinism=spelling).trainer) == expected
+        assert values(json.loads((run / "run.json").read_text())["identity"]["trainer"]) == expected
 
 
 def test_another_value_than_that_of_then_is_a_change(in_tmp_path: Path) -> None:
@@ -72,15 +89,50 @@ def test_another_value_than_that_of_then_is_a_change(in_tmp_path: Path) -> None:
 
 def test_a_new_run_has_the_values_of_now(in_tmp_path: Path) -> None:
     for _ in range(2):
-        assert go_on().trainer.matrix_updates == "owned"
+        trainer = go_on().trainer
+        assert (trainer.matrix_updates, trainer.gather) == ("owned", "auto")
 
 
 def test_newer_keys_leave_the_id_of_a_run_as_it_was() -> None:
     plain = RunConfig()
     assert config_hash(plain) == "b87b605c"
     assert set(KEYS) <= numeric_identity(plain)["trainer"].keys()
-    other = RunConfig.model_validate({"trainer": {"matrix_updates": "repeated"}})
-    assert config_hash(other) != config_hash(plain)
+    layerwise = RunConfig.model_validate({"trainer": {"determinism": "layerwise"}})
+    assert config_hash(layerwise) == "fb2b1020"
+    assert config_hash(RunConfig.model_validate({"trainer": {"gather": "layer"}})) == config_hash(layerwise)
+    for change in ({"matrix_updates": "repeated"}, {"gather": "model"}):
+        assert config_hash(RunConfig.model_validate({"trainer": change})) not in (
+            config_hash(plain),
+            config_hash(layerwise),
+        )
+
+
+def test_the_former_spelling_is_read_and_said_once(in_tmp_path: Path) -> None:
+    file = in_tmp_path / "run.yaml"
+    file.write_text("trainer:\n  determinism: layerwise\n")
+    for loaded in (load(file, [], RunConfig), load(file, ["trainer.determinism=layerwise"], RunConfig)):
+        assert (loaded.config.trainer.determinism, loaded.config.trainer.gather) == ("elastic", "layer")
+        assert "layerwise is read as gather: layer" in "".join(loaded.notes)
+    (note,) = load(file, [], RunConfig).notes
+    assert note == f"{file}:2:3: trainer.determinism layerwise is read as gather: layer"
+    with pytest.raises(ValueError, match="is a former spelling of gather: layer, but gather is model"):
+        TrainerConfig.model_validate({"determinism": "layerwise", "gather": "model"})
+
+
+def test_what_is_gathered_follows_from_the_size_of_the_model() -> None:
+    def gathered(num_params: int, *, layers: bool = True, **trainer: Any) -> str:
+        return choose_gather(TrainerConfig.model_validate(trainer), num_params, layers=layers).gather
+
+    assert gathered(LARGE - 1) == "model"
+    assert gathered(LARGE) == "layer"
+    assert gathered(LARGE, layers=False) == "model"
+    assert gathered(LARGE, pipeline_axis_size=2, per_device_parallelism=2) == "model"
+    assert gathered(LARGE, determinism="fast") == "auto"
+    assert gathered(1, gather="layer") == "layer"
+    assert gathered(LARGE, gather="model") == "model"
+    assert with_gather(RunConfig.model_validate({"model": {"type": "gpt2"}}), 50257).trainer.gather == "layer"  # 124 M
+    with pytest.raises(RuntimeError):
+        _ = TrainerConfig().gathers_layers
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def test_nothing_is_said_where_all_fit_and_what_is_missing_where_none_does() -> 
     assert "even with microbatches_per_gather=1; `lmt plan --search` looks for a layout that fits" in said
 
 
-@pytest.mark.parametrize("given", [{"microbatches_per_gather": 2}, {"determinism": "elastic"}], ids=str)
+@pytest.mark.parametrize("given", [{"microbatches_per_gather": 2}, {"gather": "model"}], ids=str)
 def test_what_is_configured_stays(given: dict[str, object]) -> None:
     def memory() -> int | None:
         raise AssertionError("not asked for")

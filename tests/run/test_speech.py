@@ -109,7 +109,7 @@ def test_memory_is_measured_where_it_is_not_estimated(make_config: MakeConfig, i
 @pytest.mark.parametrize(
     ("trainer", "devices", "message"),
     [
-        ({"determinism": "layerwise"}, 1, "this model has an encoder beside its decoder; use elastic"),
+        ({"determinism": "layerwise"}, 1, "this model has an encoder beside its decoder; use model"),
         ({"context_axis_size": 2}, 2, "context_axis_size cannot cut a model with an encoder"),
         ({"pipeline_axis_size": 2}, 2, "pipeline_axis_size cannot cut a model with an encoder"),
     ],

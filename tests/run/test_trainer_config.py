@@ -206,7 +206,7 @@ def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(m
     monkeypatch.setattr(train, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
-    program: Any = SimpleNamespace(model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
+    program: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
     state: Any = None
     assert train.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
     assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]

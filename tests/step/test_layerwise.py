@@ -198,7 +198,7 @@ def test_adapters_alone_have_gradients() -> None:
         "initialize_from_hf": "some/model",
     }
     config = RunConfig.model_validate(plain)
-    elastic = config.model_copy(update={"trainer": config.trainer.model_copy(update={"determinism": "elastic"})})
+    elastic = config.model_copy(update={"trainer": config.trainer.model_copy(update={"gather": "model"})})
     found = gradient(config)
     assert all("lora" in name for name in found[1])
     assert_close(found, gradient(elastic))

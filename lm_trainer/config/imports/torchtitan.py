@@ -86,9 +86,7 @@ def _remat(value: Any, values: Values) -> dict[str, Any]:
     return {"model.gradient_checkpointing": value == "full"}
 
 
-_SHARDED = Lost(
-    "all devices share parameters and batch by themselves; see trainer.determinism: layerwise for less memory"
-)
+_SHARDED = Lost("all devices share parameters and batch by themselves; see trainer.gather: layer for less memory")
 
 TORCHTITAN = Dialect(
     "torchtitan",
