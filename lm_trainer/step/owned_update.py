@@ -28,6 +28,13 @@ Kind = Literal["row", "rows", "shared"]
 """An array of the optimizer's state: one row for each layer, several rows for each, or the same for all weights."""
 
 
+_SMALL = 1 << 20
+"""Numbers of weights of one layer that are moved together, each of which is still updated by itself."""
+
+_ROWS = "one weight"
+"""Name of the weights that a device updates, among the arrays of a plan."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """One weight of each layer, or one weight that no other layer has, and the rule that updates it alone."""
@@ -35,6 +42,8 @@ class Weight:
     name: str
     count: int
     """Layers."""
+    size: int
+    """Numbers of one layer."""
     layered: bool
     """True where the first axis counts them."""
     tx: optax.GradientTransformationExtraArgs
@@ -69,7 +78,9 @@ class Weight:
         if None in kinds:
             return None
         count = param.shape[0] if layered else 1
-        return cls(param.name, count, layered, tx, structure, tuple(path for path, _ in named), tuple(kinds))  # pyright: ignore[reportArgumentType]
+        return cls(
+            param.name, count, math.prod(shape), layered, tx, structure, tuple(path for path, _ in named), tuple(kinds)
+        )  # pyright: ignore[reportArgumentType]
 
     @property
     def shared(self) -> list[str]:
@@ -124,14 +135,14 @@ class OwnedUpdate:
         state = dict(zip(paths, jax.tree.leaves(shardings.opt_state), strict=True))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._dealt = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._gather, self._scatter = {}, {}
-        for weight in weights:
-            lies = [shardings.params[weight.name], *(state[path] for path in weight.own)]
-            self._gather[weight.name] = jax.jit(partial(self._rows_of, weight), out_shardings=self._dealt)
+        self._groups = [*_groups(weights)]
+        self._gather, self._scatter = [], []
+        for group in self._groups:
+            lies = {w.name: [shardings.params[w.name], *(state[path] for path in w.own)] for w in group}
+            self._gather.append(jax.jit(partial(self._rows_of_all, group), out_shardings=self._dealt))
             # The state is changed where it lies.
-            self._scatter[weight.name] = jax.jit(
-                partial(self._with_rows, weight, lies), out_shardings=lies, donate_argnums=0
-            )
+            scatter = partial(self._with_rows_of_all, group, lies)
+            self._scatter.append(jax.jit(scatter, out_shardings=lies, donate_argnums=0))
         self._programs: dict[str, list[Executable]] = {}
 
     @cached_property
@@ -142,6 +153,21 @@ class OwnedUpdate:
     def _kinds(self, weight: Weight) -> list[Kind]:
         """Those of the parameter and of its own arrays of the state."""
         return ["row", *weight.own.values()]
+
+    def _rows_of_all(
+        self, group: Sequence[Weight], arrays: Mapping[str, list[jax.Array]], grads: Params, first: jax.Array
+    ) -> dict[str, list[jax.Array]]:
+        return {w.name: self._rows_of(w, arrays[w.name], grads[w.name], first) for w in group}
+
+    def _with_rows_of_all(
+        self,
+        group: Sequence[Weight],
+        lies: Mapping[str, Sequence[NamedSharding]],
+        arrays: Mapping[str, list[jax.Array]],
+        rows: Mapping[str, list[jax.Array]],
+        first: jax.Array,
+    ) -> dict[str, list[jax.Array]]:
+        return {w.name: self._with_rows(w, lies[w.name], arrays[w.name], rows[w.name], first) for w in group}
 
     def _rows_of(self, weight: Weight, arrays: list[jax.Array], grad: jax.Array, first: jax.Array) -> list[jax.Array]:
         """The next rows of all arrays, the gradient last: one for each shard, the last one again where none is left."""
@@ -176,15 +202,19 @@ class OwnedUpdate:
         del curvature  # these rules take none
         old = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
         params, state, metrics = dict(params), dict(old), None
-        for weight in self._weights:
-            shared = [old[path] for path in weight.shared]
-            arrays = [params[weight.name], *(state[path] for path in weight.own)]
-            for first in self._firsts[: -(-weight.count // self._shards)]:
-                rows = wait_on_cpu(self._gather[weight.name](arrays, grads[weight.name], first))
-                new, new_shared, metrics = self._run(weight, rows, shared, scalars)
-                arrays = wait_on_cpu(self._scatter[weight.name](arrays, new, first))
-            params[weight.name] = arrays[0]
-            state |= dict(zip(weight.own, arrays[1:], strict=True)) | dict(zip(weight.shared, new_shared, strict=True))
+        for group, gather, scatter in zip(self._groups, self._gather, self._scatter, strict=True):
+            arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
+            own_grads = {w.name: grads[w.name] for w in group}
+            for first in self._firsts[: -(-group[0].count // self._shards)]:
+                rows, new = wait_on_cpu(gather(arrays, own_grads, first)), {}
+                for weight in group:
+                    shared = [old[path] for path in weight.shared]
+                    new[weight.name], after, metrics = self._run(weight, rows[weight.name], shared, scalars)
+                    state |= dict(zip(weight.shared, after, strict=True))
+                arrays = wait_on_cpu(scatter(arrays, new, first))
+            for weight in group:
+                params[weight.name] = arrays[weight.name][0]
+                state |= dict(zip(weight.own, arrays[weight.name][1:], strict=True))
         assert metrics is not None, "there are weights"
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
@@ -250,23 +280,40 @@ class OwnedUpdate:
         """The phases of `__call__` with arguments of these shapes, for the weight that takes most memory."""
         del curvature
         weight = max(self._weights, key=lambda weight: math.prod(params[weight.name].shape) // weight.count)
-        name, state = weight.name, dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
-        arrays = [params[name], *(state[path] for path in weight.own)]
+        state = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
+        at, group = next((at, group) for at, group in enumerate(self._groups) if weight in group)
+        arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
+        own_grads = {w.name: grads[w.name] for w in group}
         first = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
-        rows = jax.eval_shape(partial(self._rows_of, weight), arrays, grads[name], first)
-        rows = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt) for x in rows]
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt),
+            jax.eval_shape(partial(self._rows_of_all, group), arrays, own_grads, first),
+        )
+        new = {name: of_weight[:-1] for name, of_weight in rows.items()}
         alone = SingleDeviceSharding(self._devices[0])
-        local = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone) for x in rows]
+        local = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone) for x in rows[weight.name]]
         shared = [state[path] for path in weight.shared]
         common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), (shared, dict(scalars)))
-        gather = StepProgram("update_gather", partial(Executable.make, self._gather[name], arrays, grads[name], first))
+        gather = StepProgram("update_gather", partial(Executable.make, self._gather[at], arrays, own_grads, first))
         update = StepProgram("update", partial(Executable.make, jax.jit(self._function(weight)), local, *common))
-        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[name], arrays, rows[:-1], first))
-        yield Phase(
-            "update: gather", gather, adds={"one weight": gather.outputs}, leaves={"one weight": gather.outputs}
-        )
-        yield Phase("update", update, adds={"one weight": update.new}, leaves={"one weight": update.new})
-        yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=("one weight",))
+        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[at], arrays, new, first))
+        yield Phase("update: gather", gather, adds={_ROWS: gather.outputs}, leaves={_ROWS: gather.outputs})
+        # No other weight of the group is larger.
+        updated = {_ROWS: len(group) * update.new}
+        yield Phase("update", update, adds=updated, leaves=updated)
+        yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=(_ROWS,))
+
+
+def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:
+    """Groups of neighbours that have as many layers and are small together, which one program moves."""
+    group, size = list[Weight](), 0
+    for weight in weights:
+        if group and (weight.count != group[0].count or size + weight.size > _SMALL):
+            yield group
+            group, size = [], 0
+        group.append(weight)
+        size += weight.size
+    yield group
 
 
 def owned_update(
