@@ -78,9 +78,8 @@ class Weight:
         if None in kinds:
             return None
         count = param.shape[0] if layered else 1
-        return cls(
-            param.name, count, math.prod(shape), layered, tx, structure, tuple(path for path, _ in named), tuple(kinds)
-        )  # pyright: ignore[reportArgumentType]
+        paths, size = tuple(path for path, _ in named), math.prod(shape)
+        return cls(param.name, count, size, layered, tx, structure, paths, tuple(kinds))  # pyright: ignore[reportArgumentType]
 
     @property
     def shared(self) -> list[str]:
