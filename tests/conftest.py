@@ -18,7 +18,7 @@ import pytest
 
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
-from tests.warm_lmt import WarmLmt, WarmProcess
+from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
@@ -107,7 +107,16 @@ def _eight_devices() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment_is_kept() -> Iterator[None]:
+    """Fails a test that leaves another environment behind: what later tests start would depend on their order."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in os.environ.items() ^ before.items()}
+    assert not changed.difference(SET_BY_RUNS, IGNORED)
+
+
+@pytest.fixture(autouse=True)
+def _only_loopback(_environment_is_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches for the network fails here, on every machine alike."""
     import socket
 
