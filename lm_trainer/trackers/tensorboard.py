@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +17,8 @@ from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+from lm_trainer.trackers.catch_up import Missing, log_again
+from lm_trainer.trackers.series import Series
 
 # Each flush of a file in a bucket writes an object.
 _REMOTE_FLUSH_SECONDS = 60.0
@@ -87,6 +89,9 @@ class TensorboardTracker:
         values = [summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._write(step, summary=summary(value=values))
 
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Nothing: TensorBoard draws numbers."""
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
         # The values of the two metrics stand for "there is such a metric", by which runs can be sorted.
@@ -122,6 +127,13 @@ class TensorboardTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: TensorBoard shows no files, and the run directory has them."""
+
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        del lines
+        return {}
+
+    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
+        log_again(self, file, records)
 
     def sync(self) -> None:
         self._file.flush()
