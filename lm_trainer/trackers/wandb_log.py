@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +14,9 @@ _LAST_PARTS = (1, 4)
 
 def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
     """The steps of each key in the histories of a run, as its logs below `directory`/wandb have them."""
-    import json
-
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
-    steps: dict[str, set[int]] = {}
+    steps: dict[str, set[int]] = defaultdict(set)
     for file in sorted(directory.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")):
         for content in _records(file.read_bytes()):
             try:
@@ -27,10 +26,11 @@ def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[
                 continue
             if record.WhichOneof("record_type") != "history":
                 continue
-            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-            if step_key in values:
-                for key in values:
-                    steps.setdefault(key, set()).add(json.loads(values[step_key]))
+            keys = {item.key or item.nested_key[0]: item for item in record.history.item}
+            if step_key in keys:
+                step = int(keys[step_key].value_json)
+                for key in keys:
+                    steps[key].add(step)
     return steps
 
 
