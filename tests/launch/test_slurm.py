@@ -145,6 +145,26 @@ def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_fir
     assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--partition", "trainer.seed=3"), "--partition has no value: trainer.seed=3 behind it is a setting"),
+        (("--output", "--trainer.seed=3"), "--output has no value"),
+        (("-N", "2"), "-N: no such option; did you mean '--nodes' or '--notice'?"),
+        (("-p", "gpu"), "-p: no such option; did you mean '--processes' or '--partition'?"),
+        (("-t10",), "-t10: no such option; did you mean '--time'?"),
+    ],
+)
+def test_options_of_sbatch_and_options_without_a_value_are_told(
+    lmt: Lmt, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "nano.yaml").write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
+    done = lmt("launch", "slurm", "nano.yaml", "-n", "2", *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert {*tmp_path.iterdir()} <= {tmp_path / "nano.yaml", tmp_path / "bin"}
+
+
 def test_each_node_has_one_process_unless_more_are_asked_for(lmt: Lmt, tmp_path: Path) -> None:
     (tmp_path / "nano.yaml").write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
     script = lmt("launch", "slurm", "nano.yaml", "--nodes", "4", "--gpus-per-node", "2").stdout
