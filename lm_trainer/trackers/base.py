@@ -88,8 +88,8 @@ class Tracker(Protocol):
         """
         ...
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Takes records of steps that are done: lines that it lacks of the run's own `file`, in order."""
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Takes the lines that it lacks: by file of the run, records of steps that are done, in order."""
         ...
 
     def sync(self) -> None:

@@ -29,12 +29,15 @@ def catch_up(name: str, tracker: Tracker, own: RunFile) -> str | None:
         A line for people that names them; None where nothing is missing.
     """
     missing = tracker.lacks({file: Series(plain) for file, plain in own.lines.items()})
-    for file, lost in missing.items():
-        records = own.records(file)
-        tracker.put_back(file, [record for record in records if record["step"] in lost.get(line_name(record), ())])
-    named = [f"{kind} of {describe(sorted(steps))}" for lost in missing.values() for kind, steps in lost.items()]
-    if not named:
+    if not missing:
         return None
+    tracker.put_back(
+        {
+            file: [record for record in own.records(file) if record["step"] in lost.get(line_name(record), ())]
+            for file, lost in missing.items()
+        }
+    )
+    named = [f"{kind} of {describe(sorted(steps))}" for lost in missing.values() for kind, steps in lost.items()]
     shown = "; ".join(named[:6]) + (f"; {len(named) - 6} more" if len(named) > 6 else "")
     return f"the {name} tracker lacked lines of steps that are done, and now has them from {METRICS}: {shown}"
 
@@ -58,9 +61,10 @@ def lacking(lines: Mapping[str, Series], there: Mapping[str, Iterable[int]]) -> 
     return {file: names for file, names in missing.items() if names}
 
 
-def log_again(tracker: Tracker, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Logs records of one of the run's files as they were logged first."""
-    for record in records:
+def log_again(tracker: Tracker, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Logs records of the run's files, by file, as they were logged first: step by step."""
+    every = ((file, record) for file, of_file in records.items() for record in of_file)
+    for file, record in sorted(every, key=lambda line: line[1]["step"]):
         step, content = record["step"], {k: decode(v) for k, v in record.items() if k not in ("step", "time")}
         if file == TEXTS:
             tracker.log_text(content["name"], content["text"], step=step)

@@ -95,8 +95,9 @@ class JsonlTracker:
         missing = {file: series.without(Series(there.get(file))) for file, series in lines.items()}
         return {file: names for file, names in missing.items() if names}
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        self._lines(file).insert(records)
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        for file, of_file in records.items():
+            self._lines(file).insert(of_file)
 
     def records(self, file: str) -> list[dict[str, Any]]:
         return self._files[file].records() if file in self._files else []

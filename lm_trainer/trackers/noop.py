@@ -54,7 +54,7 @@ class NoopTracker:
         del lines
         return {}
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         pass
 
     def records(self, file: str) -> list[dict[str, Any]]:

@@ -17,7 +17,8 @@ from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
-from lm_trainer.trackers.catch_up import Missing, log_again
+from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.event_files import LastStep
 from lm_trainer.trackers.series import Series
 
 # Each flush of a file in a bucket writes an object.
@@ -72,6 +73,9 @@ class TensorboardTracker:
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
+            # What earlier attempts have left, before this one adds a file.
+            start = self._events.SessionLog.START
+            self._shown = None if remote else LastStep(Path(directory), self._events.Event, start)
             # tensorboardX names files by the second, in which another attempt may have begun.
             suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
             self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
@@ -129,11 +133,18 @@ class TensorboardTracker:
         """Nothing: TensorBoard shows no files, and the run directory has them."""
 
     def lacks(self, lines: Mapping[str, Series]) -> Missing:
-        del lines
-        return {}
+        # A bucket would have to hand out whole files.
+        if self._shown is None:
+            return {}
+        there = {
+            name: [step for step in series.steps(name) if self._shown.has(name, step)]
+            for series in lines.values()
+            for name in series.names
+        }
+        return lacking(lines, there)
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        log_again(self, file, records)
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         self._file.flush()

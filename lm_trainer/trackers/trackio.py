@@ -110,8 +110,8 @@ class TrackioTracker:
                 there.setdefault(name, set()).add(row["step"])
         return lacking(lines, there)
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        log_again(self, file, records)
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         """Nothing: Trackio's own thread writes and sends."""

@@ -143,8 +143,8 @@ class WandbTracker:
         }
         return lacking(lines, there)
 
-    def put_back(self, file: str, records: Sequence[Mapping[str, Any]]) -> None:
-        log_again(self, file, records)
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         """Nothing: W&B's own process writes and sends."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 
 _HEADER, _BLOCK = 7, 1 << 15
 """Bytes of the header of a file and of each part of a record; bytes of a block, across whose end no part goes."""
-_LAST_PARTS = (1, 4)
-"""Kinds of parts with which a record is whole: one that is alone, and the last of several."""
+_ALONE, _FIRST, _LAST = 1, 2, 4
+"""Kinds of parts: one that is a record, and the first and the last of several."""
 
 
 def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[int]]:
@@ -17,18 +18,16 @@ def steps_in_logs(directory: Path, run_id: str, step_key: str) -> dict[str, set[
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
     steps: dict[str, set[int]] = defaultdict(set)
-    for file in sorted(directory.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")):
+    name = escape(run_id)
+    for file in sorted(directory.glob(f"wandb/*run-*-{name}/run-{name}.wandb")):
         for content in _records(file.read_bytes()):
             try:
-                record = Record.FromString(content)
-            # Of a part that a power cut has spoilt; the class of protobuf's error is that of a package of W&B's.
+                keys = {item.key or item.nested_key[0]: item for item in Record.FromString(content).history.item}
+                step = int(keys[step_key].value_json) if step_key in keys else None
+            # A record that a power cut has spoilt; the class of protobuf's error is that of a package of W&B's.
             except Exception:
                 continue
-            if record.WhichOneof("record_type") != "history":
-                continue
-            keys = {item.key or item.nested_key[0]: item for item in record.history.item}
-            if step_key in keys:
-                step = int(keys[step_key].value_json)
+            if step is not None:
                 for key in keys:
                     steps[key].add(step)
     return steps
@@ -44,11 +43,12 @@ def _records(data: bytes) -> Iterator[bytes]:
         if left < _HEADER or not kind:
             at += left
             continue
+        if kind in (_ALONE, _FIRST):
+            parts = []
         at += _HEADER
         if at + length > len(data):
             return
         parts.append(data[at : at + length])
         at += length
-        if kind in _LAST_PARTS:
+        if kind in (_ALONE, _LAST):
             yield b"".join(parts)
-            parts = []

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from lm_trainer.trackers import JsonlConfig, TrackioConfig, WandbConfig, read_metrics
+from lm_trainer.trackers import JsonlConfig, TensorboardConfig, TrackioConfig, WandbConfig, read_metrics
 from lm_trainer.trackers.base import TrackedRun
 from lm_trainer.trackers.series import Series
 from tests.conftest import ROOT, lmt_environment
 from tests.trackers.killed_attempt import STEPS, attempt
+from tests.trackers.test_tensorboard import events
 from tests.trackers.test_trackio import stored
 from tests.trackers.test_wandb import history
 
@@ -115,6 +116,47 @@ def of_wandb(run_dir: Path) -> dict[str, list[int]]:
     rows = history(run_dir, attempts=0)
     names = ("train/loss", "eval/loss", "grads/w/values", "sample/path")
     return {name: sorted(row["global_step"] for row in rows if name in row) for name in names}
+
+
+def of_tensorboard(run_dir: Path) -> dict[str, list[int]]:
+    """The steps of what TensorBoard shows, by tag; a start hides earlier events of its step and later."""
+    shown: dict[str, list[int]] = {}
+    for event in events(run_dir / "tensorboard"):
+        if event.session_log.status:
+            shown = {tag: [step for step in steps if step < event.step] for tag, steps in shown.items()}
+        for value in event.summary.value:
+            shown.setdefault(value.tag, []).append(event.step)
+    return {tag: shown[tag] for tag in ("train/loss", "eval/loss", "grads/w", "sample/text_summary")}
+
+
+def test_tensorboard_gets_what_it_missed_in_the_order_of_steps(tmp_path: Path) -> None:
+    run_dir, config = tmp_path / "run", TensorboardConfig()
+    attempt(run_dir, config, 1, 3)
+    # Without the tracker, as if it had been switched off.
+    attempt(run_dir, None, 4, 5)
+    # These steps are done again: they are hidden, and no gap.
+    assert attempt(run_dir, config, 4, STEPS) == []
+    attempt(run_dir, None, STEPS + 1, STEPS + 2)
+    (note,) = attempt(run_dir, config, STEPS + 3, STEPS + 3)
+    assert note.endswith("train/loss of 7 to 8; eval/loss of 8; sample of 8; grads/w of 8")
+    whole = {
+        "train/loss": [*range(1, STEPS + 4)],
+        "eval/loss": [2, 4, 6, 8],
+        "grads/w": [2, 4, 6, 8],
+        "sample/text_summary": [3, 6, 8, 9],
+    }
+    assert of_tensorboard(run_dir) == whole
+    shutil.rmtree(run_dir / "tensorboard")
+    (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
+    assert of_tensorboard(run_dir)["train/loss"] == whole["train/loss"]
+    # An attempt that ends before its first step leaves a start alone; a line cut off by a kill comes again.
+    assert attempt(run_dir, config, STEPS + 4, STEPS + 3) == []
+    for file in (run_dir / "tensorboard").iterdir():
+        content = file.read_bytes()
+        file.write_bytes(content[: content.rfind(b"train/loss")])
+    (note,) = attempt(run_dir, config, STEPS + 4, STEPS + 3)
+    assert note.endswith(": train/loss of 9; sample of 9")
+    assert of_tensorboard(run_dir)["train/loss"] == whole["train/loss"]
 
 
 @pytest.fixture
