@@ -116,8 +116,8 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         saved = attempt.store.record(state.step)
         # Opened first and closed last, so that what the other parts report at their end arrives.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
-        for gap in tracker.gaps:
-            progress.note(f"warning: {gap}")
+        for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
+            progress.note(note)
         tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, program.sharding, program.model.axes)
