@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 from lm_trainer.checkpoint.event_loops import patient_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import Holder, NoneUsable, set_aside
+from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 
@@ -78,12 +80,16 @@ class DiskWriter:
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
+        self._opened = self.directory.stat()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
         return f"to remove one: rm -r {self.directory / str(step)}"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
+        # Orbax would make it again, where the checkpoints so far are not.
+        if not self.directory.is_dir() or not os.path.samestat(self._opened, self.directory.stat()):
+            raise MachineError("the directory was removed or replaced since the run has it; put it back if you can")
         response = self._orbax.save_checkpointables_async(
             step, {"state": dict(arrays)}, force=True, custom_metadata=dict(record)
         )

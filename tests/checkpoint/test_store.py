@@ -313,6 +313,20 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         CheckpointStore(tmp_path / "file" / "checkpoints", NEVER)
 
 
+def test_a_directory_that_vanishes_is_not_made_again(directory: Path) -> None:
+    store = saved(directory, 3)
+    store.wait()
+    gone = directory.rename(directory.with_name("gone"))
+    with pytest.raises(MachineError, match=rf"{directory}: .* the directory was removed or replaced"):
+        store.save(6, arrays(6, sharded(8)), {})
+    assert not directory.exists()
+    directory.mkdir()
+    with pytest.raises(MachineError, match="removed or replaced"):
+        store.save(6, arrays(6, sharded(8)), {})
+    assert committed_steps(gone) == [3]
+    assert committed_steps(directory) == []
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
