@@ -1,7 +1,7 @@
 """The library that is preloaded by a process to meet faults of its file system and its clock.
 
-    library = build(directory)
-    Fault("fail", call="rename", path="cache/*", at=3, error="ENOSPC").environment(below, log)
+library = build(directory)
+Fault("fail", call="rename", path="cache/*", at=3, error="ENOSPC").environment(below, log)
 """
 
 from __future__ import annotations

@@ -161,7 +161,10 @@ def report(soak: Soak) -> str:
     ]
     if problems := soak.problems():
         lines += ["## Not as promised", "\n".join(f"- {' '.join(problem.split())[:600]}" for problem in problems)]
-    lines += ["## All faults", table(["fault", "what happened"], [[lap["lap"], lap["happened"] or "see above"] for lap in laps])]
+    lines += [
+        "## All faults",
+        table(["fault", "what happened"], [[lap["lap"], lap["happened"] or "see above"] for lap in laps]),
+    ]
     return "\n\n".join(line.replace("---:", "---") for line in lines) + "\n"
 
 

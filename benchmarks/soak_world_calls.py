@@ -83,7 +83,9 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
         (world.lap.parent / "gone").mkdir(exist_ok=True)
         shutil.rmtree(world.lap.parent / "gone")
         (world.lap.parent / "gone").mkdir()
-        fault = Fault(**{**vars(fault), "victim": f"{world.lap}/{fault.victim}", "to": f"{world.lap.parent}/{fault.to}"})
+        fault = Fault(
+            **{**vars(fault), "victim": f"{world.lap}/{fault.victim}", "to": f"{world.lap.parent}/{fault.to}"}
+        )
     code, text = world.run(*command, fault=fault)
     hit = world.hit()
     _check_end(world, lap, code, text, hit)
@@ -159,7 +161,9 @@ def _compare(world: World, lap: Lap, wanted: dict[str, str], when: str) -> None:
         parted = differences(result(world.lap), wanted)
     if lap.command == "export-hf":
         for name in ("model.safetensors", "config.json", "tokenizer.json"):
-            same = (world.lap / "exported" / name).read_bytes() == (world.lap / "exports/run/step-12" / name).read_bytes()
+            same = (world.lap / "exported" / name).read_bytes() == (
+                world.lap / "exports/run/step-12" / name
+            ).read_bytes()
             parted += [] if same else [f"exported/{name}"]
     assert not parted, f"{when}, other than undisturbed: {', '.join(parted)}"
     left = all_left_over(world.lap)

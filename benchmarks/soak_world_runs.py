@@ -141,7 +141,11 @@ class World:
         self._server.close()
 
     def start(
-        self, *args: str, fault: Fault | None = None, directory: Path | None = None, env: Mapping[str, str] | None = None
+        self,
+        *args: str,
+        fault: Fault | None = None,
+        directory: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Command:
         """Starts `lmt`; `train` and `data` commands take `run.yaml` by the word CONFIG."""
         directory = directory or self.lap
@@ -195,7 +199,11 @@ class World:
 def steps(directory: Path) -> list[int]:
     """The committed steps of the run."""
     checkpoints = directory / "checkpoints" / "run"
-    return sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit()) if checkpoints.exists() else []
+    return (
+        sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit())
+        if checkpoints.exists()
+        else []
+    )
 
 
 def result(directory: Path, run: str = "run") -> dict[str, Any]:
@@ -212,7 +220,11 @@ def result(directory: Path, run: str = "run") -> dict[str, Any]:
     for part in (f"exports/{run}", "cache"):
         for file in sorted((directory / part).rglob("*")):
             # The card of an export has its date; a manifest has the times of files.
-            if file.is_file() and file.name not in ("README.md", "manifest.json", "builder.json") and not left_over(file):
+            if (
+                file.is_file()
+                and file.name not in ("README.md", "manifest.json", "builder.json")
+                and not left_over(file)
+            ):
                 found[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
     return found
 

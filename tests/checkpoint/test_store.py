@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.record import sealed
 from lm_trainer.checkpoint.store import KEPT, CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.seal import sealed
 from tests.checkpoint.steps import (
     NEVER,
     arrays,
