@@ -76,8 +76,12 @@ class Soak:
         keys = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
         left = [key for key in keys if f"{key[0]}/{key[1]}" not in self.state["laps"]]
         with ThreadPoolExecutor(len(self._worlds)) as pool:
-            for done in [pool.submit(self._work, world, left) for world in self._worlds]:
-                done.result()
+            working = [pool.submit(self._work, world, left) for world in self._worlds]
+            try:
+                for work in working:
+                    work.result()
+            finally:
+                left.clear()  # after an error or Ctrl-C: no worker begins another
         self.state["seconds"] += time.monotonic() - began
         self.save()
 

@@ -100,10 +100,15 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
     assert not lost - aside, f"checkpoints {sorted(lost)} are lost"
     happened += f"; set aside: {sorted(aside)}" if aside else ""
     if code == 0:
-        _compare(world, lap, wanted, "after exit code 0")
+        parted = _differences(world, lap, wanted)
+        assert not parted, f"after exit code 0, other than undisturbed: {', '.join(parted)}"
     if code or lap.fault.action == "vanish":
         _run_again(world, lap, command)
-        _compare(world, lap, wanted, "after the same command again")
+        parted = _differences(world, lap, wanted)
+        assert not parted, f"after the same command again, other than undisturbed: {', '.join(parted)}"
+    # What has vanished is not tidied up before the next start.
+    left = all_left_over(world.lap)
+    assert not left, f"left over: {', '.join(left)}"
     return happened
 
 
@@ -153,7 +158,7 @@ def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
     assert "Traceback" not in text, text[-2500:]
 
 
-def _compare(world: World, lap: Lap, wanted: dict[str, str], when: str) -> None:
+def _differences(world: World, lap: Lap, wanted: dict[str, str]) -> list[str]:
     if lap.command == "data build":
         found = {name: digest for name, digest in result_of_files(world.lap).items() if name.startswith("cache")}
         parted = differences(found, {name: digest for name, digest in wanted.items() if name.startswith("cache")})
@@ -165,9 +170,7 @@ def _compare(world: World, lap: Lap, wanted: dict[str, str], when: str) -> None:
                 world.lap / "exports/run/step-12" / name
             ).read_bytes()
             parted += [] if same else [f"exported/{name}"]
-    assert not parted, f"{when}, other than undisturbed: {', '.join(parted)}"
-    left = all_left_over(world.lap)
-    assert not left, f"{when}, left over: {', '.join(left)}"
+    return parted
 
 
 def result_of_files(directory: Path) -> dict[str, str]:

@@ -24,6 +24,8 @@ from lm_trainer.parallel.processes import is_lead, wait_for_all
 
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
+_NO_TIMEOUT = 100 * 365 * 86400
+"""Seconds; for Orbax, which needs some."""
 
 
 class DiskSteps:
@@ -182,6 +184,10 @@ def _open(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
     # Compressed, a save of 378 MB took 5.4 s instead of 0.7 s, and came out only 8 % smaller.
     context.array.saving.use_compression = False
+    # Orbax measures its timeouts by the clock of the day: one that is set, or a machine that sleeps, would end a save.
+    # That for directories which a thread makes cannot be chosen. The watchdog tells of a save that hangs.
+    context.asynchronous.timeout_secs = _NO_TIMEOUT
+    context.asynchronous.create_directories_asynchronously = False
     return ocp.training.Checkpointer(
         str(directory),
         context=context,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -178,6 +179,14 @@ def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch
     for jump in (-86400, 86400):
         monkeypatch.setattr(time, "time", lambda jump=jump: now + jump)
         assert not store.due(5)
+
+
+def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    days = itertools.count()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
+    saved(directory, 3, 6).close()
+    assert committed_steps(directory) == [6]
 
 
 def test_when_a_checkpoint_is_due(directory: Path) -> None:
