@@ -1,4 +1,4 @@
-"""Laps of `soak_world` in which a call of the file system is killed, torn or failed, a directory vanishes, or the clock jumps."""
+"""Laps of `soak_world`: a call of the file system is killed, torn or failed, a directory vanishes, the clock jumps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PROMISES = {
     "killed at a call": "the same command again comes to the same bits; nothing that was saved is lost",
     "torn write, then killed": "as above",
     "short write": "nothing happens: the same bits at once",
-    "call fails once": "exit code 0 with the same bits, or 1 or 2 with the file and the reason and without a traceback; "
-    "then as above",
+    "call fails once": "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then "
+    "as above",
     "all calls fail from there on": "as above",
     "directory vanishes": "as above, once it is put back",
     "clock jumps": "exit code 0 and the same bits at once",

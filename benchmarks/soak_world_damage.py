@@ -14,7 +14,7 @@ from benchmarks.soak_world_calls import names_of
 from benchmarks.soak_world_runs import World, differences, result
 
 PROMISES = {
-    "damaged file": "refused or named with exit code 0, 1 or 2 and without a traceback, or harmless: the same output and "
+    "damaged file": "refused or named with exit code 0, 1 or 2, without a traceback, or harmless: the same output and "
     "the same bits. What the message says to do leads to these",
 }
 WAYS = ("zeros", "flipped bit", "flipped bit", "cut off", "empty")

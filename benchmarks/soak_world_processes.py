@@ -14,9 +14,10 @@ from benchmarks.soak_world_runs import World, all_left_over, differences, result
 STOPPED = 60.0
 """Seconds of a SIGSTOP."""
 PROMISES = {
-    "second process in the run": "the second is refused with the number of the first, exit code 2, or is first; the same bits",
+    "second process in the run": "the second is refused, exit code 2, with the number of the first; the same bits",
     "second run on the cache": "both come to the same bits, also when the one that tokenises is stopped or killed",
-    "one of two processes killed": "the other ends with exit code 1 and names it; the same command comes to the same bits",
+    "one of two processes killed": "the other ends with exit code 1 and names it; one process alone goes on to the "
+    "same bits",
     "SIGSTOP for a minute": "exit code 0 and the same bits",
 }
 

@@ -123,6 +123,7 @@ class World:
             "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
             "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
