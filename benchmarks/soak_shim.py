@@ -107,7 +107,7 @@ def watch(below: Path, log: Path) -> dict[str, str]:
 
 
 def groups(log: Path) -> dict[tuple[str, str], int]:
-    """How often each kind of call came on each kind of file: {(call, pattern of paths): count}."""
+    """Counts of each kind of call on each kind of file: {(call, pattern of paths): count}."""
     counts: dict[tuple[str, str], int] = {}
     for line in log.read_text().splitlines():
         call, _, path = line.partition("\t")

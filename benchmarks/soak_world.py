@@ -29,19 +29,21 @@ from benchmarks.soak_world_runs import World, result, steps
 
 MODULES = (soak_world_calls, soak_world_damage, soak_world_processes, soak_world_storage)
 LAPS = {
-    "killed at a call": 46,
-    "torn write, then killed": 20,
+    "killed at a call": 30,
+    "torn write, then killed": 16,
     "short write": 8,
-    "call fails once": 64,
-    "all calls fail from there on": 30,
-    "directory vanishes": 16,
+    "call fails once": 42,
+    "all calls fail from there on": 20,
+    "build or export, killed at a call": 30,
+    "build or export, call fails once": 44,
+    "directory vanishes": 14,
     "clock jumps": 12,
     "damaged file": 72,
     "second process in the run": 6,
-    "second run on the cache": 10,
-    "one of two processes killed": 10,
-    "SIGSTOP for a minute": 8,
-    "object storage lies": 24,
+    "second run on the cache": 8,
+    "one of two processes killed": 8,
+    "SIGSTOP for a minute": 6,
+    "object storage lies": 16,
 }
 """Kind of fault -> laps."""
 FEW = {"killed at a call": 1, "call fails once": 1, "clock jumps": 1, "damaged file": 2}
@@ -140,6 +142,8 @@ def run_lap(world: World, lap: Any, module: Any, wanted: dict[str, str]) -> dict
         happened = module.run(world, lap, wanted)
     except AssertionError as error:
         problem = str(error)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        problem = f"the results cannot be read: {type(error).__name__}: {error}"
     seconds = round(time.monotonic() - began, 1)
     return {"kind": lap.kind, "lap": str(lap), "happened": happened, "problem": problem, "seconds": seconds}
 
@@ -173,10 +177,12 @@ def report(soak: Soak) -> str:
 
 
 def ending(lap: dict[str, Any]) -> str:
-    """How a lap ended, in a word or two."""
+    """Names the end of a lap in a word or two."""
     if lap["problem"]:
         return "not as promised"
     happened = lap["happened"].replace("\n", " ")
+    if happened.startswith((";", "the call did not come")):
+        return "did not come to it"
     _, found, code = happened.partition("exit code ")
     return f"exit code {code.partition(';')[0]}" if found else happened.partition(";")[0].partition(":")[0]
 

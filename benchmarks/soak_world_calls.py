@@ -19,16 +19,32 @@ COMMANDS = {
     "export-hf": ("whole", ("export-hf", "run", "exported")),
 }
 """Name -> the template that the command begins in, and its arguments."""
-AGAIN = {"kill": "killed at a call", "tear": "torn write, then killed", "shorten": "short write"}
+_ANY = (*4 * ("train",), *4 * ("resume",), "data build", "export-hf")
+_SHORT = ("data build", "data build", "export-hf")
+KINDS = {
+    "killed at a call": ("kill", _ANY),
+    "torn write, then killed": ("tear", _ANY),
+    "short write": ("shorten", _ANY),
+    "call fails once": ("fail", _ANY),
+    "all calls fail from there on": ("fail-on", _ANY),
+    "directory vanishes": ("vanish", ("train", "resume")),
+    "clock jumps": ("clock", ("train", "resume")),
+    "build or export, killed at a call": ("kill", _SHORT),
+    "build or export, call fails once": ("fail", _SHORT),
+}
+"""Kind -> what happens, and the commands that it may happen to."""
+_GOES_ON = "the same command again comes to the same bits; nothing that was saved is lost"
+_IS_TOLD = "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then as above"
 PROMISES = {
-    "killed at a call": "the same command again comes to the same bits; nothing that was saved is lost",
+    "killed at a call": _GOES_ON,
     "torn write, then killed": "as above",
     "short write": "nothing happens: the same bits at once",
-    "call fails once": "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then "
-    "as above",
+    "call fails once": _IS_TOLD,
     "all calls fail from there on": "as above",
     "directory vanishes": "as above, once it is put back",
     "clock jumps": "exit code 0 and the same bits at once",
+    "build or export, killed at a call": _GOES_ON,
+    "build or export, call fails once": _IS_TOLD,
 }
 
 
@@ -46,27 +62,24 @@ class Lap(NamedTuple):
 def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
     """The lap `number` of its kind; `calls` holds the calls of undisturbed commands."""
     rng = random.Random(f"{seed}/{kind}/{number}")
-    if kind in ("directory vanishes", "clock jumps"):
-        command = rng.choice(("train", "resume"))
-    else:
-        command = rng.choice((*4 * ("train",), *4 * ("resume",), "data build", "export-hf"))
+    action, commands = KINDS[kind]
+    command = rng.choice(commands)
     found = calls[command]
-    if kind in ("torn write, then killed", "short write"):
+    if action in ("tear", "shorten"):
         found = {key: count for key, count in found.items() if key[0] == "write"}
     (call, path), count = rng.choice(list(found.items()))
     at = rng.randint(1, count)
-    if kind == "call fails once":
-        return Lap(kind, command, Fault("fail", call, path, at, rng.choice(ERRORS[call])))
-    if kind == "all calls fail from there on":
+    if action == "fail":
+        return Lap(kind, command, Fault(action, call, path, at, rng.choice(ERRORS[call])))
+    if action == "fail-on":
         errors = LASTING[3:] if call in READS else LASTING
-        return Lap(kind, command, Fault("fail-on", call, path, at, rng.choice(errors)))
-    if kind == "directory vanishes":
+        return Lap(kind, command, Fault(action, call, path, at, rng.choice(errors)))
+    if action == "vanish":
         victim = rng.choice(("logs/run", "logs", "checkpoints/run", "checkpoints", "cache", "cache/train", "exports"))
-        return Lap(kind, command, Fault("vanish", call, path, at, victim=victim, to=f"gone/{Path(victim).name}"))
-    if kind == "clock jumps":
+        return Lap(kind, command, Fault(action, call, path, at, victim=victim, to=f"gone/{Path(victim).name}"))
+    if action == "clock":
         days = rng.choice((-3650, -400, -1, 1, 400, 3650))
-        return Lap(kind, command, Fault("clock", call, path, at, seconds=86400 * days))
-    action = {kind: action for action, kind in AGAIN.items()}[kind]
+        return Lap(kind, command, Fault(action, call, path, at, seconds=86400 * days))
     return Lap(kind, command, Fault(action, call, path, at))
 
 

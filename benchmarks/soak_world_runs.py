@@ -133,9 +133,9 @@ class World:
         self._server = WarmLmt(self.environment)
         self._number = 0
         self.opened = contextlib.ExitStack()
-        """What laps have opened for later ones."""
+        """Servers that laps have opened for later ones."""
         self.known: dict[Any, Any] = {}
-        """What laps have found for later ones."""
+        """Results and servers that laps keep for later ones."""
 
     def close(self) -> None:
         self.opened.close()

@@ -122,7 +122,7 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
 
 
 def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
-    """What is known of a plan that was kept; None where there is none, or one that is damaged and is made again."""
+    """Reads the figures of a plan that was kept; None where there is none, or one that is damaged and is made again."""
     content = store.read(key)
     try:
         found = None if content is None else parsed_json(content)
