@@ -19,10 +19,21 @@ PROMISES = {
 }
 WAYS = ("zeros", "flipped bit", "flipped bit", "cut off", "empty")
 READ_BY = {
-    "cache/": (("data", "verify", "CONFIG"), ("eval", "run"), ("verify", "run"), ("data", "build", "CONFIG")),
-    "logs/run/metrics.jsonl": (("runs",), ("report", "run"), ("verify", "run"), ("diff", "run", "run")),
-    "logs/": (("runs",), ("report", "run"), ("export-hf", "run", "exported"), ("eval", "run"), ("verify", "run")),
-    "checkpoints/": (("eval", "run"), ("export-hf", "run", "exported"), ("verify", "run"), ("runs",)),
+    "cache/": (
+        ("data", "verify", "CONFIG"),
+        ("eval", "run"),
+        ("verify", "run", "--seed", "0"),
+        ("data", "build", "CONFIG"),
+    ),
+    "logs/run/metrics.jsonl": (("runs",), ("report", "run"), ("verify", "run", "--seed", "0"), ("diff", "run", "run")),
+    "logs/": (
+        ("runs",),
+        ("report", "run"),
+        ("export-hf", "run", "exported"),
+        ("eval", "run"),
+        ("verify", "run", "--seed", "0"),
+    ),
+    "checkpoints/": (("eval", "run"), ("export-hf", "run", "exported"), ("verify", "run", "--seed", "0"), ("runs",)),
     "exports/": (("eval", "exports/run/step-12", "--data", "TEXT", "--context", "32"),),
 }
 """Beginning of a path -> commands that read such files of a finished run."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import random
 import shutil
 import threading
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.soak_world_runs import World, result
@@ -103,10 +103,18 @@ LIES = {
 }
 
 
-@contextlib.contextmanager
-def _served() -> Iterator[Proxy]:
-    with s3() as endpoint, proxied(endpoint) as proxy:
-        yield proxy
+_servers = contextlib.ExitStack()
+_endpoints: list[str] = []
+_opening = threading.Lock()
+
+
+def _endpoint() -> str:
+    """The S3 server, one for all worlds: a second one of moto would empty the first."""
+    with _opening:
+        if not _endpoints:
+            _endpoints.append(_servers.enter_context(s3()))
+            atexit.register(_servers.close)
+        return _endpoints[0]
 
 
 def _train(world: World, proxy: Proxy, place: str, *more: str) -> tuple[int, str]:
@@ -135,8 +143,8 @@ def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
         AssertionError: something was not as promised.
     """
     if "proxy" not in world.known:
-        world.known["proxy"] = world.opened.enter_context(_served())
-    proxy, place = world.known["proxy"], f"lap-{lap.number}"
+        world.known["proxy"] = world.opened.enter_context(proxied(_endpoint()))
+    proxy, place = world.known["proxy"], f"{world.out.name}/lap-{lap.number}"
     world.place(None)
     fault = _StaleListings() if lap.name == "stale listings" else LIES[lap.name]
     assert fault is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable
+from io import IOBase
+from pathlib import Path
 
 from lm_trainer.core.credentials import without_credentials
 
@@ -88,8 +90,24 @@ def disk_error(error: OSError) -> MachineError | None:
     if error.errno not in _DISK_ERRORS:
         return None
     return MachineError(
-        f"{error.filename or 'a file'}: {error.strerror}; make room or mend the disk, then start the same command again"
+        f"{_file_of(error)}: {error.strerror}; make room or mend the disk, then start the same command again"
     )
+
+
+def _file_of(error: OSError) -> str:
+    """The file of an error. One of reading or writing does not have it, and the functions that it came through do."""
+    found, step = error.filename, error.__traceback__
+    while error.filename is None and step is not None:
+        named = filter(None, map(_name_of, step.tb_frame.f_locals.values()))
+        found, step = next(named, found), step.tb_next
+    return "a file" if found is None else str(found)
+
+
+def _name_of(value: object) -> str | None:
+    if isinstance(value, Path):
+        return str(value)
+    name = getattr(value, "name", None) if isinstance(value, IOBase) else None
+    return name if isinstance(name, str) else None
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryError | None:
