@@ -27,7 +27,8 @@ STEPS, SAVE_EVERY = 12, 3
 PATIENCE = 300.0
 """Seconds after which a command that has not ended hangs."""
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
-LEFT_OVER = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test|\.__lock$")
+# TensorStore leaves an empty `KEY.__lock` when it is killed, and takes it at the next write of that key.
+LEFT_OVER = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
 
 
 def configuration(data: Path) -> dict[str, Any]:
@@ -221,11 +222,8 @@ def result(directory: Path, run: str = "run") -> dict[str, Any]:
     for part in (f"exports/{run}", "cache"):
         for file in sorted((directory / part).rglob("*")):
             # The card of an export has its date; a manifest has the times of files.
-            if (
-                file.is_file()
-                and file.name not in ("README.md", "manifest.json", "builder.json")
-                and not left_over(file)
-            ):
+            other = file.name in ("README.md", "manifest.json", "builder.json") or file.suffix == ".__lock"
+            if file.is_file() and not other and not left_over(file):
                 found[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
     return found
 

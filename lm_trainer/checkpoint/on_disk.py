@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -24,6 +25,11 @@ from lm_trainer.parallel.processes import is_lead, wait_for_all
 
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
+_PASSING = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+)
+"""Errors of the machine or of a mount, which say nothing about the files."""
 _NO_TIMEOUT = 100 * 365 * 86400
 """Seconds; for Orbax, which needs some."""
 
@@ -45,7 +51,7 @@ class DiskSteps:
             with patient_loops():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax raises whatever its many readers do
-            raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
+            raise self._unreadable(step, "metadata", error) from error
         return checked(meta)
 
     def arrays(
@@ -57,8 +63,18 @@ class DiskSteps:
             with patient_loops():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": wanted})["state"]
         except Exception as error:
-            raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
+            raise self._unreadable(step, "arrays", error) from error
         return {name: loaded[name] for name in like}
+
+    def _unreadable(self, step: int, what: str, error: Exception) -> Exception:
+        """The error of a step that is damaged, or of a machine that cannot read it at this time: it may be whole."""
+        cause = root_cause(error)
+        if any(os.strerror(code) in cause for code in _PASSING):
+            return MachineError(
+                f"{self.directory / str(step)}: its {what} cannot be read now ({cause}), and nothing was changed; mend "
+                f"that, then start the same command again"
+            )
+        return CheckpointError(f"its {what} cannot be read ({cause})")
 
     def writer(self, none_usable: NoneUsable, holder: Holder) -> DiskWriter:
         del holder  # the lock of the run directory lasts as long as the process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
@@ -292,6 +294,26 @@ def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, mo
     assert restored is not None
     assert restored.step == 1
     assert (directory / "2.corrupt").is_dir()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_a_machine_that_cannot_read_now_is_no_damage(
+    directory: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved(directory, 3, 6)
+    store.wait()
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(ocp, "load_checkpointables", refuse)
+    with pytest.raises(MachineError, match=rf"checkpoints/6: its arrays cannot be read now \(.*{os.strerror(code)}"):
+        store.restore(like(sharded(8)))
+    monkeypatch.undo()
+    assert committed_steps(directory) == [3, 6]
+    restored = store.restore(like(sharded(8)))
+    assert restored is not None
+    assert restored.step == 6
 
 
 def test_nothing_to_restore(directory: Path) -> None:
