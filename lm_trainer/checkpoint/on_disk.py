@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lm_trainer.checkpoint.event_loops import patient_loops
+from lm_trainer.checkpoint.event_loops import keep_loops_patient, patient_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import Holder, NoneUsable, set_aside
 from lm_trainer.core.errors import MachineError
@@ -99,6 +99,8 @@ class DiskWriter:
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
         self._opened = self.directory.stat()
+        # A save that fails leaves tasks in the loop of its thread, as a read does.
+        keep_loops_patient()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
