@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -67,3 +68,10 @@ def test_a_probe_that_was_killed_goes_with_the_next(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as in the next process
     make_writable(tmp_path, "a.setting")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.EMFILE, "ulimit -n"), (errno.EACCES, "mend the permissions"), (errno.ENOSPC, "room")]
+)
+def test_an_error_of_the_machine_has_a_remedy(code: int, remedy: str) -> None:
+    assert remedy in str(disk_error(OSError(code, os.strerror(code), "a/file")))
