@@ -58,7 +58,7 @@ class Soak:
         self._file = out.absolute() / "soak.json"
         self._worlds = [World(out / f"world-{number}") for number in range(workers)]
         self._lock = threading.Lock()
-        self.state: dict[str, Any] = {"worlds": {}, "laps": {}, "seconds": 0.0}
+        self.state: dict[str, Any] = {"worlds": {}, "laps": {}}
         if self._file.exists():
             self.state = json.loads(self._file.read_text())
 
@@ -73,7 +73,6 @@ class Soak:
 
     def run(self, kinds: dict[str, int]) -> None:
         """Runs the laps that are not done."""
-        began = time.monotonic()
         # In turns, so that an interrupted soak has something of every kind.
         keys = [(kind, number) for number in range(max(kinds.values())) for kind in kinds if number < kinds[kind]]
         left = [key for key in keys if f"{key[0]}/{key[1]}" not in self.state["laps"]]
@@ -84,8 +83,6 @@ class Soak:
                     work.result()
             finally:
                 left.clear()  # after an error or Ctrl-C: no worker begins another
-        self.state["seconds"] += time.monotonic() - began
-        self.save()
 
     def _work(self, world: World, left: list[tuple[str, int]]) -> None:
         name = world.out.name
@@ -152,6 +149,7 @@ def report(soak: Soak) -> str:
     """The results as Markdown."""
     promises = {kind: promise for module in MODULES for kind, promise in module.PROMISES.items()}
     laps, rows = soak.state["laps"].values(), []
+    seconds = sum(lap["seconds"] for lap in laps)
     for kind in LAPS:
         entries = [lap for lap in laps if lap["kind"] == kind]
         if entries:
@@ -162,8 +160,8 @@ def report(soak: Soak) -> str:
     lines = [
         "# Faults of the world around a run",
         setting("jax", "tensorstore", "orbax-checkpoint"),
-        f"`python -m benchmarks.soak_world --seed {soak.seed}`: {len(laps)} faults in {soak.state['seconds'] / 60:.0f} "
-        f"minutes, {len(soak.problems())} of them not as promised.",
+        f"`python -m benchmarks.soak_world --seed {soak.seed}`: {len(laps)} faults, {seconds / 60:.0f} minutes of laps "
+        f"together, {len(soak.problems())} of them not as promised.",
         table(["fault", "laps", "promise", "what happened", "not as promised"], rows).replace("---:", "---"),
         load(),
     ]
@@ -183,8 +181,9 @@ def ending(lap: dict[str, Any]) -> str:
     happened = lap["happened"].replace("\n", " ")
     if happened.startswith((";", "the call did not come")):
         return "did not come to it"
-    _, found, code = happened.partition("exit code ")
-    return f"exit code {code.partition(';')[0]}" if found else happened.partition(";")[0].partition(":")[0]
+    if lap["kind"] == "damaged file":
+        return happened.partition(":")[0]
+    return happened[happened.find("exit code") :].partition(";")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
