@@ -37,7 +37,7 @@ from lm_trainer.run.notes import recomputation_note, schedule_notes
 from lm_trainer.run.pretrained import HfStart, carried_settings, find_start
 from lm_trainer.run.program import Program, plan_run
 from lm_trainer.run.sample import draw_sample
-from lm_trainer.run.saved_model import SETTINGS
+from lm_trainer.run.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
 from lm_trainer.run.summary import Summary
 from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.run.token_probabilities import TokenProbabilities
@@ -200,10 +200,10 @@ def _place_state(
     # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:
-            data.tokenizer.save(directory / "tokenizer")
+            data.tokenizer.save(directory / TOKENIZER)
             if settings is not None:
                 settings.write(directory / SETTINGS)
-    facts: dict[str, Any] = {"vocab_size": vocab_size}
+    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
     loads = attempt.config
     if base := find_base(config, attempt.store):
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from lm_trainer.checkpoint.record import sealed
+from lm_trainer.core.seal import sealed
 from tests.conftest import Outcome, RunLmt, refused, run_here
 from tests.run.conftest import Plain, merged
 

@@ -15,13 +15,14 @@ import bisect
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import fingerprint
+from lm_trainer.data.cache.kvstore import KvStore, parsed_json
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
@@ -130,6 +131,16 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
     )
 
 
+def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
+    """Reads the figures of a plan that was kept; None where there is none, or one that is damaged and is made again."""
+    content = store.read(key)
+    try:
+        found = None if content is None else parsed_json(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"pieces", "rows"} <= found.keys() else None
+
+
 def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
     """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens.
 
@@ -144,7 +155,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
     excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
     parts = [{"first": first}] if first else []
     key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded, *parts])}"
-    found = store.read_json(f"{key}.json")
+    found = _known_plan(store, f"{key}.json")
     if found is not None:
         if store.local is not None:
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))

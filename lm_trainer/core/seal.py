@@ -1,0 +1,28 @@
+"""Records in JSON that say by a checksum whether they are as they were written."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+CHECKSUM = "checksum"
+"""Key of the CRC-32 of everything else in a record."""
+
+
+def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies a record, with the checksum of all else."""
+    # Its owner may go on changing it.
+    copy = json.loads(json.dumps({name: value for name, value in record.items() if name != CHECKSUM}))
+    return {**copy, CHECKSUM: _checksum(copy)}
+
+
+def is_sealed(record: Mapping[str, Any]) -> bool:
+    """Returns True if a record has the checksum of all else."""
+    return record.get(CHECKSUM) == _checksum(record)
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    others = {name: value for name, value in record.items() if name != CHECKSUM}
+    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
