@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 OPTIMISED = ("optimised", "gpu", "tpu", "aot")
 """Markers of tests whose programs XLA optimises, as it does in a run."""
-SET_BY_RUNS = ("NPROC", "WANDB_SERVICE", "CRC32C_SW_MODE")
+SET_BY_RUNS = ("NPROC", "WANDB_SERVICE", "CRC32C_SW_MODE", "GOOGLE_AUTH_TOKEN_FOR_TESTING")
 """Variables that a run in this process leaves behind, for itself: the number of threads, W&B's service, TensorBoard."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
