@@ -1,4 +1,4 @@
-"""Laps of `soak_world` whose checkpoints, cache and exports are in object storage that lies."""
+"""Laps of `soak_world` with checkpoints, cache and exports in object storage that gives wrong answers."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ def slurm(
     """Write the batch script of a run, or submit it.
 
     One process drives all GPUs of its node; where -n asks for more, the processes of a node share them equally. They
-    find one another by SLURM's environment. Before the time limit
-    and on preemption they save and end with exit code 75, and the job is queued again, to go on where it was; scancel
-    ends it, with everything saved. The directory of the command must be one that all nodes see.
+    find one another by SLURM's environment. Before the time limit and on preemption they save and end with exit code
+    75, and the job is queued again, to go on where it was; scancel ends it, with everything saved. The directory of the
+    command must be one that all nodes see.
 
     Examples:
         lmt launch slurm my.yaml --nodes 2 --gpus-per-node 8 --time 24:00:00 > job.sh

@@ -221,10 +221,10 @@ class CheckpointStore:
     def _save_failed(self, error: Exception) -> MachineError:
         self._writer.discard_unfinished()
         present = self._writer.present()
-        others = f"The checkpoints of steps {present} are untouched" if present else "There are no other checkpoints"
+        saved = f"The checkpoints of steps {present} are untouched" if present else "There are no other checkpoints"
         return MachineError(
             f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
-            f"{others}; {self._writer.remedy} and start again"
+            f"{saved}; {self._writer.remedy} and start again"
         )
 
 

@@ -14,7 +14,7 @@ CHECKSUM = "checksum"
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
     """Copies a record, with the checksum of all else."""
     # Its owner may go on changing it.
-    copy = json.loads(json.dumps({name: value for name, value in record.items() if name != CHECKSUM}))
+    copy = json.loads(json.dumps(_without_checksum(record)))
     return {**copy, CHECKSUM: _checksum(copy)}
 
 
@@ -24,5 +24,8 @@ def is_sealed(record: Mapping[str, Any]) -> bool:
 
 
 def _checksum(record: Mapping[str, Any]) -> int:
-    others = {name: value for name, value in record.items() if name != CHECKSUM}
-    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
+    return zlib.crc32(json.dumps(_without_checksum(record), sort_keys=True).encode())
+
+
+def _without_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != CHECKSUM}

@@ -60,7 +60,7 @@ class BlockSums:
         blocks = noted.get("blocks")
         self._size = size
         self._block_bytes = max(size if blocks is None else int(noted["block_bytes"]), 1)
-        self.is_whole = blocks is None
+        self.one_sum = blocks is None
         """True if there is one checksum, for all of the file."""
         self._sums = bytes.fromhex(noted["sha256"] if blocks is None else blocks)
         self._width = len(self._sums) if blocks is None else _DIGITS // 2

@@ -95,11 +95,11 @@ def read_manifest(store: KvStore) -> dict[str, Any] | None:
     content = store.read(MANIFEST)
     if content is None:
         return None
-    found = parsed(store, MANIFEST, content)
-    shards = found.get("shards") if isinstance(found, dict) else None
-    if not isinstance(shards, list) or not all(isinstance(each, dict) for each in (found.get("tokenizer"), *shards)):
+    manifest = parsed(store, MANIFEST, content)
+    shards = manifest.get("shards") if isinstance(manifest, dict) else None
+    if not isinstance(shards, list) or not all(isinstance(x, dict) for x in (manifest.get("tokenizer"), *shards)):
         raise damaged(store, MANIFEST)
-    return found
+    return manifest
 
 
 def parts_of_shard(store: KvStore, index: int) -> int | None:
@@ -112,10 +112,10 @@ def parts_of_shard(store: KvStore, index: int) -> int | None:
     content = store.read(key)
     if content is None:
         return None
-    found = parsed(store, key, content)
-    if not isinstance(found, dict) or not isinstance(found.get("parts"), int):
+    record = parsed(store, key, content)
+    if not isinstance(record, dict) or not isinstance(record.get("parts"), int):
         raise damaged(store, key)
-    return found["parts"]
+    return record["parts"]
 
 
 def parsed(store: KvStore, key: str, content: bytes) -> Any:

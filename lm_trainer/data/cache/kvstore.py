@@ -150,14 +150,14 @@ def parsed_json(content: bytes) -> Any:
         ValueError: if it is not as it was written.
     """
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("it is not JSON that was written here") from None
-    if isinstance(found, dict) and CHECKSUM in found:
-        if not is_sealed(found):
+    if isinstance(value, dict) and CHECKSUM in value:
+        if not is_sealed(value):
             raise ValueError("its checksum differs")
-        del found[CHECKSUM]
-    return found
+        del value[CHECKSUM]
+    return value
 
 
 def canonical_json(value: Any) -> bytes:

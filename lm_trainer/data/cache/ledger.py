@@ -62,16 +62,16 @@ class Ledger:
     @classmethod
     def parsed(cls, store: KvStore, content: bytes) -> Self:
         """As `read`, of the content of the file."""
-        found = parsed(store, LEDGER, content)
-        if not isinstance(found, dict) or "format" not in found:
+        fields = parsed(store, LEDGER, content)
+        if not isinstance(fields, dict) or "format" not in fields:
             raise damaged(store, LEDGER)
-        if found["format"] != FORMAT:
+        if fields["format"] != FORMAT:
             raise UserError(
-                f"{store.url} has the format {found['format']}, this version reads {FORMAT}; "
+                f"{store.url} has the format {fields['format']}, this version reads {FORMAT}; "
                 "set data.cache_dir to another directory"
             )
         try:
-            ledger = cls(**found)
+            ledger = cls(**fields)
         except TypeError:
             raise damaged(store, LEDGER) from None
         lists = [

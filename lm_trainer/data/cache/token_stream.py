@@ -265,22 +265,19 @@ class TokenStream:
     def _fetch_compared(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
         """Fetches the bytes of each (part, first byte, last byte), out of blocks that were compared."""
         # Of an earlier version's part all would have to be fetched each time: it is compared once.
-        whole = [(part, first, last) for part, first, last in ranges if self._sums[part].is_whole]
-        blocks = {
-            (part, block): self._sums[part].bytes_of(block)
-            for part, first, last in ranges
-            for block in (self._sums[part].pending if self._sums[part].is_whole else self._sums[part].blocks)(
-                first, last
-            )
-        }
+        blocks: dict[tuple[int, int], tuple[int, int]] = {}
+        for part, first, last in ranges:
+            sums = self._sums[part]
+            needed = sums.pending(first, last) if sums.one_sum else sums.blocks(first, last)
+            blocks |= {(part, block): sums.bytes_of(block) for block in needed}
         contents = self._fetch_blocks(blocks)
-        direct = self._fetch(whole)
+        compared_once = self._fetch([piece for piece in ranges if self._sums[piece[0]].one_sum])
         return [
-            next(direct) if self._sums[part].is_whole else self._cut(contents, part, first, last)
+            next(compared_once) if self._sums[part].one_sum else self._slice(contents, part, first, last)
             for part, first, last in ranges
         ]
 
-    def _cut(self, contents: Mapping[tuple[int, int], bytes], part: int, first: int, last: int) -> bytes:
+    def _slice(self, contents: Mapping[tuple[int, int], bytes], part: int, first: int, last: int) -> bytes:
         blocks = self._sums[part].blocks(first, last)
         begin = self._sums[part].bytes_of(blocks.start)[0]
         return b"".join(contents[part, block] for block in blocks)[first - begin : last - begin]

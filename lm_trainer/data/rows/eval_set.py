@@ -78,7 +78,7 @@ class EvalSet:
             yield self.stream.read(np.array([start]), min(_AT_ONCE, len(self.stream) - start))[0]
 
     def places_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """The place in the stream of each input, int64 [B, S]; that of padding is at or past the stream's end."""
+        """The place in the stream of each input, int64 [B, S]; the stream's end or more for padding."""
         starts_B = self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
         return starts_B[:, None] + np.arange(self.seq_len)
 

@@ -135,10 +135,10 @@ def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
     """Reads the figures of a plan that was kept; None where there is none, or one that is damaged and is made again."""
     content = store.read(key)
     try:
-        found = None if content is None else parsed_json(content)
+        figures = None if content is None else parsed_json(content)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and {"pieces", "rows"} <= found.keys() else None
+    return figures if isinstance(figures, dict) and {"pieces", "rows"} <= figures.keys() else None
 
 
 def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
@@ -231,7 +231,7 @@ class PackedRows:
         return Batch(*shaped)
 
     def places(self, rows_B: np.ndarray) -> np.ndarray:
-        """The place in the stream of each input, int64 [B, S]; that of padding is the stream's end."""
+        """The place in the stream of each input, int64 [B, S]; the stream's end for padding."""
         places_BS = np.full((len(rows_B), self.seq_len), len(self.stream), np.int64)
         for places_S, row in zip(places_BS, rows_B.tolist(), strict=True):
             runs = [np.arange(start, start + length) for start, length in self.spans(row)]

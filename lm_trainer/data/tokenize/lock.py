@@ -27,11 +27,11 @@ def parsed_claim(content: bytes | None) -> dict[str, Any] | None:
     None where there is none, or only a damaged one: whoever wrote it is taken for dead.
     """
     try:
-        found = parsed_json(content or b"null")
+        claim = parsed_json(content or b"null")
     except ValueError:
         return None
-    whole = isinstance(found, dict) and isinstance(found.get("host"), str) and isinstance(found.get("pid"), int)
-    return found if whole and isinstance(found.get("beat"), int | float) else None
+    known = isinstance(claim, dict) and isinstance(claim.get("host"), str) and isinstance(claim.get("pid"), int)
+    return claim if known and isinstance(claim.get("beat"), int | float) else None
 
 
 class BuilderLock:
