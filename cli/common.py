@@ -1,5 +1,6 @@
 """Arguments and helpers that several commands share: `CONFIG [KEY=VALUE]...`, `RUN`, `MODEL`, `--json`."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from lm_trainer.run.config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""`context_settings` of a command that takes overrides. It must have no short options: `-1` is a value here."""
+"""`context_settings` of a command that takes overrides. `-1` is a value here, so no short option may be a digit."""
+_SETTING = re.compile(r"(?:--)?([a-z_]+)(?:\.\w+)*=")
 
 
 def _complete_key(incomplete: str) -> Iterator[str]:
@@ -146,6 +148,7 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     from lm_trainer.config.loader import load
     from lm_trainer.core.errors import ConfigError
 
+    _refuse_settings_as_values(ctx, root)
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
     try:
         loaded = load(config, overrides or [], root, options=[*options, "--help"])
@@ -161,6 +164,19 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     for note in loaded.notes:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     return loaded
+
+
+def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:
+    """Raises UserError for an option without its value, which has taken the setting that follows it."""
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name or "")
+        # Some take names with values: --env NAME=VALUE.
+        if not parameter.opts[0].startswith("-") or "=" in (parameter.metavar or ""):
+            continue
+        for text in map(str, value if isinstance(value, list | tuple) else [value]):
+            setting = _SETTING.match(text)
+            if setting is not None and setting[1] in root.model_fields:
+                raise UserError(f"{parameter.opts[0]} has no value: {text} behind it is a setting of the configuration")
 
 
 def load_run_config(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "RunConfig":

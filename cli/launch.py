@@ -28,6 +28,12 @@ Devices = Annotated[
 
 
 # The options of `slurm`, in the order in which its help lists them.
+ProcessesOrNodes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes", "-n", metavar="N", min=1, help="Number of processes.", show_default="one for each node"
+    ),
+]
 Nodes = Annotated[int, typer.Option("--nodes", metavar="M", min=1, help="Spread over M nodes.")]
 GpusPerNode = Annotated[int | None, unset("--gpus-per-node", metavar="G", min=1, help="GPUs of each node.")]
 CpusPerProcess = Annotated[
@@ -88,10 +94,11 @@ def local(
 def slurm(
     ctx: typer.Context,
     config: ConfigArgument,
-    processes: Processes,
+    processes: ProcessesOrNodes = None,
     overrides: OverridesArgument = None,
     nodes: Nodes = 1,
     gpus_per_node: GpusPerNode = None,
+    devices_per_process: Devices = None,
     cpus_per_process: CpusPerProcess = None,
     time: TimeLimit = None,
     partition: Partition = None,
@@ -104,19 +111,23 @@ def slurm(
 ) -> None:
     """Write the batch script of a run, or submit it.
 
-    The processes find one another by SLURM's environment, and the tasks of a node share its GPUs. Before the time limit
-    and on preemption they save and end with exit code 75, and the job is queued again, to go on where it was; scancel
-    ends it, with everything saved. The directory of the command must be one that all nodes see.
+    One process drives all GPUs of its node; where -n asks for more, the processes of a node share them equally. They
+    find one another by SLURM's environment. Before the time limit and on preemption they save and end with exit code
+    75, and the job is queued again, to go on where it was; scancel ends it, with everything saved. The directory of the
+    command must be one that all nodes see.
 
     Examples:
-        lmt launch slurm my.yaml -n 8 --gpus-per-node 8 --time 24:00:00 > job.sh
+        lmt launch slurm my.yaml --nodes 2 --gpus-per-node 8 --time 24:00:00 > job.sh
 
         lmt launch slurm my.yaml -n 16 --nodes 2 --gpus-per-node 8 --time 24:00:00 --submit
+
+        lmt launch slurm my.yaml -n 2 --devices-per-process 2 trainer.num_train_steps=100 --submit
     """
     # Mistakes are found here, and not after hours in a queue.
     run = load_run_config(ctx, config, overrides)
-    if gpus_per_node is not None:
-        check_device_count(run, nodes * gpus_per_node)
+    processes = processes or nodes
+    if gpus_per_node or devices_per_process:
+        check_device_count(run, nodes * gpus_per_node if gpus_per_node else processes * (devices_per_process or 0))
     from lm_trainer.launch.slurm import SlurmJob, batch_script
     from lm_trainer.launch.slurm import submit as hand_in
 
@@ -125,6 +136,7 @@ def slurm(
         processes=processes,
         nodes=nodes,
         gpus_per_node=gpus_per_node,
+        devices_per_process=devices_per_process,
         cpus_per_process=cpus_per_process,
         time=time,
         partition=partition,

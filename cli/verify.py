@@ -1,6 +1,6 @@
 """`lmt verify`: computes parts of a run again, and compares bits."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,7 @@ def verify(
     Losses, gradient norms, fingerprints of the parameters and the optimizer's state are compared. Nothing of the run,
     which may be going on, is changed; the outcome is added to RUN_DIR/verified.jsonl. The devices may be others than
     the run's: settings may change whatever changes no number. Exit codes: 0 all equal, 1 with the first difference.
+    Lines of metrics that the run has lost are named; they are no difference.
 
     Examples:
         lmt verify my-run --segments 3
@@ -48,8 +49,8 @@ def verify(
     import json
     import random
     import sys
-    from dataclasses import asdict
 
+    from lm_trainer.reproduce.lost import lost_lines
     from lm_trainer.reproduce.record import RunRecord
     from lm_trainer.reproduce.rerun import QuietProgress
     from lm_trainer.reproduce.verify import (
@@ -67,8 +68,10 @@ def verify(
     found = find_segments(record, max_steps)
     chosen = choose_segments(found, segments, seed)
     changes = environment_changes(record, chosen, overrides or [])
+    lost = lost_lines(record.path, record.checkpoints)
     if not as_json:
-        _begin(record.id, f"{len(chosen)} of {len(found)} segments, seed {seed}", changes)
+        gaps = lost.named(record.path, record.id) if lost else []
+        _begin(record.id, f"{len(chosen)} of {len(found)} segments, seed {seed}", gaps, changes)
     done: list[Segment] = []
     with QuietProgress(record.last, stream=sys.stderr) as progress:
         for segment in verify_segments(record, chosen, overrides=overrides or [], progress=progress):
@@ -80,8 +83,9 @@ def verify(
     differs = done[-1].difference
     if as_json:
         content = {"run": record.id, "seed": seed, "equal": not differs, "changes": changes}
+        content["missing"] = lost.lines if lost else {}
         # The key is older than the word: scripts read it.
-        clean.echo(json.dumps(encode(content | {"stretches": [_plain(asdict(segment)) for segment in done]})))
+        clean.echo(json.dumps(encode(content | {"stretches": [_plain(segment) for segment in done]})))
     elif differs:
         clean.echo(f"\nfirst difference: step {differs.step}, {differs.what}")
         clean.echo(f"  recorded {differs.recorded!r}\n  now      {differs.now!r}")
@@ -91,12 +95,16 @@ def verify(
         raise typer.Exit(1)
 
 
-def _plain(segment: dict) -> dict:
-    return segment | {"difference": segment["difference"] and segment["difference"]._asdict()}
+def _plain(segment: "Segment") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(segment) | {"difference": segment.difference and segment.difference._asdict()}
 
 
-def _begin(name: str, what: str, changes: list[str]) -> None:
+def _begin(name: str, what: str, gaps: list[str], changes: list[str]) -> None:
     clean.echo(f"run {name}: {what}")
+    for gap in gaps:
+        clean.echo(f"warning: {gap}")
     if changes:
         clean.echo("what runs here is not what the run was computed with, so bits may differ:")
         for change in changes:

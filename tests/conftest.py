@@ -18,13 +18,13 @@ import pytest
 
 from tests.compile_cache import open_cache, seal_cache
 from tests.compiling import compile_quickly, flags_of_processes
-from tests.warm_lmt import WarmLmt, WarmProcess
+from tests.warm_lmt import IGNORED, WarmLmt, WarmProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 OPTIMISED = ("optimised", "gpu", "tpu", "aot")
 """Markers of tests whose programs XLA optimises, as it does in a run."""
-SET_BY_RUNS = ("NPROC", "WANDB_SERVICE", "CRC32C_SW_MODE")
+SET_BY_RUNS = ("NPROC", "WANDB_SERVICE", "CRC32C_SW_MODE", "GOOGLE_AUTH_TOKEN_FOR_TESTING")
 """Variables that a run in this process leaves behind, for itself: the number of threads, W&B's service, TensorBoard."""
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
@@ -107,7 +107,19 @@ def _eight_devices() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _only_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment_is_kept() -> Iterator[None]:
+    """Takes back what libraries set in the environment: what later tests start would depend on the order of tests."""
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in os.environ.items() ^ before.items()}
+    for name in changed.difference(SET_BY_RUNS, IGNORED):
+        os.environ.pop(name, None)
+        if name in before:
+            os.environ[name] = before[name]
+
+
+@pytest.fixture(autouse=True)
+def _only_loopback(_environment_is_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that reaches for the network fails here, on every machine alike."""
     import socket
 

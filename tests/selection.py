@@ -2,13 +2,15 @@
 
 A file is selected when itself, its wing (`lm_trainer/step/` for `tests/step/`), or anything that either imports has
 changed since the last full run, whose record `.ci/run --all` writes. What no graph of imports shows selects more: a
-test that starts `lmt` depends on the whole command line, one that starts a benchmark on all benchmarks, and a file that
-no rule names selects everything.
+test that starts `lmt` depends on the commands that it names, or on all of them if it names none; a program that it
+writes out depends on the modules that it names; one that starts a benchmark on all benchmarks; and a file that no rule
+names selects everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -27,9 +29,12 @@ IRRELEVANT = re.compile(
     r"|\.pre-commit-config\.yaml|\.ci/.*|mkdocs\.yml|benchmarks/results/.*"
 )
 """Files that no slow test reads; the static checks and the quick tests, which always run, read some of them."""
-STARTS_LMT = re.compile(
-    r"(run|start)_lmt|lmt_(command|environment)|start_builder|run_fork|run_here|cli\.main|subprocess"
-)
+ENTRY = "cli.main"
+"""The module in which all commands of `lmt` come together."""
+SERVER = "tests.warm_lmt"
+"""The process from which those of `lmt` fork, with what it imports for them."""
+STARTS_LMT = re.compile(r"(run|start|warm)_lmt|lmt_command|\blmt: Lmt\b|run_here|\bcli\b")
+MODULE = re.compile(rf"\b(?:{'|'.join(PACKAGES)})(?:\.[a-z_0-9]+)+")
 STARTS_BENCHMARK = re.compile(r"benchmarks")
 READS_DOCUMENTS = re.compile(r"\bdocs\b|README")
 READS_CONFIGS = re.compile(r"configs")
@@ -51,14 +56,21 @@ class ImportGraph:
         self._root = root
         packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
         self._graph = grimp.build_graph(*packages, cache_dir=None)
+        self._commands = commands(root)
 
     def reached_from(self, *modules: str) -> set[str]:
-        """Returns these modules and all that is imported with them; nothing for a module that is not there."""
+        """Returns these modules and all that is imported with them; nothing for a module that is not there.
+
+        The commands are not followed from the module that collects them, nor is that module from the fixtures of all
+        tests: a test starts one or two commands, or none.
+        """
         reached, waiting = set[str](), [module for module in modules if module in self._graph.modules]
+        not_followed = {ENTRY: set(self._commands.values()), "tests.conftest": {ENTRY, SERVER}}
         while waiting:
             if (module := waiting.pop()) not in reached:
                 reached.add(module)
-                waiting += self._graph.find_modules_directly_imported_by(module)
+                imported = self._graph.find_modules_directly_imported_by(module)
+                waiting += imported - not_followed.get(module, set())
                 # Python runs the `__init__` of each package on the way to a module.
                 if package := module.rpartition(".")[0]:
                     waiting.append(package)
@@ -75,12 +87,49 @@ class ImportGraph:
         modules = self.reached_from(*(module_of(str(file)) for file in (path, *shared)))
         if len(path.parts) > 2:
             modules |= self.package(f"lm_trainer.{path.parts[1]}")
-        text = "".join((self._root / file).read_text(encoding="utf-8") for file in (path, *shared[:-1]))
+        helpers = {module for module in modules if module.startswith("tests.")} - {"tests.conftest", "tests.selection"}
+        text = "".join(self._source(module) for module in sorted(helpers))
+        modules |= self.reached_from(*MODULE.findall(text))
         if STARTS_LMT.search(text):
-            modules |= self.reached_from("cli.main")
+            modules |= self._started(text)
         if STARTS_BENCHMARK.search(text):
             modules |= self.package("benchmarks")
         return modules
+
+    def _started(self, text: str) -> set[str]:
+        """Returns the modules of the commands that a text names, and those that these start in turn."""
+        started, named = set[str](), self._named(text)
+        while named - started:
+            started |= named
+            named = set[str]().union(*(self._named(self._source(module)) for module in started))
+        return self.reached_from(ENTRY, SERVER, *(started or self._commands.values()))
+
+    def _named(self, text: str) -> set[str]:
+        words = {name: rf"[\"'`]{name}[\"'`\s]|\blmt {name}\b" for name in self._commands}
+        return {module for name, module in self._commands.items() if re.search(words[name], text)}
+
+    def _source(self, module: str) -> str:
+        file = self._root / module.replace(".", "/")
+        file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+        return file.read_text(encoding="utf-8")
+
+
+def commands(root: Path) -> dict[str, str]:
+    """Returns the module of each command of `lmt` by the command's name, as `cli/main.py` registers them."""
+    modules = dict[str, str]()
+    for node in ast.walk(ast.parse((root / "cli/main.py").read_text(encoding="utf-8"))):
+        match node:
+            case ast.Call(func=ast.Call(args=[ast.Constant(value=str(name)), *_]), args=[ast.Attribute(value=module)]):
+                modules[name] = f"cli.{ast.unparse(module)}"
+            case ast.Call(func=ast.Call(), args=[ast.Attribute(value=module, attr=name)]):
+                modules[name.replace("_", "-")] = f"cli.{ast.unparse(module)}"
+            case ast.Call(
+                args=[ast.Attribute(value=module)], keywords=[ast.keyword("name", ast.Constant(value=str(name)))]
+            ):
+                modules[name] = f"cli.{ast.unparse(module)}"
+            case _:
+                pass
+    return modules
 
 
 def module_of(path: str) -> str:

@@ -175,7 +175,8 @@ def test_the_graph_holds_what_python_imports(test: str) -> None:
     done = subprocess.run(command, cwd=ROOT, env=lmt_environment(), capture_output=True, text=True, check=True)
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert f"lm_trainer.{Path(test).parts[1]}" in {".".join(name.split(".")[:2]) for name in imported}
-    assert imported - {"benchmarks"} <= ImportGraph(ROOT).modules_behind(test)
+    # The server of `lmt` is imported with the fixtures of all tests; these start no `lmt`.
+    assert imported - {"benchmarks", "tests.warm_lmt"} <= ImportGraph(ROOT).modules_behind(test)
 
 
 @pytest.mark.slow
@@ -194,20 +195,29 @@ FILES = {
     "lm_trainer/wing/__init__.py": "",
     "lm_trainer/wing/part.py": "import lm_trainer.upper\n",
     "cli/__init__.py": "",
-    "cli/main.py": "import lm_trainer.wing.part\n",
+    "cli/main.py": "from cli import build, show\napp.command()(build.build)\napp.add_typer(show.app, name='show')\n",
+    "cli/build.py": "import lm_trainer.wing.part\n",
+    "cli/show.py": "",
     "tests/__init__.py": "",
     "tests/conftest.py": "",
     "tests/wing/__init__.py": "",
     "tests/wing/golden.json": "{}",
     "tests/wing/test_part.py": "# mark.slow\n",
     "tests/other/__init__.py": "",
-    "tests/other/test_command.py": "# mark.slow\ndef test(run_lmt): ...\n",
+    "tests/other/test_command.py": "# mark.slow\ndef test(run_lmt): run_lmt('build')\n",
+    "tests/other/test_another.py": "# mark.slow\ndef test(run_lmt): run_lmt('show', 'a')\n",
+    "tests/other/test_all.py": "# mark.slow\ndef test(run_lmt, name): run_lmt(name)\n",
+    "tests/other/test_program.py": "# mark.slow\nPROGRAM = 'from lm_trainer.upper import f'\n",
     "tests/other/test_alone.py": "# mark.slow\n",
     "tests/other/test_quick.py": "",
     "constraints.txt": "",
     "CHANGELOG.md": "",
 }
-PART, COMMAND, ALONE = "tests/wing/test_part.py", "tests/other/test_command.py", "tests/other/test_alone.py"
+PART = "tests/wing/test_part.py"
+COMMAND, ANOTHER, ALL, PROGRAM, ALONE = (
+    f"tests/other/test_{name}.py" for name in ("command", "another", "all", "program", "alone")
+)
+EVERYTHING = {PART, COMMAND, ANOTHER, ALL, PROGRAM, ALONE}
 
 
 class Project:
@@ -264,19 +274,21 @@ def test_nothing_is_selected_where_nothing_has_changed_and_that_is_said(project:
     selected, said = project.selected()
     assert selected == set()
     assert "nothing to run" in said
-    assert all(f"left out, nothing that it depends on has changed: {test}" in said for test in (PART, COMMAND, ALONE))
-    assert project.selected("--all")[0] == {PART, COMMAND, ALONE}
+    assert all(f"left out, nothing that it depends on has changed: {test}" in said for test in EVERYTHING)
+    assert project.selected("--all")[0] == EVERYTHING
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("lm_trainer/deep.py", {PART, COMMAND}),
+        ("lm_trainer/deep.py", {PART, COMMAND, ALL, PROGRAM}),
+        ("cli/show.py", {ANOTHER, ALL}),
+        ("cli/main.py", {COMMAND, ANOTHER, ALL}),
         (ALONE, {ALONE}),
         ("tests/wing/golden.json", {PART}),
-        ("tests/conftest.py", {PART, COMMAND, ALONE}),
-        ("constraints.txt", {PART, COMMAND, ALONE}),
-        ("lm_trainer/template.html", {PART, COMMAND, ALONE}),
+        ("tests/conftest.py", EVERYTHING),
+        ("constraints.txt", EVERYTHING),
+        ("lm_trainer/template.html", EVERYTHING),
         ("CHANGELOG.md", set()),
     ],
 )
@@ -286,7 +298,7 @@ def test_a_change_selects_what_it_can_affect(project: Project, changed: str, exp
 
 def test_shards_are_all_of_the_selection(project: Project) -> None:
     shards = [project.selected("--all", "--shard", f"{index}/2")[0] for index in (1, 2)]
-    assert shards[0] | shards[1] == {PART, COMMAND, ALONE}
+    assert shards[0] | shards[1] == EVERYTHING
     assert not shards[0] & shards[1]
 
 
@@ -298,7 +310,7 @@ def test_all_are_selected_where_the_commit_of_the_last_full_run_is_not_known(
     project.record(commit) if commit is not None else project.write("benchmarks/results/full_run.json", "[")
     project.commit()
     selected, said = project.selected()
-    assert selected == {PART, COMMAND, ALONE}
+    assert selected == EVERYTHING
     assert "names no commit" in said or "git does not know" in said
 
 
@@ -306,7 +318,7 @@ def test_the_record_of_a_part_selects_all(tmp_path: Path) -> None:
     project = Project(tmp_path)
     project.record(project.git("rev-parse", "HEAD"), full=False)
     project.commit()
-    assert project.selected()[0] == {PART, COMMAND, ALONE}
+    assert project.selected()[0] == EVERYTHING
 
 
 def test_a_record_says_what_ran(tmp_path: Path) -> None:

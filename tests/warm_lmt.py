@@ -25,10 +25,14 @@ from typing import IO, Any
 
 READ_LATE = ("COLUMNS", "PATH", "PYTEST_CURRENT_TEST", "XLA_FLAGS")
 READ_WITH_A_BUCKET = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION")
-SET_BY_IMPORTS = ("TF_CPP_MIN_LOG_LEVEL", "TORCHINDUCTOR_CACHE_DIR", "TPU_SKIP_MDS_QUERY")
+SET_BY_IMPORTS = (
+    *("TF_CPP_MIN_LOG_LEVEL", "TPU_SKIP_MDS_QUERY"),  # jax
+    *("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK"),  # torch
+    *("TQDM_DISABLE", "RAY_CLIENT_MODE"),  # lm_eval, ray
+)
 IGNORED = (*READ_LATE, *READ_WITH_A_BUCKET, *SET_BY_IMPORTS)
-"""Variables that may differ between the server and its forks: nothing reads them while it is imported, or JAX and torch
-set them then."""
+"""Variables that may differ between the server and its forks: nothing reads them while it is imported, or libraries set
+them then."""
 
 
 class WarmProcess:

@@ -27,6 +27,11 @@ def patient_loops() -> Iterator[None]:
         _exchange_policy(policy)
 
 
+def keep_loops_patient() -> None:
+    """Has all event loops that are made from now on wait for their tasks before they close, as in `patient_loops`."""
+    _exchange_policy(_PatientPolicy())
+
+
 def _exchange_policy(policy: Any) -> Any:
     """Sets the policy that makes event loops, and returns the one before."""
     with warnings.catch_warnings():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,14 +16,22 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from lm_trainer.checkpoint.event_loops import patient_loops
+from lm_trainer.checkpoint.event_loops import keep_loops_patient, patient_loops
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import Holder, NoneUsable, set_aside
+from lm_trainer.core.errors import MachineError
 from lm_trainer.core.files import make_writable
 from lm_trainer.parallel.processes import is_lead, wait_for_all
 
 _TRASH = ".trash-"
 _CORRUPT = ".corrupt"
+_PASSING = (
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+)
+"""Errors of the machine or of a mount, which say nothing about the files."""
+_NO_TIMEOUT = 100 * 365 * 86400
+"""Seconds; for Orbax, which needs some."""
 
 
 class DiskSteps:
@@ -41,7 +51,7 @@ class DiskSteps:
             with patient_loops():
                 meta = ocp.checkpointables_metadata(str(self.directory / str(step))).custom_metadata
         except Exception as error:  # Orbax raises whatever its many readers do
-            raise CheckpointError(f"its metadata cannot be read ({root_cause(error)})") from error
+            raise self._unreadable(step, "metadata", error) from error
         return checked(meta)
 
     def arrays(
@@ -53,8 +63,18 @@ class DiskSteps:
             with patient_loops():
                 loaded = ocp.load_checkpointables(str(self.directory / str(step)), {"state": wanted})["state"]
         except Exception as error:
-            raise CheckpointError(f"its arrays cannot be read ({root_cause(error)})") from error
+            raise self._unreadable(step, "arrays", error) from error
         return {name: loaded[name] for name in like}
+
+    def _unreadable(self, step: int, what: str, error: Exception) -> Exception:
+        """The error of a step that is damaged, or of a machine that cannot read it at this time: it may be whole."""
+        cause = root_cause(error)
+        if any(os.strerror(code) in cause for code in _PASSING):
+            return MachineError(
+                f"{self.directory / str(step)}: its {what} cannot be read now ({cause}), and nothing was changed; mend "
+                f"that, then start the same command again"
+            )
+        return CheckpointError(f"its {what} cannot be read ({cause})")
 
     def writer(self, none_usable: NoneUsable, holder: Holder) -> DiskWriter:
         del holder  # the lock of the run directory lasts as long as the process
@@ -78,12 +98,18 @@ class DiskWriter:
             for trash in self.directory.glob(f"{_TRASH}*"):
                 shutil.rmtree(trash, ignore_errors=True)
         wait_for_all("checkpoint directory")
+        self._opened = self.directory.stat()
+        # A save that fails leaves tasks in the loop of its thread, as a read does.
+        keep_loops_patient()
         self._reopen(cleanup=True)
 
     def how_to_remove(self, step: int) -> str:
         return f"to remove one: rm -r {self.directory / str(step)}"
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], record: Mapping[str, Any]) -> Future[Any]:
+        # Orbax would make it again, where the checkpoints so far are not.
+        if not self.directory.is_dir() or not os.path.samestat(self._opened, self.directory.stat()):
+            raise MachineError("the directory was removed or replaced since the run has it; put it back if you can")
         response = self._orbax.save_checkpointables_async(
             step, {"state": dict(arrays)}, force=True, custom_metadata=dict(record)
         )
@@ -176,6 +202,10 @@ def _open(directory: Path, *, cleanup: bool) -> Any:
     context = ocp.Context()
     # Compressed, a save of 378 MB took 5.4 s instead of 0.7 s, and came out only 8 % smaller.
     context.array.saving.use_compression = False
+    # Orbax measures its timeouts by the clock of the day: one that is set, or a machine that sleeps, would end a save.
+    # That for directories which a thread makes cannot be chosen. The watchdog tells of a save that hangs.
+    context.asynchronous.timeout_secs = _NO_TIMEOUT
+    context.asynchronous.create_directories_asynchronously = False
     return ocp.training.Checkpointer(
         str(directory),
         context=context,

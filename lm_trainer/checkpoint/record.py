@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from lm_trainer.core.errors import MachineError
+from lm_trainer.core.seal import is_sealed
 
 FORMAT = 2
 # Checkpoints of the first format have no checksum of their metadata, and are still read.
@@ -21,13 +20,6 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be trusted: incomplete, unreadable, or not what was written."""
 
 
-def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a record, with the checksum of all else."""
-    # It is written in the background, when its owner may have put other losses into it.
-    copy = json.loads(json.dumps({name: value for name, value in record.items() if name != "checksum"}))
-    return {**copy, "checksum": _checksum(copy)}
-
-
 def checked(record: Any) -> dict[str, Any]:
     """Returns a record as it was saved.
 
@@ -36,15 +28,9 @@ def checked(record: Any) -> dict[str, Any]:
     """
     if not isinstance(record, dict) or "digests" not in record:
         raise CheckpointError("its metadata is missing")
-    if record.get("format") != _FORMAT_WITHOUT_CHECKSUM and record.get("checksum") != _checksum(record):
+    if record.get("format") != _FORMAT_WITHOUT_CHECKSUM and not is_sealed(record):
         raise CheckpointError("the checksum of its metadata differs")
     return record
-
-
-def _checksum(record: Mapping[str, Any]) -> int:
-    """CRC-32 of everything else in the JSON that is saved with a step."""
-    others = {name: value for name, value in record.items() if name != "checksum"}
-    return zlib.crc32(json.dumps(others, sort_keys=True).encode())
 
 
 def describe(arrays: Mapping[str, Any]) -> dict[str, str]:

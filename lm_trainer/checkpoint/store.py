@@ -14,10 +14,11 @@ from lm_trainer.checkpoint.digest import digests
 from lm_trainer.checkpoint.in_bucket import BucketSteps
 from lm_trainer.checkpoint.on_disk import DiskSteps
 from lm_trainer.checkpoint.policy import CheckpointerConfig, is_permanent
-from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause, sealed
+from lm_trainer.checkpoint.record import FORMAT, CheckpointError, describe, root_cause
 from lm_trainer.checkpoint.steps import Holder, Nobody, Steps, set_aside
 from lm_trainer.core.bucket import Bucket, Place
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.seal import sealed
 from lm_trainer.parallel.processes import any_process, wait_for_all
 
 __all__ = [
@@ -219,9 +220,11 @@ class CheckpointStore:
 
     def _save_failed(self, error: Exception) -> MachineError:
         self._writer.discard_unfinished()
+        present = self._writer.present()
+        saved = f"The checkpoints of steps {present} are untouched" if present else "There are no other checkpoints"
         return MachineError(
             f"{self.directory}: a checkpoint could not be written: {root_cause(error)}. "
-            f"The checkpoints of steps {self._writer.present()} are untouched; {self._writer.remedy} and start again"
+            f"{saved}; {self._writer.remedy} and start again"
         )
 
 

@@ -26,6 +26,7 @@ _BRACKETED = re.compile(r"\[(.*)\]", re.DOTALL)
 _KEY = re.compile(r"[^\w.-]")
 _INNER_KEY = re.compile(r"[\w-]+(?=['\"]?\s*:)")
 _STARTS_ANOTHER = re.compile(r"--|[\w.]+=|[a-z_]+\.[a-z_]+")
+_SHORT_OPTION = re.compile(r"-[A-Za-z]")
 _LIST_ITEM = re.compile(r"(?:[^,{}]|\{[^{}]*\})+")
 
 
@@ -106,6 +107,13 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], doc
                 return typed
             typed.text = waiting.pop(0)
             typed.words.append(typed.text)
+    elif _SHORT_OPTION.match(word):
+        # The commonest of SLURM's, tar's and the like: `-p gpu`, `-pgpu`.
+        meant = [option for option in options if option[2:3] == word[1].lower()]
+        typed.problem = f"no such option{suggest(meant[:3])}"
+        if waiting and len(word) == 2 and not _STARTS_ANOTHER.match(waiting[0]) and "=" not in waiting[0]:
+            waiting.pop(0)
+        return typed
     elif not equals or not name:
         typed.problem = _not_an_override(word, waiting, root)
         return typed

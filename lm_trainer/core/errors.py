@@ -5,11 +5,19 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable
+from io import IOBase
+from pathlib import Path
 
 from lm_trainer.core.credentials import without_credentials
 
-# Full, over quota, too large, read-only, broken, or a mount that went away.
-_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})
+_DISK = "make room or mend the disk"
+_LIMIT = "raise the limit of open files (ulimit -n)"
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE), _DISK),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _LIMIT),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "mend the permissions"),
+}
+"""Error of the machine -> what to do."""
 
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*out of memory)|(ran )?out[ _]of[ _]memory|CU\w+_STATUS_ALLOC_FAILED", re.IGNORECASE
@@ -84,12 +92,30 @@ class Stopped(Preempted):
 
 
 def disk_error(error: OSError) -> MachineError | None:
-    """Translates an error of a full, broken or read-only disk for the user, wherever it was met; None for others."""
-    if error.errno not in _DISK_ERRORS:
+    """Translates an error of a full, broken or read-only disk for the user, wherever it was met; None for others.
+
+    So are errors of permissions and of too many open files.
+    """
+    remedy = _REMEDIES.get(error.errno or 0)
+    if remedy is None:
         return None
-    return MachineError(
-        f"{error.filename or 'a file'}: {error.strerror}; make room or mend the disk, then start the same command again"
-    )
+    return MachineError(f"{_file_of(error)}: {error.strerror}; {remedy}, then start the same command again")
+
+
+def _file_of(error: OSError) -> str:
+    """The file of an error. One of reading or writing does not have it, and the functions that it came through do."""
+    found, step = error.filename, error.__traceback__
+    while error.filename is None and step is not None:
+        named = filter(None, map(_name_of, step.tb_frame.f_locals.values()))
+        found, step = next(named, found), step.tb_next
+    return "a file" if found is None else str(found)
+
+
+def _name_of(value: object) -> str | None:
+    if isinstance(value, Path):
+        return str(value)
+    name = getattr(value, "name", None) if isinstance(value, IOBase) else None
+    return name if isinstance(name, str) else None
 
 
 def out_of_memory(error: BaseException) -> OutOfMemoryError | None:

@@ -148,9 +148,10 @@ def make_writable(directory: Path, setting: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # By trying: permissions tell nothing of quotas, read-only mounts or network file systems.
-        probe = directory / f".write-test-{os.getpid()}"
+        # One name for all processes: what a kill leaves here goes with the next start.
+        probe = directory / ".write-test"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"{directory}: cannot be written ({error.strerror}); choose another place with {setting}"

@@ -215,8 +215,8 @@ class DataConfig(SetConfig):
     packing: Numeric[Packing | dict[str, Packing]] = "concat"
     """Way in which documents fill rows; for all sets, or by name. `concat` lays them end to end and cuts the whole into
     rows, through documents. `best_fit` cuts only documents longer than a row, and leaves a little padding. In both,
-    attention stays within a document. If absent, `best_fit` for sets whose `format` is `chat` or `supervised`, so that
-    an answer has its prompt in view, and `concat` for others."""
+    attention stays within a document, and held-out text fills rows in the same way. If absent, `best_fit` for sets
+    whose `format` is `chat` or `supervised`, so that an answer has its prompt in view, and `concat` for others."""
     configs: Numeric[dict[str, SetConfig]] = {}
     """A mixture: several sets by name, each with files, cache and validation text of its own, in place of those of this
     block. A set without a `cache_dir` has its cache in `cache_dir/NAME`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +84,7 @@ def open_held_out(
     sets = []
     for rows in RowBuilder(config, plan.tokenizer, seq_len, seed=0).eval_sets(caches):
         assert isinstance(rows, EvalSet), "all caches are finished"
-        sets.append(_held_out(replace(rows, stride=stride), by_stream[id(rows.stream)]))
+        sets.append(_held_out(rows.in_order(stride) if stride else rows, by_stream[id(rows.stream)]))
     return HeldOutData(sets, notes)
 
 

@@ -20,9 +20,9 @@ from lm_trainer.data.cache.exclusion import Exclusion
 from lm_trainer.data.cache.format import (
     BUILDER,
     LEDGER,
-    MANIFEST,
     fingerprint,
     part_key,
+    read_manifest,
     read_record,
     shard_key,
     token_dtype,
@@ -38,6 +38,7 @@ from lm_trainer.data.rows.packing import PackingStats, packing_stats
 from lm_trainer.data.tokenize.build import Build
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
+from lm_trainer.data.tokenize.lock import parsed_claim
 from lm_trainer.data.tokenize.plan import find_misfits, open_builds
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
@@ -108,7 +109,7 @@ def status(config: DataConfig) -> list[CacheStatus]:
 
 def _status(name: str, cache: CacheSpec, misfit: str | None) -> CacheStatus:
     store = KvStore(cache.url)
-    manifest, builder = store.read_json(MANIFEST), store.read_json(BUILDER)
+    manifest, builder = read_manifest(store), parsed_claim(store.read(BUILDER))
     who = None
     if builder is not None:
         who = f"process {builder['pid']} of {builder['host']}, seen {time.time() - builder['beat']:.0f} s ago,"

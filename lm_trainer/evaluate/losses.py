@@ -14,7 +14,6 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.data.held_out import HeldOut
-from lm_trainer.data.rows.audio_rows import HeardSet
 from lm_trainer.evaluate.model import EvalModel
 from lm_trainer.run.set_groups import groups_of
 
@@ -130,7 +129,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
         numbers_B = index * size + np.asarray(local)
         where_BS = batch.weights > 0
         # A target is the token after its input.
-        places_BS = rows.starts_of(numbers_B)[:, None] + 1 + np.arange(rows.seq_len)[None, :]
+        places_BS = rows.places_of(numbers_B) + 1
         documents_N = np.searchsorted(ends_D, places_BS[where_BS], side="right")
         weights_N = batch.weights[where_BS].astype(np.float64)
         values = [nll_BS[where_BS] * weights_N, weights_N]
@@ -141,20 +140,7 @@ def evaluate_set(model: EvalModel, held_out: HeldOut, *, max_batches: int | None
     nats_D, tokens_D, bytes_D = sums
     there = np.flatnonzero(tokens_D)
     found = Documents(there, nats_D[there], tokens_D[there], None if counts_V is None else bytes_D[there])
-    return SetLosses(held_out.name, rows.tags, held_out, found, _num_cut(held_out))
-
-
-def _num_cut(held_out: HeldOut) -> int:
-    """Documents that lie in several rows."""
-    rows = held_out.rows
-    if isinstance(rows, HeardSet):
-        return 0
-    ends_D = held_out.ends_D - rows.first_token
-    starts_D = np.concatenate([[0], ends_D[:-1]]) if len(ends_D) else ends_D
-    stride = rows.stride or rows.seq_len
-    # The rows in which the first and the last target are predicted: with a stride, the first ones that reach to them.
-    first_D, last_D = (np.maximum(inputs_D - rows.seq_len, -1) // stride + 1 for inputs_D in (starts_D, ends_D - 2))
-    return int(np.count_nonzero(first_D < last_D))
+    return SetLosses(held_out.name, rows.tags, held_out, found, rows.num_cut(ends_D))
 
 
 class Group(NamedTuple):

@@ -183,7 +183,8 @@ def _sync(path: Path) -> None:
 @contextlib.contextmanager
 def _locked(draft: Path, out: Path) -> Iterator[None]:
     """Holds a lock on the draft, which ends with the process, however it ends."""
-    handle = os.open(draft, os.O_RDONLY)
+    with _machine_errors(out):
+        handle = os.open(draft, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

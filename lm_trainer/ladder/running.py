@@ -18,7 +18,8 @@ from lm_trainer.profile.mfu import measure
 from lm_trainer.run.config import RunConfig, numeric_differences, numeric_identity
 from lm_trainer.run.earlier_runs import config_as_begun
 from lm_trainer.run.records import RUN, identity_of, read_run_record
-from lm_trainer.run.train import Summary, train
+from lm_trainer.run.summary import Summary
+from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
 
 # Lists with one entry for each period, which a longer run only adds to.

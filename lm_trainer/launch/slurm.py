@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lm_trainer.core.errors import EXIT_PREEMPTED, MachineError, UserError
+from lm_trainer.launch.local import emulation
 
 _LAST_SECONDS = 300
 """Longest time in which the other processes of a job step may go on after the first has ended, to save and stop."""
@@ -36,6 +38,8 @@ class SlurmJob:
     """Seconds before the limit at which the processes are asked to save and stop."""
     requeue: bool = True
     """Queue a stopped job again, to go on where it was."""
+    devices_per_process: int | None = None
+    """Emulate so many CPU devices in each process; None: the processes of a node share its GPUs."""
     extra: tuple[str, ...] = ()
     """More options of sbatch, as `--mem=0`."""
 
@@ -46,6 +50,11 @@ class SlurmJob:
             raise UserError(
                 f"the {self.processes_per_node} processes of a node cannot share {self.gpus_per_node} GPUs equally; "
                 f"one process for each GPU is usual: -n {self.nodes * self.gpus_per_node}"
+            )
+        if self.gpus_per_node and self.devices_per_process:
+            raise UserError(
+                f"the processes of a node share its {self.gpus_per_node} GPUs, or have {self.devices_per_process} "
+                f"emulated CPU devices each; give one of --gpus-per-node and --devices-per-process"
             )
         wrong = [option for option in self.extra if not option.startswith("-")]
         if wrong:
@@ -94,11 +103,13 @@ if [ "$code" -eq {EXIT_PREEMPTED} ]; then
     fi
 fi
 """
+    variables = {} if job.devices_per_process is None else emulation(os.environ, job.devices_per_process)
     # SLURM gives a task one core unless told otherwise: on nodes of its own the job frees its tasks from that.
     cores = "cpu-bind=none" if job.cpus_per_process is None else f"cpus-per-task={job.cpus_per_process}"
     return (
         "#!/bin/bash\n"
         + "".join(f"#SBATCH {line}\n" for line in lines)
+        + "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
         + f"""
 # At SIGTERM, which also comes {job.notice} s before the time is over, the processes save and end with {EXIT_PREEMPTED}.
 # This shell must survive it.

@@ -72,6 +72,7 @@ def _run(run: ReportedRun) -> dict[str, Any]:
         "alerts": [{"step": a.step, "kind": a.kind, "message": a.message} for a in run.alerts],
         "fingerprint": list(run.fingerprints[-1]) if run.fingerprints else None,
         "verifications": list(run.verifications),
+        "gaps": list(run.gaps),
         "parameters": run.facts.get("parameters"),
         "data": _data(run),
         "throughput": _throughput(run),

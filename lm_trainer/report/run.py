@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.reproduce.lost import lost_lines
 from lm_trainer.reproduce.verify import VERIFIED
 from lm_trainer.run.config import RunConfig, changed_keys
-from lm_trainer.run.find import find_run
+from lm_trainer.run.find import checkpoints_of, find_run
 from lm_trainer.run.listing import list_runs
 from lm_trainer.run.records import read_attempts, read_run_record
 from lm_trainer.run.saved_model import read_config
@@ -63,6 +64,9 @@ class ReportedRun:
     """`parameters`, `flops_per_token` and `data`, where the run has written them down."""
     samples: Sequence[tuple[int, str]]
     tokens: TokenHistory | None
+    gaps: Sequence[str]
+    """A line about each file that has lost lines of metrics; of a run with its checkpoints in a bucket only the server
+    would know."""
 
 
 def read_run(source: str) -> ReportedRun:
@@ -74,8 +78,9 @@ def read_run(source: str) -> ReportedRun:
     path = find_run(source)
     (listing,) = list_runs([path])
     lines = read_metrics(path) if (path / METRICS).is_file() else []
+    gaps = _gaps(path, listing.id)
     if not lines:
-        raise UserError(f"{source}: this run has not done a step yet")
+        raise UserError(gaps[0] if gaps else f"{source}: this run has not done a step yet")
     content = read_run_record(path)
     config = read_config(path)
     return ReportedRun(
@@ -94,6 +99,7 @@ def read_run(source: str) -> ReportedRun:
         _json(path / SUMMARY, {}),
         _samples(path / TEXTS),
         _tokens(path),
+        gaps,
     )
 
 
@@ -154,6 +160,12 @@ def _verification(entry: Mapping[str, Any]) -> dict[str, Any]:
         "steps": sum(each["steps"] for each in segments),
         "difference": None if difference is None else f"step {difference['step']}, {difference['what']}",
     }
+
+
+def _gaps(path: Path, run_id: str) -> list[str]:
+    checkpoints = checkpoints_of(path)
+    lost = lost_lines(path, checkpoints) if isinstance(checkpoints, Path) else None
+    return lost.named(path, run_id) if lost else []
 
 
 def _samples(file: Path) -> list[tuple[int, str]]:

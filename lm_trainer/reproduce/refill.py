@@ -11,25 +11,22 @@ from typing import Any, get_args
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import write_atomically
+from lm_trainer.reproduce.lost import Missing, lost_lines
 from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.run.batches import DataWait
-from lm_trainer.run.checkpoints import SERIES
 from lm_trainer.run.directory import locked
 from lm_trainer.run.evaluations import Evaluations, named_sets
 from lm_trainer.run.metrics import evaluation_metrics
 from lm_trainer.step.norms import Target, Watcher
 from lm_trainer.trackers import Progress
-from lm_trainer.trackers.json_lines import METRICS, parse
-from lm_trainer.trackers.jsonl import HISTOGRAMS, encode
-from lm_trainer.trackers.series import Series, line_name
+from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse
+from lm_trainer.trackers.jsonl import encode
+from lm_trainer.trackers.series import line_name
 
 _LOSS, _WATCHED, _EVALUATION, _FINGERPRINT = range(4)
 """Kinds of lines that can be computed again, in the order in which a step logs them."""
 _BEGINNINGS = {"train/loss": _LOSS, **{f"{target}/": _WATCHED for target in get_args(Target)}, "eval/": _EVALUATION}
-
-Missing = dict[str, dict[str, list[int]]]
-"""File -> name of the line -> steps."""
 
 
 @dataclass
@@ -72,19 +69,10 @@ def missing_lines(record: RunRecord) -> Missing:
     Raises:
         UserError: when the checkpoints remember none.
     """
-    saved = record.saved()
-    series = record.checkpoint(saved[-1]).get(SERIES) if saved else None
-    if series is None:
+    lost = lost_lines(record.path, record.checkpoints)
+    if lost is None:
         raise UserError(f"{record.checkpoints}: no checkpoint there remembers which metrics were logged")
-    missing = {}
-    for file, expected in series.items():
-        there = Series()
-        for line, _ in _parsed(record, file):
-            if line["step"] <= saved[-1]:
-                there.add(line_name(line), line["step"])
-        if lacks := Series(expected).without(there):
-            missing[file] = lacks
-    return missing
+    return lost.lines
 
 
 def refill(record: RunRecord, *, overrides: Sequence[str] = (), progress: Progress) -> Refilled:

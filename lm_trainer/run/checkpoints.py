@@ -15,6 +15,7 @@ from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.parallel.processes import any_process, gather_texts
 from lm_trainer.run.adapters import FROZEN, check_frozen, frozen_digest
+from lm_trainer.run.batches import BatchIterator
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
 from lm_trainer.run.saved_model import AVERAGED, PARAMS
@@ -44,9 +45,6 @@ class Checkpoints:
         data_fingerprint: of the data of the first steps, as many as are given.
         facts: saved with every checkpoint, as JSON.
         watchdog: told that the run waits for a checkpoint.
-
-    Attributes:
-        loader: gives the state of the loader of batches, saved with every checkpoint.
     """
 
     def __init__(
@@ -61,14 +59,19 @@ class Checkpoints:
         self._store, self._program, self._metrics = store, program, metrics
         self._data_fingerprint, self._facts, self._watchdog = data_fingerprint, facts, watchdog
         self._compiled = False
-        self.loader: Callable[[], Any] = lambda: None
+        self._loader_state: Callable[[], Any] = lambda: None
 
-    def loader_state(self, step: int) -> Any:
-        """The state of this process's loader in the checkpoint of a step; None where it has none.
+    def resume_loader(self, loader: BatchIterator, step: int) -> None:
+        """Has a loader go on after `step` steps, and saves its state with every checkpoint from now on.
 
         Raises:
-            UserError: when other processes had parts of it.
+            UserError: when the loader cannot go on there, as when other processes had parts of it.
         """
+        loader.restore_state(self._saved_loader_state(step))
+        self._loader_state = loader.saved_state
+
+    def _saved_loader_state(self, step: int) -> Any:
+        """The state of this process's loader in the checkpoint of a step; None where it has none."""
         saved = self._store.record(step).get(LOADER) if step else None
         if saved is None:
             return None
@@ -110,7 +113,7 @@ class Checkpoints:
             self._metrics.pause()
 
     def _loaders(self) -> dict[str, Any]:
-        states = [json.loads(text) for text in gather_texts(json.dumps(self.loader()))]
+        states = [json.loads(text) for text in gather_texts(json.dumps(self._loader_state()))]
         return {} if all(state is None for state in states) else {LOADER: states}
 
     def poll(self) -> None:

@@ -6,7 +6,6 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.data.dataset import Data
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.hooks import StepInfo
 from lm_trainer.trackers import Progress
 
 
@@ -24,13 +23,25 @@ def empty_rows_note(config: RunConfig, data: Data) -> str | None:
     )
 
 
+def describe_build(data: Data) -> str:
+    """A line about a run that begins before all of its text is tokenised."""
+    because = data.waits_for_all
+    if because is None:
+        return "the text is tokenised while the run trains on what is there"
+    waits = f"the first step waits until all text is tokenised, because of {because}"
+    if "shuffle" not in because:
+        return waits
+    return f"{waits}; to begin at once, write data.shuffle: {{type: era}}, which draws early batches from early text"
+
+
 class BuildWatch:
-    """A hook that says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
+    """Says, once, when all text is tokenised, or that this has failed while nobody waits for it."""
 
     def __init__(self, config: RunConfig, data: Data, progress: Progress):
         self._config, self._data, self._progress, self._told = config, data, progress, False
 
-    def __call__(self, info: StepInfo) -> None:
+    def look(self, step: int) -> None:
+        """Looks at the build after a step."""
         if self._told:
             return
         try:
@@ -40,7 +51,7 @@ class BuildWatch:
             self._told = True
         if self._data.complete:
             tokens = self._data.num_train_tokens
-            self._progress.note(f"step {info.step}: all text is tokenised, {tokens:,} training tokens")
+            self._progress.note(f"step {step}: all text is tokenised, {tokens:,} training tokens")
             if note := empty_rows_note(self._config, self._data):
                 self._progress.note(note)
             self._told = True

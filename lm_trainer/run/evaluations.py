@@ -43,7 +43,19 @@ class EvaluationLog(Protocol):
 
 
 class Evaluations:
-    """The held-out sets of a run; each is evaluated with the weights, and with their average if the run keeps one."""
+    """The held-out sets of a run; each is evaluated with the weights, and with their average if the run keeps one.
+
+    Args:
+        sets: by name.
+        config: of the run.
+        program: of the run.
+        metrics: gets the results.
+        data_wait: waits for sets that are being tokenised.
+        watchdog: told of each batch.
+        progress: the person at the terminal.
+        open_tokens: opens the probabilities of single tokens, which come from the weights that are trained; None: there
+            are none. Called at the first evaluation, when the sets are tokenised.
+    """
 
     def __init__(  # noqa: PLR0913 - an evaluation touches all of them
         self,
@@ -54,15 +66,14 @@ class Evaluations:
         data_wait: DataWait,
         watchdog: Watchdog,
         progress: Progress,
+        open_tokens: Callable[[EvalSet], TokenProbabilities] | None = None,
     ):
         self._every, self._max_batches = config.steps_per_eval, config.max_eval_batches
         self._program, self._metrics, self._data_wait = program, metrics, data_wait
         self._watchdog, self._progress = watchdog, progress
         self._sets = sets
         self._tokens: TokenProbabilities | None = None
-        self.open_tokens: Callable[[EvalSet], TokenProbabilities] | None = None
-        """Opens the probabilities of single tokens, which come from the weights that are trained; None: there are none.
-        Called at the first evaluation, when the sets are tokenised."""
+        self._open_tokens = open_tokens
 
     def due(self, step: int) -> bool:
         """True if an evaluation is due after `step` steps."""
@@ -79,8 +90,8 @@ class Evaluations:
         for name, data in self._sets:
             for weights, found in self._run(state, data, name).items():
                 sums.setdefault(weights, {})[name or ""] = found
-        if self._tokens is None and self.open_tokens is not None and (held_out := first_set(self._sets)):
-            self._tokens = self.open_tokens(held_out)
+        if self._tokens is None and self._open_tokens is not None and (held_out := first_set(self._sets)):
+            self._tokens = self._open_tokens(held_out)
         if self._tokens is not None:
             self._progress.phase("computing the probabilities of tokens")
             self._tokens.record(state.step, self._program.weights(state)[""])

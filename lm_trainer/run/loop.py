@@ -27,8 +27,7 @@ def training_steps(run: LoopParts, state: TrainState, batches: Iterable[Batch]) 
         UserError: when the data that a step needs will not come.
     """
     iterator = BatchIterator(batches, run.data_wait)
-    iterator.restore_state(run.checkpoints.loader_state(state.step))
-    run.checkpoints.loader = iterator.saved_state
+    run.checkpoints.resume_loader(iterator, state.step)
     while state.step < run.num_train_steps:
         started = time.perf_counter()
         run.watchdog.arm(f"the batch of step {state.step + 1}")
@@ -111,6 +110,10 @@ def follow_up(run: LoopParts, info: StepInfo, *, last: bool, stopping: bool, kee
     for export in run.exports:
         if last or export.due(step):
             export.save(info, run.program, run.metrics)
+    if run.build_watch is not None:
+        run.build_watch.look(step)
+    if run.tasks is not None and (last or run.tasks.due(step)):
+        run.tasks.run(info, run.program, run.metrics, run.progress)
     run.hooks.run(info, force=last)
     # After the hooks: one that fails leaves no checkpoint of a step that it did not see to its end.
     saves = run.records and (last or stopping or keep or run.checkpoints.due(step))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 
+from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.health.alerts.sender import Alerts
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
@@ -24,11 +26,14 @@ from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.batches import DataWait
 from lm_trainer.run.checkpoints import EMPTY_STEPS, SERIES, Checkpoints, Fingerprint
 from lm_trainer.run.compilation import Compilation
+from lm_trainer.run.data_notes import BuildWatch
 from lm_trainer.run.evaluations import EvalSets, Evaluations
 from lm_trainer.run.hf_exports import HfExports
 from lm_trainer.run.hooks import Hooks
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
+from lm_trainer.run.task_evaluation import TaskEvaluation
+from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import TrainState
@@ -39,7 +44,7 @@ from lm_trainer.trackers.json_lines import METRICS
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of a loop; none of them is missing, and none changes while it runs."""
+    """The parts of a loop, complete before its first step."""
 
     num_train_steps: int
     program: Program
@@ -49,6 +54,8 @@ class LoopParts:
     profiler: Profiler | ProfilerOff
     evaluations: Evaluations
     exports: tuple[HfExports, ...]
+    build_watch: BuildWatch | None
+    tasks: TaskEvaluation | None
     hooks: Hooks
     """The user's."""
     checkpoints: Checkpoints
@@ -74,6 +81,11 @@ class LoopOptions:
     recomputed_flops_per_token: float | None = None
     """FLOPs that rematerialisation adds to them, for the figure of HFU; None where it is not known."""
     exports: Sequence[HfExports] = ()
+    build_watch: BuildWatch | None = None
+    """For a run that begins before all of its text is tokenised."""
+    tasks: TaskEvaluation | None = None
+    open_tokens: Callable[[Composite, EvalSet], TokenProbabilities] | None = None
+    """Opens the probabilities of single tokens of a held-out set, at the first evaluation."""
     hooks: Hooks = field(default_factory=Hooks)
     eval_sets: EvalSets = field(default_factory=list)
     records: bool = True
@@ -104,8 +116,8 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
         saved = attempt.store.record(state.step)
         # Opened first and closed last, so that what the other parts report at their end arrives.
         tracker = stack.enter_context(closing(_open_trackers(attempt, state.step, saved.get(SERIES))))
-        for gap in tracker.gaps:
-            progress.note(f"warning: {gap}")
+        for note in [*(f"warning: {gap}" for gap in tracker.gaps), *tracker.notes]:
+            progress.note(note)
         tracker.log_config(directory.config.model_dump(mode="json"))
         artifacts = Artifacts(directory, tracker)
         norms = Watcher(config.watch, program.sharding, program.model.axes)
@@ -132,6 +144,8 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
             attempt.store, program, metrics, options.data_fingerprint, options.facts, attempt.watchdog
         )
         data_wait = DataWait(attempt.stop, progress, watchdog, checkpoints.keep)
+        tokens = None if options.open_tokens is None else partial(options.open_tokens, tracker)
+        evaluations = Evaluations(options.eval_sets, config, program, metrics, data_wait, watchdog, progress, tokens)
         parts = LoopParts(
             num_train_steps=config.num_train_steps,
             program=program,
@@ -139,8 +153,10 @@ def open_loop(attempt: Attempt, program: Program, state: TrainState, options: Lo
             metrics=metrics,
             norms=norms,
             profiler=profiler,
-            evaluations=Evaluations(options.eval_sets, config, program, metrics, data_wait, watchdog, progress),
+            evaluations=evaluations,
             exports=tuple(options.exports),
+            build_watch=options.build_watch,
+            tasks=options.tasks,
             hooks=options.hooks,
             checkpoints=checkpoints,
             bad_batches=bad_batches,

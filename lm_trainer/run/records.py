@@ -73,6 +73,26 @@ def parsed_attempts(file: Any, content: bytes | None) -> list[dict[str, Any]]:
     return found
 
 
+def identity_beside(checkpoints: Place) -> dict[str, Any] | None:
+    """The part of the configuration that decides numbers, by the copy of run.json beside the checkpoints.
+
+    None where there is no such copy, or only a damaged one.
+    """
+    try:
+        content = _copied(checkpoints / COPY, RUN)
+        identity = None if content is None else parsed_run(checkpoints / COPY / RUN, content).get("identity")
+    except MachineError:
+        return None
+    return identity if isinstance(identity, dict) else None
+
+
+def _copied(directory: Place, name: str) -> bytes | None:
+    if not isinstance(directory, Path):
+        return directory.read(name)
+    file = directory / name
+    return _content(file) if file.is_file() else None
+
+
 def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -121,16 +141,10 @@ class RecordCopies:
         Raises:
             MachineError: when the copies are damaged.
         """
-        run = self._read(RUN)
+        run = _copied(self._to, RUN)
         if run is None or parsed_run(self._to / RUN, run).get("id") != self._run_id:
             return None
-        return run if name == RUN else self._read(name)
-
-    def _read(self, name: str) -> bytes | None:
-        if not isinstance(self._to, Path):
-            return self._to.read(name)
-        file = self._to / name
-        return _content(file) if file.is_file() else None
+        return run if name == RUN else _copied(self._to, name)
 
     def restore(self) -> Sequence[str]:
         """Takes copies in the place of missing records, and returns their names; raises as `read`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from lm_trainer.data import Tokenizer, load_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.export.settings import HfSettings
 from lm_trainer.run.find import find_checkpoints
+from lm_trainer.run.records import identity_beside
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.spread import spread
 
@@ -39,6 +41,8 @@ PARAMS = "params."
 """Prefix of the names of parameters among the arrays of a checkpoint."""
 AVERAGED = "averaged."
 """Prefix of the weights to export, where they are others than those that are trained."""
+TOKENIZER = "tokenizer"
+"""Directory of the tokenizer beside the checkpoints, and key of the digests of its files in their records."""
 SETTINGS = "hf"
 """Directory of the settings that a run carries from the published model that it comes from, beside its checkpoints."""
 
@@ -80,6 +84,7 @@ def load_model(
     """
     directory, named_step = find_checkpoints(run)
     config = read_config(directory)
+    _compare_config(directory, config)
     steps = committed_steps(directory)
     wanted = step if step is not None else named_step
     if not steps or (wanted is not None and wanted not in steps):
@@ -105,7 +110,7 @@ def read_vocabulary(run: str | Place) -> tuple[int, Tokenizer]:
     for candidate in [step] if step is not None else reversed(committed_steps(directory)):
         with contextlib.suppress(CheckpointError):
             record = read_record(directory, candidate)
-            return record["vocab_size"], load_tokenizer(local_copy(directory, "tokenizer") / "tokenizer")
+            return record["vocab_size"], load_tokenizer(local_copy(directory, TOKENIZER) / TOKENIZER)
     raise UserError(f"{directory}: there is no checkpoint that can be read")
 
 
@@ -128,10 +133,42 @@ def _load_step(directory: Place, step: int, config: RunConfig, devices: Sequence
     params = {name.removeprefix(prefix): x for name, x in restored.arrays.items()}
     if config.adapter is not None:
         params = {name: np.asarray(x) for name, x in params.items()}
-    tokenizer = load_tokenizer(local_copy(directory, "tokenizer") / "tokenizer")
+    copy = local_copy(directory, TOKENIZER) / TOKENIZER
+    _compare_tokenizer(directory, copy, record)
+    tokenizer = load_tokenizer(copy)
     name = config.trainer.id or directory.name
     settings = read_settings(directory)
     return LoadedModel(config, nested_from_names(params), step, vocab_size, tokenizer, name, restored.record, settings)
+
+
+def _compare_config(directory: Place, config: RunConfig) -> None:
+    """Warns where config.yaml is another configuration than the run's, by the copy of its record beside it."""
+    from lm_trainer.run.config import numeric_differences, numeric_identity
+
+    identity = identity_beside(directory)
+    if identity and (differences := numeric_differences(identity, numeric_identity(config), config)):
+        logger.warning(
+            "%s is not the configuration of the run, and was damaged or changed: %s",
+            directory / "config.yaml",
+            "; ".join(differences),
+        )
+
+
+def _compare_tokenizer(directory: Place, copy: Path, record: Mapping[str, Any]) -> None:
+    """Warns where a file of the tokenizer is another than when the step was saved."""
+    for name, digest in record.get(TOKENIZER, {}).items():
+        file = copy / name
+        if not file.is_file() or _digest(file.read_bytes()) != digest:
+            logger.warning("%s is not the file of the run's tokenizer", directory / TOKENIZER / name)
+
+
+def tokenizer_digests(tokenizer: HfTokenizer) -> dict[str, str]:
+    """Digests of the files of a tokenizer, saved with every checkpoint by the key TOKENIZER."""
+    return {name: _digest(content) for name, content in tokenizer.files().items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read_settings(directory: Place) -> HfSettings | None:
@@ -214,7 +251,7 @@ def write_model(
         store.save(0, arrays, {"vocab_size": vocab_size})
         store.close()
         write_atomically(draft / "config.yaml", to_yaml(RunConfig(model=model_config)))  # pyright: ignore[reportArgumentType]
-        tokenizer.save(draft / "tokenizer")
+        tokenizer.save(draft / TOKENIZER)
         if settings is not None:
             settings.write(draft / SETTINGS)
         if out.is_dir():

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from lm_trainer.core.batch import Batch
-from lm_trainer.core.bucket import Place
 from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.errors import UserError
 from lm_trainer.data import open_data
@@ -22,11 +17,6 @@ from lm_trainer.data.dataset import Data
 from lm_trainer.data.tokenize.progress import BuildProgress
 from lm_trainer.export.huggingface import check_exportable
 from lm_trainer.export.settings import HfSettings
-from lm_trainer.generate.engine import generate
-from lm_trainer.generate.sampling import GenerateSettings
-from lm_trainer.generate.speech import write_heard
-from lm_trainer.generate.speech_rules import SpeechRules
-from lm_trainer.generate.text import encode_prompt
 from lm_trainer.models import DecoderConfig
 from lm_trainer.parallel.processes import is_lead
 from lm_trainer.profile.flops import flops_per_token, recomputed_flops_per_token
@@ -34,92 +24,27 @@ from lm_trainer.run.adapters import describe_size, find_base, training_flops
 from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import batches_from
 from lm_trainer.run.config import RunConfig
-from lm_trainer.run.data_notes import BuildWatch, empty_rows_note
+from lm_trainer.run.data_notes import BuildWatch, describe_build, empty_rows_note
 from lm_trainer.run.directory import run_id
 from lm_trainer.run.evaluations import named_sets
 from lm_trainer.run.gather import with_gather
 from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hf_exports import HfExports, check_exports
 from lm_trainer.run.initial_weights import choose_vocab_size
-from lm_trainer.run.local_params import local_params
 from lm_trainer.run.loop import train_to_end
 from lm_trainer.run.loop_parts import LoopOptions, open_loop
 from lm_trainer.run.model import recomputes_layers, trace_model
 from lm_trainer.run.notes import recomputation_note, schedule_notes
 from lm_trainer.run.pretrained import HfStart, carried_settings, find_start
 from lm_trainer.run.program import Program, plan_run
-from lm_trainer.run.saved_model import SETTINGS
+from lm_trainer.run.sample import draw_sample
+from lm_trainer.run.saved_model import SETTINGS, TOKENIZER, tokenizer_digests
+from lm_trainer.run.summary import Summary
 from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.step.model_def import ModelDef
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress
-
-_PROMPT_CHARS = 24
-"""Characters of the sample's prompt that are offered as a prompt of one's own."""
-
-
-@dataclass
-class Summary:
-    """The outcome of an attempt at a run."""
-
-    name: str
-    run_dir: Path
-    checkpoints: Place
-    step: int
-    train_loss: float = math.nan
-    """In nats per token, of the last step of this attempt; NaN when there was nothing left to do."""
-    eval_losses: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    """Wall time of this attempt."""
-    sample: str | None = None
-    """A prompt and what the model makes of it, or what is said in a recording and what the model hears."""
-    hears: bool = False
-    """True of a model that writes what it hears, and goes on from no text."""
-    exports: bool = True
-    """True of a model for which transformers' format has a place."""
-    gaps: Sequence[str] = ()
-    """A line about each file of metrics that lacks steps of the run."""
-
-    def lines(self) -> list[str]:
-        """The end of the terminal's output: what came out, and where everything is."""
-        if math.isnan(self.train_loss) and not self.eval_losses:
-            complete = "has all its steps, but not all their metrics" if self.gaps else "was complete already"
-            result = [f"run {self.name} {complete}, after step {self.step}"]
-        else:
-            losses = {"train loss": self.train_loss, **{f"{k} loss": v for k, v in self.eval_losses.items()}}
-            text = ", ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            result = [f"done: step {self.step}, {text}, in {self.seconds:.0f} s"]
-        result += [f"warning: {gap}" for gap in self.gaps]
-        if self.sample is not None:
-            before = "what is said" if self.hears else "the prompt"
-            origin = f"sample (up to ⟫ it is {before}, from there on the model's):"
-            result += ["", origin, *(f"  | {line}" for line in self.sample.splitlines()), ""]
-        return [
-            *result,
-            f"  metrics      {self.run_dir / 'metrics.jsonl'}",
-            f"  checkpoints  {_shortest(self.checkpoints)}",
-            "next:",
-            *(f"  {command}" for command in self._next_commands()),
-        ]
-
-    def _next_commands(self) -> Iterator[str]:
-        """Commands to go on with, which work as they are written, but for the file of a recording."""
-        run = self.name if self.run_dir.parent.absolute() == Path("logs").absolute() else shlex.quote(str(self.run_dir))
-        text = (self.sample or "").partition("⟫")[0]
-        begun = next((line.strip() for line in text.splitlines() if line.strip()), "The")[:_PROMPT_CHARS]
-        if self.hears:
-            yield f"lmt transcribe {run} FILE"
-        else:
-            yield f"lmt generate {run} --prompt {shlex.quote(begun.rpartition(' ')[0] or begun)}"
-        yield f"lmt report {run}"
-        yield f"lmt export-hf {run} {shlex.quote(f'exports/{self.name}')}" if self.exports else "lmt runs"
-
-
-def _shortest(path: Place) -> Place:
-    if not isinstance(path, Path):
-        return path
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def train(config: RunConfig, *, name: str, progress: Progress, allow_config_change: bool = False) -> Summary:
@@ -143,11 +68,16 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         config, attempt, data, program = run.config, run.attempt, run.data, run.program
         options = LoopOptions(data.fingerprints, run.facts, run.flops_per_token, run.recomputed_flops_per_token)
         if not data.complete:
-            options.hooks.add(BuildWatch(config, data, progress), every=1)
+            options.build_watch = BuildWatch(config, data, progress)
         if config.hf_save_path is not None:
             exports = HfExports(config, attempt.directory.name, progress, data.tokenizer, run.hub_name, run.settings)
             options.exports = (stack.enter_context(exports),)
-        tasks = None if config.eval_harness is None else TaskEvaluation(config, data.tokenizer, run.settings)
+        if config.eval_harness is not None:
+            options.tasks = TaskEvaluation(config, data.tokenizer, attempt.directory.path, run.settings)
+        if config.trainer.token_probabilities:
+            options.open_tokens = lambda tracker, held_out: TokenProbabilities(
+                config, program, held_out, attempt.directory.path, tracker
+            )
         sets = data.validation()
         options.eval_sets = named_sets(sets)
         if not sets:
@@ -155,12 +85,6 @@ def train(config: RunConfig, *, name: str, progress: Progress, allow_config_chan
         opened = stack.enter_context(open_loop(attempt, program, run.state, options))
         loop = opened.parts
         opened.tracker.log_summary(run_facts(run, options.flops_per_token))
-        if config.trainer.token_probabilities:
-            loop.evaluations.open_tokens = lambda held_out: TokenProbabilities(
-                config, program, held_out, attempt.directory.path, opened.tracker
-            )
-        if tasks is not None:
-            tasks.add_to(loop, attempt.directory.path)
 
         state = train_to_end(loop, run.state, run.batches())
         sample = None
@@ -283,10 +207,10 @@ def _place_state(
     # Beside the checkpoints, so that a model can be used without the data that it was trained on.
     if is_lead():
         with written_to(attempt.directory.checkpoints) as directory:
-            data.tokenizer.save(directory / "tokenizer")
+            data.tokenizer.save(directory / TOKENIZER)
             if settings is not None:
                 settings.write(directory / SETTINGS)
-    facts: dict[str, Any] = {"vocab_size": vocab_size}
+    facts: dict[str, Any] = {"vocab_size": vocab_size, TOKENIZER: tokenizer_digests(data.tokenizer)}
     if base := find_base(config, attempt.store):
         # The run named here is the frozen model below the adapter, and not one whose weights the state begins with.
         model, loads = base.attach(model), loads.model_copy(update={"initialize_from": None})
@@ -322,47 +246,6 @@ def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, p
         progress.note(note)
 
 
-def draw_sample(config: RunConfig, program: Program, data: Data, state: TrainState) -> str:
-    """The prompt and its continuation; without `sample_prompt`, it is the start of a held-out document (of the training
-    text, where nothing is held out).
-    """
-    sets = list(data.validation().values())
-    rows = next(iter(sets[0].batches(1, rows=range(1)))) if sets else next(data.train(1, rows=range(1), num_steps=1))
-    if rows.features is not None:
-        return _draw_heard(program, data, state, rows)
-    if (text := config.trainer.sample_prompt) is not None:
-        # The end of a prompt that fills the context, so that a finished run does not fail for its sample.
-        prompt = encode_prompt(data.tokenizer, text)[-(config.model.seq_len // 2) :]
-    else:
-        prompt = [int(token) for token in rows.tokens[0, : min(32, config.model.seq_len // 4)]]
-    weights = list(program.weights(state).values())[-1]
-    params = local_params(program, weights)
-    tokens = generate(
-        program.model.merge(params),
-        [prompt],
-        GenerateSettings(
-            max_new_tokens=config.trainer.sample_tokens,
-            temperature=0.6,
-            top_p=0.9,
-            eos_id=data.tokenizer.eos_id,
-            seed=config.trainer.seed,
-        ),
-    )[0]
-    return data.tokenizer.decode(prompt) + "⟫" + data.tokenizer.decode(tokens)
-
-
-def _draw_heard(program: Program, data: Data, state: TrainState, row: Batch) -> str:
-    """The text of a row, and what the model writes when it hears it."""
-    weights = list(program.weights(state).values())[-1]
-    model: Any = program.model.merge(local_params(program, weights))
-    # The tokens that are not learnt before the first that is: the prompt.
-    count = int(np.argmax(row.weights[0] > 0)) + 1
-    ids, eos_id = row.tokens[0][row.segments[0] >= 0].tolist(), data.tokenizer.eos_id
-    rules = SpeechRules(start_id=ids[0], eos_id=eos_id)
-    heard = write_heard(model, np.asarray(row.features), rules, prompt=ids[:count])[0]
-    return data.tokenizer.decode(ids[count:]) + "⟫" + data.tokenizer.decode(heard)
-
-
 def open_training_data(config: RunConfig, progress: Progress) -> Data:
     """The data of the run, tokenised first where they are not cached yet."""
 
@@ -378,14 +261,3 @@ def open_training_data(config: RunConfig, progress: Progress) -> Data:
         ray=config.trainer.ray if config.trainer.ray.address else None,
         background=True,
     )
-
-
-def describe_build(data: Data) -> str:
-    """A line about a run that begins before all of its text is tokenised."""
-    because = data.waits_for_all
-    if because is None:
-        return "the text is tokenised while the run trains on what is there"
-    waits = f"the first step waits until all text is tokenised, because of {because}"
-    if "shuffle" not in because:
-        return waits
-    return f"{waits}; to begin at once, write data.shuffle: {{type: era}}, which draws early batches from early text"

@@ -83,7 +83,10 @@ def open_trackers(
     except BaseException:
         Composite(always, others).close()
         raise
-    return Composite(always, others)
+    trackers = Composite(always, others)
+    if resume_step:
+        trackers.catch_up()
+    return trackers
 
 
 def profile_directory(configs: Sequence[AnyTracker], *, run_dir: str | Path, run_id: str) -> Path:

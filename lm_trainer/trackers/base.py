@@ -16,7 +16,8 @@ import numpy as np
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
-from lm_trainer.trackers.series import Plain
+from lm_trainer.trackers.catch_up import Missing, catch_up
+from lm_trainer.trackers.series import Plain, Series
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,10 @@ class Tracker(Protocol):
         """Values of this step: Python floats and ints, possibly NaN or infinite."""
         ...
 
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Texts that belong to a step as its metrics do, such as a fingerprint."""
+        ...
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         """The resolved configuration, as plain values that JSON can hold."""
         ...
@@ -75,6 +80,18 @@ class Tracker(Protocol):
         """
         ...
 
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        """The lines that it should have and had not when it was opened; empty where that cannot be found out.
+
+        Args:
+            lines: by file, the lines of steps that are done which the run's own files have.
+        """
+        ...
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Takes the lines that it lacks: by file of the run, records of steps that are done, in order."""
+        ...
+
     def sync(self) -> None:
         """Returns when what was logged would outlast a power cut, as far as it is kept on this machine: a checkpoint is
         about to appear, whose steps will not be logged again.
@@ -89,8 +106,13 @@ class Tracker(Protocol):
 class RunFile(Tracker, Protocol):
     """The tracker that every run has: its own file."""
 
-    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Texts that belong to a step as its metrics do, such as a fingerprint."""
+    def records(self, file: str) -> Sequence[Mapping[str, Any]]:
+        """The records of one of the files, in order."""
+        ...
+
+    @property
+    def lines(self) -> Mapping[str, Plain]:
+        """The lines that each file had when it was opened."""
         ...
 
     @property
@@ -134,11 +156,15 @@ class Composite:
     """The file that every run writes and the configured trackers, as one.
 
     The file must succeed: its errors go to the caller. A tracker that raises is reported once and dropped.
+
+    Attributes:
+        notes: lines for people about trackers that had to catch up.
     """
 
     def __init__(self, always: RunFile, others: Sequence[tuple[str, Tracker]]):
         self._always = always
         self._others = list(others)
+        self.notes: list[str] = []
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """Records the values of a step; scalars of NumPy and JAX are accepted, and waited for.
@@ -151,12 +177,12 @@ class Composite:
         self._each(lambda tracker: tracker.log(numbers, step=step))
 
     def log_record(self, record: Mapping[str, str], *, step: int) -> None:
-        """Records texts that belong to a step, in the run's own file alone: other trackers take numbers.
+        """Records texts that belong to a step, such as a fingerprint.
 
         Raises:
             MachineError: when the file cannot be written.
         """
-        self._always.log_record(record, step=step)
+        self._each(lambda tracker: tracker.log_record(record, step=step))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Records the resolved configuration; passwords inside URLs are blanked."""
@@ -196,6 +222,14 @@ class Composite:
         clean = re.sub(r"[^A-Za-z0-9._-]", "-", name)
         self._each(lambda tracker: tracker.log_artifact(clean, path, type=type))
 
+    def catch_up(self) -> None:
+        """Hands each tracker the lines that it lacks of steps that are done, and notes which."""
+        for name, tracker in tuple(self._others):
+            self._try(name, tracker, lambda tracker, name=name: self._note(catch_up(name, tracker, self._always)))
+
+    def _note(self, note: str | None) -> None:
+        self.notes += [note] if note else []
+
     def sync(self) -> Mapping[str, Plain]:
         """Puts on disk what was logged, before a checkpoint appears; returns what the checkpoint is to remember of it.
 
@@ -225,15 +259,17 @@ class Composite:
     def _each(self, call: Callable[[Tracker], None]) -> None:
         # First the file: it is complete even if a tracker hangs. A copy of the list, because failing trackers leave it.
         call(self._always)
-        for entry in tuple(self._others):
-            name, tracker = entry
-            try:
-                call(tracker)
-            except Exception as error:
-                self._others.remove(entry)
-                report(name, error)
-                with contextlib.suppress(Exception):
-                    tracker.close()
+        for name, tracker in tuple(self._others):
+            self._try(name, tracker, call)
+
+    def _try(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
+        try:
+            call(tracker)
+        except Exception as error:
+            self._others.remove((name, tracker))
+            report(name, error)
+            with contextlib.suppress(Exception):
+                tracker.close()
 
 
 def report(name: str, error: Exception) -> None:

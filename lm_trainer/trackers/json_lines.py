@@ -6,8 +6,9 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from lm_trainer.trackers.series import Plain, Series, line_name
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
+METRICS, TEXTS, HISTOGRAMS = "metrics.jsonl", "texts.jsonl", "histograms.jsonl"
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class JsonLines:
@@ -31,22 +33,23 @@ class JsonLines:
 
     Attributes:
         missing: those that it lacks: steps by the name of the line.
+        there: the lines that it had when it was opened.
 
     Raises:
         MachineError: here and in every method, when the file cannot be written, or is gone.
     """
 
     def __init__(self, path: Path, resume_step: int, expected: Plain | None = None):
-        self._path = path
+        self.path = path
         try:
             there = _drop_steps_after(path, resume_step)
-            # For appending, so that a line ends up at the end even if somebody else has the file open too.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = _open_to_append(path)
         except OSError as error:
             raise machine_error(path, error) from error
         self._size = os.fstat(self._fd).st_size
         must = Series(expected)
         self.missing = must.without(there)
+        self.there = there.plain()
         # What is missing stays so, however often the run is resumed.
         self._series = must.joined(there) if self.missing else there
 
@@ -57,7 +60,7 @@ class JsonLines:
 
     def write(self, record: Mapping[str, Any]) -> None:
         # One unbuffered write a line: a kill between two steps loses nothing, and a kill inside one tears no line.
-        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        line = _line(record)
         try:
             written = os.write(self._fd, line)
             while written < len(line):
@@ -67,23 +70,41 @@ class JsonLines:
             # A full disk may have taken half a line, which would spoil the next one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            raise machine_error(self._path, error) from error
+            raise machine_error(self.path, error) from error
         if not links:
             raise self._gone()
         self._size += len(line)
         self._series.add(line_name(record), record["step"])
+
+    def records(self) -> list[dict[str, Any]]:
+        """Reads its records, with the floats that JSON lacks as texts."""
+        try:
+            return [record for record, _ in parse(self.path.read_bytes())[0]]
+        except OSError as error:
+            raise machine_error(self.path, error) from error
+
+    def insert(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Puts records of earlier steps among the other lines, by step and time."""
+        ordered = sorted([*self.records(), *records], key=lambda record: (record["step"], record.get("time", 0.0)))
+        try:
+            write_atomically(self.path, b"".join(_line(record) for record in ordered))
+            os.close(self._fd)
+            self._fd = _open_to_append(self.path)
+            self._size = os.fstat(self._fd).st_size
+        except OSError as error:
+            raise machine_error(self.path, error) from error
 
     def sync(self) -> None:
         """Returns when all lines would outlast a power cut."""
         try:
             os.fsync(self._fd)
             ours = os.fstat(self._fd)
-            named = self._path.stat()
-            _sync_directory(self._path.parent)
+            named = self.path.stat()
+            _sync_directory(self.path.parent)
         except FileNotFoundError:
             raise self._gone() from None
         except OSError as error:
-            raise machine_error(self._path, error) from error
+            raise machine_error(self.path, error) from error
         if not os.path.samestat(ours, named):
             raise self._gone()
 
@@ -95,16 +116,21 @@ class JsonLines:
         try:
             os.fsync(fd)
         except OSError as error:
-            raise machine_error(self._path, error) from error
+            raise machine_error(self.path, error) from error
         finally:
             os.close(fd)
 
     def _gone(self) -> MachineError:
         return MachineError(
-            f"{self._path} was removed or replaced while the run wrote it: what it has logged is lost. Put it back if "
+            f"{self.path} was removed or replaced while the run wrote it: what it has logged is lost. Put it back if "
             f"you can, then start the same command again: the run goes on from its newest checkpoint, and names the "
             f"lines that are missing"
         )
+
+
+def decode(value: Any) -> Any:
+    """Converts a value of these files to that which was logged: texts for the floats that JSON lacks become floats."""
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def parse(content: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
@@ -128,6 +154,15 @@ def machine_error(path: Path, error: OSError) -> MachineError:
         f"{path}: cannot be written ({error.strerror or error}); make room or mend the directory, then start the same "
         f"command again: the run goes on from its newest checkpoint"
     )
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, allow_nan=False) + "\n").encode()
+
+
+def _open_to_append(path: Path) -> int:
+    # For appending, so that a line ends up at the end even if somebody else has the file open too.
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
 def _drop_steps_after(path: Path, step: int) -> Series:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,11 @@ import numpy as np
 from lm_trainer.core.config import LocalPath
 from lm_trainer.core.files import local_path, make_writable, write_atomically
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
-from lm_trainer.trackers.json_lines import METRICS, JsonLines, machine_error, parse
-from lm_trainer.trackers.series import Plain, describe
+from lm_trainer.trackers.catch_up import Missing
+from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, TEXTS, JsonLines, decode, machine_error, parse
+from lm_trainer.trackers.series import Plain, Series, describe_gap
 
-TEXTS, HISTOGRAMS, SUMMARY = "texts.jsonl", "histograms.jsonl", "summary.json"
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+SUMMARY = "summary.json"
 
 
 class JsonlConfig(TrackerConfig):
@@ -90,6 +90,18 @@ class JsonlTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: artifacts are files of the run directory."""
 
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        there = self.lines
+        missing = {file: series.without(Series(there.get(file))) for file, series in lines.items()}
+        return {file: names for file, names in missing.items() if names}
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        for file, of_file in records.items():
+            self._lines(file).insert(of_file)
+
+    def records(self, file: str) -> list[dict[str, Any]]:
+        return self._files[file].records() if file in self._files else []
+
     def sync(self) -> None:
         for lines in self._files.values():
             lines.sync()
@@ -99,18 +111,17 @@ class JsonlTracker:
         return {name: lines.series for name, lines in self._files.items()}
 
     @property
+    def lines(self) -> dict[str, Plain]:
+        return {name: lines.there for name, lines in self._files.items()}
+
+    @property
     def gaps(self) -> list[str]:
-        found = []
-        for name, lines in self._files.items():
-            kinds = (f"{kind} of {describe(steps)}" for kind, steps in lines.missing.items())
-            if lines.missing:
-                at = self._run.resume_step
-                found.append(
-                    f"{self._run.dir / name} lacks lines that were there at the checkpoint of step {at}: "
-                    f"{'; '.join(kinds)}. `lmt replay {self._run.id} --metrics` computes them again, but for what "
-                    f"your own code logged"
-                )
-        return found
+        run = self._run
+        return [
+            describe_gap(run.dir / name, run.id, run.resume_step, lines.missing)
+            for name, lines in self._files.items()
+            if lines.missing
+        ]
 
     def close(self) -> None:
         for lines in self._files.values():
@@ -131,7 +142,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     skipped.
     """
     records, _ = parse((Path(run_dir) / METRICS).read_bytes())
-    return [{name: _decode(value) for name, value in record.items()} for record, _ in records]
+    return [{name: decode(value) for name, value in record.items()} for record, _ in records]
 
 
 def _record(step: int) -> dict[str, Any]:
@@ -147,7 +158,3 @@ def encode(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [encode(v) for v in value]
     return value
-
-
-def _decode(value: Any) -> Any:
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

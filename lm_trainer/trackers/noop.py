@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
-from lm_trainer.trackers.series import Plain
+from lm_trainer.trackers.catch_up import Missing
+from lm_trainer.trackers.series import Plain, Series
 
 
 class NoopConfig(TrackerConfig):
@@ -49,11 +50,26 @@ class NoopTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         pass
 
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        del lines
+        return {}
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        pass
+
+    def records(self, file: str) -> list[dict[str, Any]]:
+        del file
+        return []
+
     def sync(self) -> None:
         pass
 
     @property
     def series(self) -> Mapping[str, Plain]:
+        return {}
+
+    @property
+    def lines(self) -> Mapping[str, Plain]:
         return {}
 
     @property

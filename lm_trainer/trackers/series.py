@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 Plain = dict[str, list[list[int]]]
@@ -29,6 +30,11 @@ class Series:
             ranges[-1][1:] = [step, step - ranges[-1][1]]
         else:
             ranges.append([step, step, 1])
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its lines."""
+        return [*self._ranges]
 
     def steps(self, name: str) -> Iterator[int]:
         """The steps of the lines of a name, in order."""
@@ -61,6 +67,22 @@ def line_name(record: Mapping[str, Any]) -> str:
     """The name of a line."""
     named = record.get("name")
     return named if isinstance(named, str) else next((key for key in record if key not in ("step", "time")), "")
+
+
+def describe_gap(file: Path, run_id: str, step: int, missing: Mapping[str, list[int]]) -> str:
+    """A line for people about lines that a file lacks: steps by the name of the line.
+
+    Args:
+        file: one of the run's.
+        run_id: the run's name.
+        step: that of the checkpoint that remembers the lines.
+        missing: the lines.
+    """
+    kinds = (f"{kind} of {describe(steps)}" for kind, steps in missing.items())
+    return (
+        f"{file} lacks lines that were there at the checkpoint of step {step}: {'; '.join(kinds)}. "
+        f"`lmt replay {run_id} --metrics` computes them again, but for what your own code logged"
+    )
 
 
 def describe(steps: list[int]) -> str:

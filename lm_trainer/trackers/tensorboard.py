@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +17,9 @@ from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig
+from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.event_files import LastStep
+from lm_trainer.trackers.series import Series
 
 # Each flush of a file in a bucket writes an object.
 _REMOTE_FLUSH_SECONDS = 60.0
@@ -70,6 +73,9 @@ class TensorboardTracker:
         remote = "://" in directory
         try:
             record_writer.directory_check(directory)
+            # What earlier attempts have left, before this one adds a file.
+            start = self._events.SessionLog.START
+            self._shown = None if remote else LastStep(Path(directory), self._events.Event, start)
             # tensorboardX names files by the second, in which another attempt may have begun.
             suffix = f".{time.time_ns() % 10**9:09}.{os.getpid()}"
             self._file = event_file_writer.EventsWriter(f"{directory}/events", suffix)
@@ -86,6 +92,9 @@ class TensorboardTracker:
         summary = self._summaries.Summary
         values = [summary.Value(tag=name, simple_value=number) for name, number in metrics.items()]
         self._write(step, summary=summary(value=values))
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Nothing: TensorBoard draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.log_text("config", _as_markdown(config), step=0)
@@ -122,6 +131,20 @@ class TensorboardTracker:
 
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         """Nothing: TensorBoard shows no files, and the run directory has them."""
+
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        # A bucket would have to hand out whole files.
+        if self._shown is None:
+            return {}
+        there = {
+            name: [step for step in series.steps(name) if self._shown.has(name, step)]
+            for series in lines.values()
+            for name in series.names
+        }
+        return lacking(lines, there)
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         self._file.flush()

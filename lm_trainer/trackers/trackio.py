@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,11 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
+from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.series import Series
+
+_REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
+"""Variables of the environment that have Trackio log to another machine."""
 
 
 class TrackioConfig(TrackerConfig):
@@ -48,7 +54,8 @@ class TrackioTracker:
     def __init__(self, config: TrackioConfig, run: TrackedRun):
         import trackio
 
-        self._trackio = trackio
+        self._trackio, self._project = trackio, config.project
+        self._local = config.space_id is None and not any(map(os.environ.get, _REMOTE))
         with _quiet():
             try:
                 # Not embedded in a notebook, and without the load of the machine among the metrics of a step.
@@ -66,6 +73,9 @@ class TrackioTracker:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Nothing: Trackio draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         # Trackio sends the configuration with the first metrics.
@@ -87,6 +97,21 @@ class TrackioTracker:
     def log_artifact(self, name: str, path: Path, *, type: str) -> None:
         with _quiet():
             self._run.log_artifact(str(path), name=f"{name}-{self._run.name}", type=type)
+
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        # A Space cannot be asked for so many lines at each start.
+        if not self._local:
+            return {}
+        from trackio.sqlite_storage import SQLiteStorage
+
+        there: dict[str, set[int]] = {}
+        for row in SQLiteStorage.get_logs(self._project, self._run.name, run_id=self._run.id):
+            for name in row:
+                there.setdefault(name, set()).add(row["step"])
+        return lacking(lines, there)
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         """Nothing: Trackio's own thread writes and sends."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ from pydantic import model_validator
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.trackers.base import TrackedRun, TrackerConfig, require_package
+from lm_trainer.trackers.catch_up import Missing, lacking, log_again
+from lm_trainer.trackers.series import Series
+from lm_trainer.trackers.wandb_log import steps_in_logs
 
 STEP = "global_step"
 """The x axis of all metrics. W&B's own step cannot go back, so it would drop the steps that a resumed run repeats."""
@@ -64,7 +68,7 @@ class WandbTracker:
         import wandb
         from wandb.errors import UsageError
 
-        self._wandb, self._step = wandb, run.resume_step
+        self._wandb, self._step, self._directory = wandb, run.resume_step, run.dir
         self._dump_dir = _xla_dump_directory() if config.save_xla_dumps else None
         identity = config.id or run.id
         try:
@@ -91,6 +95,9 @@ class WandbTracker:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._step = step
         self._run.log({STEP: step, **metrics})
+
+    def log_record(self, record: Mapping[str, str], *, step: int) -> None:
+        """Nothing: W&B draws numbers."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
@@ -119,6 +126,25 @@ class WandbTracker:
         if path.is_dir():
             files = {str(file.relative_to(path)): file for file in sorted(path.rglob("*")) if file.is_file()}
         self._upload(name, type, files)
+
+    def lacks(self, lines: Mapping[str, Series]) -> Missing:
+        run = self._run
+        if run.disabled:
+            return {}
+        if run.offline:
+            return lacking(lines, steps_in_logs(self._directory, run.id, STEP))
+        # The server would need a request for every thousand lines. Lines are lost at the end of an attempt: by a kill,
+        # or once the tracker is switched off; it says which step of a resumed run was its last.
+        last = run.summary.get(STEP, math.inf) if run.resumed else 0
+        there = {
+            name: [step for step in series.steps(name) if step <= last]
+            for series in lines.values()
+            for name in series.names
+        }
+        return lacking(lines, there)
+
+    def put_back(self, records: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        log_again(self, records)
 
     def sync(self) -> None:
         """Nothing: W&B's own process writes and sends."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -15,13 +17,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from pydantic import ValidationError
 
 from lm_trainer.checkpoint import store as store_module
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery, is_permanent
-from lm_trainer.checkpoint.record import sealed
 from lm_trainer.checkpoint.store import KEPT, CheckpointStore, committed_steps, root_cause
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.seal import sealed
 from tests.checkpoint.steps import (
     NEVER,
     arrays,
@@ -180,6 +183,14 @@ def test_a_clock_that_jumps_makes_no_checkpoint_due(directory: Path, monkeypatch
         assert not store.due(5)
 
 
+def test_a_clock_that_jumps_ends_no_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    days = itertools.count()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 86400 * next(days))
+    saved(directory, 3, 6).close()
+    assert committed_steps(directory) == [6]
+
+
 def test_when_a_checkpoint_is_due(directory: Path) -> None:
     store = CheckpointStore(directory, CheckpointerConfig(keep=(KeepEvery(every=10),)))
     assert [step for step in range(25) if store.due(step)] == [10, 20]
@@ -285,6 +296,26 @@ def test_a_step_that_one_process_cannot_read_is_used_by_none(directory: Path, mo
     assert (directory / "2.corrupt").is_dir()
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_a_machine_that_cannot_read_now_is_no_damage(
+    directory: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved(directory, 3, 6)
+    store.wait()
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(ocp, "load_checkpointables", refuse)
+    with pytest.raises(MachineError, match=rf"checkpoints/6: its arrays cannot be read now \(.*{os.strerror(code)}"):
+        store.restore(like(sharded(8)))
+    monkeypatch.undo()
+    assert committed_steps(directory) == [3, 6]
+    restored = store.restore(like(sharded(8)))
+    assert restored is not None
+    assert restored.step == 6
+
+
 def test_nothing_to_restore(directory: Path) -> None:
     assert CheckpointStore(directory, NEVER).restore(like(sharded(1))) is None
 
@@ -311,6 +342,20 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         CheckpointStore(tmp_path / "file" / "checkpoints", NEVER)
+
+
+def test_a_directory_that_vanishes_is_not_made_again(directory: Path) -> None:
+    store = saved(directory, 3)
+    store.wait()
+    gone = directory.rename(directory.with_name("gone"))
+    with pytest.raises(MachineError, match=rf"{directory}: .* the directory was removed or replaced"):
+        store.save(6, arrays(6, sharded(8)), {})
+    assert not directory.exists()
+    directory.mkdir()
+    with pytest.raises(MachineError, match="removed or replaced"):
+        store.save(6, arrays(6, sharded(8)), {})
+    assert committed_steps(gone) == [3]
+    assert committed_steps(directory) == []
 
 
 @pytest.fixture

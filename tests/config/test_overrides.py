@@ -147,6 +147,9 @@ class TestTypes:
         # As nanoGPT spells it.
         (["--max_iters=3"], "override `--max_iters=3`: no such option; did you mean '--trainer.num_train_steps'?"),
         (["--verbose"], "--verbose: no such option"),
+        (["-d"], "-d: no such option; did you mean '--dry-run'?"),
+        (["-dx"], "-dx: no such option; did you mean '--dry-run'?"),
+        (["-q", "gpu"], "-q: no such option"),
         (["--trainer.seed"], "--trainer.seed: a value is missing"),
         (["--trainer.seed", "--model.num_layers=3"], "--trainer.seed: a value is missing"),
         (["model.num_layers", "4"], "model.num_layers: expected KEY=VALUE; did you mean model.num_layers=4?"),

@@ -31,7 +31,7 @@ from lm_trainer.data.tokenize.build import BuildOptions
 from lm_trainer.data.tokenize.open_cache import OpenCache
 from lm_trainer.data.tokenize.shard_reader import AHEAD
 from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-from lm_trainer.run.train import describe_build
+from lm_trainer.run.data_notes import describe_build
 from tests.conftest import lmt_environment
 from tests.data.conftest import MakeBuild, contents
 from tests.data.program import start_builder
@@ -44,12 +44,13 @@ class Gate:
     """Lets a batch of documents be encoded only when it is told to."""
 
     def __init__(self) -> None:
-        self._left, self._open = threading.Semaphore(0), False
+        self._left, self._open, self.waits = threading.Semaphore(0), False, False
 
     def encode(self, _: object, texts: list[str]) -> list[Any]:
         # A timeout, because opening the gate releases nobody who waits for a turn.
-        while not self._open and not self._left.acquire(timeout=0.05):
-            pass
+        while not self._open and not self._left.acquire(timeout=0.01):
+            self.waits = True
+        self.waits = False
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def release(self, count: int = 1) -> None:
@@ -144,9 +145,12 @@ def test_the_batches_are_those_of_a_finished_cache(
     for _ in range(STEPS):
         while (missing := iterator.missing()) is not None:
             assert str(missing).startswith("waiting for tokenised data")
-            gate.release()
-            # Turns add up: without a pause all text could be tokenised before the first batch is asked for again.
-            time.sleep(0.002)
+            # Turns would add up: all text could be tokenised before the first batch is asked for again. A builder that
+            # waits for its turn has at most `AHEAD` parts that are not committed yet.
+            until(lambda: gate.waits or iterator.missing() is None or data.complete, "the build comes to its next part")
+            if gate.waits:
+                gate.waits = False
+                gate.release()
         began_early |= not batches and not data.complete
         batches.append(next(iterator))
         if len(batches) > STEPS // 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.cache.loss_mask import LossMaskStream
 from lm_trainer.data.cache.token_stream import TokenStream
-from lm_trainer.data.inspect import damaged_parts, remove_parts, verify
+from lm_trainer.data.inspect import damaged_parts, remove_parts, status, verify
 from lm_trainer.data.tokenize.build import BuildOptions
 from tests.data.conftest import contents
 
@@ -52,10 +53,17 @@ def parts(config: DataConfig, tmp_path: Path) -> Path:
     return directory
 
 
+def unsealed(file: Path) -> dict[str, Any]:
+    """A JSON file of a cache as earlier versions wrote it, without a checksum."""
+    record = json.loads(file.read_text())
+    del record["checksum"]
+    return record
+
+
 def as_an_earlier_version(parts: Path) -> None:
-    """Takes the checksums of blocks out of all records."""
+    """Takes the checksums of blocks, and of the record, out of all records."""
     for file in parts.glob("*.json"):
-        record = json.loads(file.read_text())
+        record = unsealed(file)
         for blob in record["blobs"].values():
             del blob["blocks"], blob["block_bytes"]
         file.write_text(json.dumps(record))
@@ -150,7 +158,7 @@ def test_what_is_damaged_is_made_again_and_no_more(parts: Path, config: DataConf
 
 def test_checksums_that_are_damaged_themselves_are_named(parts: Path) -> None:
     file = parts / "00000-00001.json"
-    record = json.loads(file.read_text())
+    record = unsealed(file)
     for broken in ("zz", record["blobs"]["bin"]["blocks"][:8], None, 7):
         record["blobs"]["bin"]["blocks"] = broken
         file.write_text(json.dumps(record))
@@ -180,9 +188,10 @@ def test_a_read_compares_the_blocks_that_it_needs_once(
     at(np.array([10]))
     assert compared == [0]
     at(np.array([20, 90]))
-    assert compared == [0, 1]
+    # From object storage each fetch is compared.
+    assert compared == [0, 0, 1] if remote else [0, 1]
     at(np.array([20, 90]))
-    assert compared == [0, 1]
+    assert compared == [0, 0, 1, 0, 1] if remote else [0, 1]
     with pytest.raises(MachineError, match=rf"near byte {3 * BLOCK}; remove"):
         at(np.array([380]))
 
@@ -199,3 +208,89 @@ def test_a_packing_plan_that_has_changed_is_made_again(config: DataConfig, parts
     plan.write_bytes(bytes(plan.stat().st_size))
     np.testing.assert_array_equal(first(), expected)
     assert any(plan.read_bytes()), "and kept"
+
+
+@pytest.mark.parametrize("key", ["ledger.json", "manifest.json", "shards/00000.json", "parts/00000-00001.json"])
+def test_a_flipped_bit_in_any_json_file_is_named(config: DataConfig, parts: Path, key: str) -> None:
+    file = parts.parent / key
+    if not key.startswith("ledger"):
+        (parts.parent / "ledger.json").unlink()  # else the files that it was made of are not needed
+    whole = file.read_bytes()
+    # Without its name the checksum is that of no version, and all else is whole.
+    name = whole.index(b"checksum")
+    for byte in {*range(0, len(whole), len(whole) // 20)} - {*range(name, name + 8)}:
+        flip(file, byte)
+        with pytest.raises(UserError, match=rf"{key} is damaged"):
+            open_data(config, seq_len=64, seed=0).close()
+        file.write_bytes(whole)
+    open_data(config, seq_len=64, seed=0).close()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(100), b"{}", b'{"host": "', b'"x"', b"[" * 100_000])
+def test_a_damaged_claim_of_a_builder_holds_nobody(config: DataConfig, parts: Path, content: bytes) -> None:
+    cache = parts.parent
+    (cache / "ledger.json").unlink()
+    (cache / "shards/00000.json").unlink()
+    (cache / "builder.json").write_bytes(content)
+    assert status(config)[0].builder is None
+    assert open_data(config, seq_len=64, seed=0).complete
+    assert not (cache / "builder.json").exists()
+
+
+def test_a_shard_that_lost_a_part_is_named(config: DataConfig, parts: Path) -> None:
+    (parts.parent / "ledger.json").unlink()
+    sorted(parts.glob("*.json"))[-1].unlink()
+    with pytest.raises(MachineError, match=r"shards/00000\.json says \d+ parts, and there are \d+"):
+        open_data(config, seq_len=64, seed=0)
+
+
+def test_a_damaged_packing_plan_is_made_again(config: DataConfig, parts: Path) -> None:
+    packed = config.model_copy(update={"packing": "best_fit"})
+    open_data(packed, seq_len=64, seed=0).close()
+    (plan,) = parts.parent.glob("packing/*.json")
+    whole = plan.read_bytes()
+    for content in (bytes(len(whole)), whole[:9], b"[]"):
+        plan.write_bytes(content)
+        open_data(packed, seq_len=64, seed=0).close()
+        assert plan.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["bin", "msk"])
+def test_what_comes_damaged_from_object_storage_at_any_time_is_asked_for_once_more_and_named(
+    parts: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = read_all(parts)
+    store = KvStore(str(parts.parent))
+    store.local = None
+    ledger = Ledger.read(store)
+    streams = {
+        "bin": TokenStream(store, ledger, token_dtype(257)),
+        "msk": LossMaskStream(store, ledger, np.dtype(np.uint8)),
+    }
+    lies, read_range = [0], KvStore.read_range
+
+    class Changed:
+        def __init__(self, future: Any):
+            self._future = future
+
+        def result(self) -> Any:
+            content = bytearray(self._future.result().value)
+            content[0] ^= 4
+            return type("Result", (), {"value": bytes(content)})
+
+    def changed(self: KvStore, key: str, start: int, stop: int, batch: Any = None) -> Any:
+        future = read_range(self, key, start, stop, batch)
+        if key.endswith(f"00000-00001.{kind}") and not start and lies[0]:
+            lies[0] -= 1
+            return Changed(future)
+        return future
+
+    monkeypatch.setattr(KvStore, "read_range", changed)
+    for count in (0, 1):
+        lies[0] = count
+        np.testing.assert_array_equal(
+            streams[kind].read(np.array([0]), len(whole[0]))[0], whole[0] if kind == "bin" else whole[1]
+        )
+    lies[0] = 2
+    with pytest.raises(MachineError, match=rf"00000-00001\.{kind} has changed since it was written"):
+        streams[kind].read(np.array([0]), len(whole[0]))

@@ -243,6 +243,95 @@ class TestAnswers:
         assert whole < 0.1
         assert self.unseen(tmp_path, records, seq_len, packing="concat") > 0.25
 
+    HELD_OUT = (("ab", "cde"), ("f", "g" * 9), ("hij", "k"), ("l" * 5, "m" * 12), ("n", "o"))
+    """Prompts and answers: documents of 6, 11, 5, 18 and 3 tokens with their ends, the fourth too long for 12."""
+
+    def held_out(self, directory: Path, **keys: Any) -> EvalSet:
+        source = InMemory(
+            train=[{"prompt": "p", "response": "r" * 20}],
+            validation=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT],
+        )
+        section = {"tokenizer": "bytes", "cache_dir": str(directory / "cache"), "format": SupervisedFormat(), **keys}
+        (found,) = open_data(DataConfig(source=source, **section), seq_len=12, seed=0).validation().values()
+        assert isinstance(found, EvalSet)
+        return found
+
+    def shown(self, held_out: EvalSet, batch_size: int = 2) -> list[tuple[str, str]]:
+        """Inputs and targets of each row that is not padding; ends are `.`, targets that do not count are `_`."""
+
+        def text(tokens: np.ndarray, counted: np.ndarray, other: str) -> str:
+            return "".join(np.where(counted, [chr(x) if x < 256 else "." for x in tokens], other))
+
+        rows = [
+            (text(tokens, segments >= 0, ""), text(targets[segments >= 0], weights[segments >= 0] > 0, "_"))
+            for batch in held_out.batches(batch_size, rows=range(batch_size))
+            for tokens, targets, weights, _, segments in zip(*batch[:5], strict=True)
+        ]
+        return [row for row in rows if row[0]]
+
+    def test_that_are_held_out_have_their_prompt_in_view(self, tmp_path: Path) -> None:
+        """By hand: each document is in one row, the rest of the long one too; rows are in the order of their first."""
+        whole = self.held_out(tmp_path)
+        # The answers and their ends: 4 + 10 + 2 + 13 + 2 tokens.
+        assert self.shown(whole) == [
+            ("abcdemmmmm", "_cde.mmmm."),
+            ("fgggggggggno", "ggggggggg.o."),
+            ("hijk", "__k."),
+            ("lllllmmmmmmm", "____mmmmmmmm"),
+        ]
+        cut = self.held_out(tmp_path, packing="concat")
+        assert self.shown(cut) == [
+            ("abcde.fggggg", "_cde._gggggg"),
+            ("gggg.hijk.ll", "ggg.___k.___"),
+            ("lllmmmmmmmmm", "__mmmmmmmmmm"),
+            ("mmm.no.", "mm._o._"),
+        ]
+        for held_out, found in ((whole, 1), (cut, 2)):
+            assert held_out.num_cut(np.cumsum([6, 11, 5, 18, 3])) == found
+            self.check_places(held_out)
+        assert self.shown(whole.in_order(6)) == self.shown(cut.in_order(6))
+
+    def check_places(self, held_out: EvalSet) -> None:
+        """The places of a set's rows are those of its targets, each of which is predicted once."""
+        seen = []
+        for index, batch in enumerate(held_out.batches(3, rows=range(3))):
+            places = held_out.places_of(index * 3 + np.arange(3))[batch.weights > 0] + 1
+            seen += places.tolist()
+            for place, target in zip(places.tolist(), batch.targets[batch.weights > 0].tolist(), strict=True):
+                assert held_out.stream.read(np.array([place]), 1)[0, 0] == target
+        assert len({*seen}) == len(seen)
+
+    def test_hosts_and_first_batches_of_a_held_out_set_read_its_rows(self, tmp_path: Path) -> None:
+        held_out = self.held_out(tmp_path)
+        (whole,) = held_out.batches(6, rows=range(6))
+        parts = [next(held_out.batches(6, rows=rows)) for rows in ([0, 1], [2, 3, 4], [5])]
+        for array, *of_hosts in zip(whole[:5], *(part[:5] for part in parts), strict=True):
+            assert np.array_equal(array, np.concatenate(of_hosts))
+        assert (whole.weights[4:] == 0).all()
+        assert (whole.segments[4:] == -1).all()
+        (first,) = held_out.batches(2, rows=[0, 1], max_batches=1)
+        assert np.array_equal(first.tokens, whole.tokens[:2])
+
+    @pytest.mark.parametrize(
+        ("rows", "expected"),
+        [
+            # From token 36 on: the long document begins at 22, and is cut at 34, as for training.
+            (1, [("mmmmmno", "_mmm.o.")]),
+            # From token 12 on: the second document begins at 6, and its answer at 7.
+            (3, [("fgggggggggno", "_____gggg.o."), ("lllllmmmmmmm", "____mmmmmmmm"), ("mmmmmhijk", "mmmm.__k.")]),
+        ],
+    )
+    def test_the_end_of_a_training_text_begins_with_the_document_that_is_cut(
+        self, tmp_path: Path, rows: int, expected: list[tuple[str, str]]
+    ) -> None:
+        source = InMemory(train=[{"prompt": prompt, "response": response} for prompt, response in self.HELD_OUT])
+        section = {"tokenizer": "bytes", "cache_dir": str(tmp_path / "cache"), "format": SupervisedFormat()}
+        config = DataConfig(source=source, num_validation_sequences=rows, **section)
+        (held_out,) = open_data(config, seq_len=12, seed=0).validation().values()
+        assert isinstance(held_out, EvalSet)
+        assert self.shown(held_out) == expected
+        self.check_places(held_out)
+
     def test_packing_is_chosen_by_the_format(self) -> None:
         chat, text = {"format": {"type": "chat"}}, {"train_urls": ["a.txt"]}
         assert DataConfig.model_validate(text).packing == "concat"

@@ -61,6 +61,26 @@ def test_bits_per_byte_are_those_of_transformers_and_of_the_text(
         assert found[name]["documents"] == len(documents)
 
 
+def test_answers_are_predicted_from_their_whole_prompts(lmt: Lmt, hf_model: Path, tmp_path: Path) -> None:
+    """Each example is asked alone, by transformers; rows of 64 that went on through examples would cut most of them."""
+    records = [{"prompt": f"{n} squared is ", "response": f"{n * n}, as {'so ' * (n % 9)}said."} for n in range(9, 29)]
+    (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "data.yaml").write_text(
+        "data: {tokenizer: bytes, train_urls: [held-out.jsonl], validation_urls: [held-out.jsonl], cache_dir: cache, "
+        "format: {type: supervised}}\n"
+    )
+    found = evaluated(lmt, hf_model, "--data", "data.yaml", "--context", "64", *SMALL_BATCH)
+    nats = [
+        torch_nats(hf_model, [*(record["prompt"] + record["response"]).encode(), 256], len(record["prompt"]))
+        for record in records
+    ]
+    (each,) = found["sets"]
+    tokens = sum(len(record["response"]) + 1 for record in records)
+    assert (each["documents"], each["tokens"]) == (len(records), tokens)
+    assert each["loss"] == pytest.approx(sum(nats) / tokens, rel=1e-5)
+    assert not found["notes"]
+
+
 def test_figures_are_those_of_training(lmt: Lmt, trained: Path) -> None:
     last = list(read_metrics(trained / "logs" / "run"))
     of_training = {key: value for line in last if line["step"] == 6 for key, value in line.items()}

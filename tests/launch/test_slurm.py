@@ -116,6 +116,7 @@ def test_a_script_is_handed_to_sbatch(bin_first: Path, monkeypatch: pytest.Monke
         ({"processes": 3, "nodes": 2}, "3 processes do not spread equally over 2 nodes"),
         ({"processes": 3, "gpus_per_node": 8}, r"cannot share 8 GPUs equally; .* -n 8"),
         ({"processes": 1, "extra": ("mem=0",)}, "write it as --sbatch"),
+        ({"processes": 2, "gpus_per_node": 2, "devices_per_process": 2}, "one of --gpus-per-node and --devices-per"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -140,6 +141,46 @@ def test_the_command_writes_prints_and_submits(lmt: Lmt, tmp_path: Path, bin_fir
     many = lmt("launch", "slurm", "nano.yaml", "-n", "32", "--nodes", "4", "--gpus-per-node", "8", "--submit")
     assert many.returncode == 2
     assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
+    many = lmt("launch", "slurm", "nano.yaml", "-n", "4", "--devices-per-process", "8")
+    assert "32 devices along the data axes cannot share 8 microbatches" in many.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--partition", "trainer.seed=3"), "--partition has no value: trainer.seed=3 behind it is a setting"),
+        (("--output", "--trainer.seed=3"), "--output has no value"),
+        (("-N", "2"), "-N: no such option; did you mean '--nodes' or '--notice'?"),
+        (("-p", "gpu"), "-p: no such option; did you mean '--processes' or '--partition'?"),
+        (("-t10",), "-t10: no such option; did you mean '--time'?"),
+    ],
+)
+def test_options_of_sbatch_and_options_without_a_value_are_told(
+    lmt: Lmt, tmp_path: Path, options: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "nano.yaml").write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
+    done = lmt("launch", "slurm", "nano.yaml", "-n", "2", *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert {*tmp_path.iterdir()} <= {tmp_path / "nano.yaml", tmp_path / "bin"}
+
+
+def test_each_node_has_one_process_unless_more_are_asked_for(lmt: Lmt, tmp_path: Path) -> None:
+    (tmp_path / "nano.yaml").write_text("model: {type: gpt2}\ndata: {train_urls: [a.txt], tokenizer: bytes}\n")
+    script = lmt("launch", "slurm", "nano.yaml", "--nodes", "4", "--gpus-per-node", "2").stdout
+    assert "#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=2\n" in script
+    assert "export" not in script
+
+
+def test_processes_with_emulated_devices_see_them(
+    bin_first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false")
+    script = batch_script(SlurmJob("nano", 2, devices_per_process=3, requeue=False), ["lmt"], tmp_path)
+    monkeypatch.delenv("XLA_FLAGS")
+    fake(bin_first, "srun", 'echo "$JAX_PLATFORMS $JAX_NUM_CPU_DEVICES $XLA_FLAGS"')
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
+    assert done.stdout == "cpu 3 --xla_cpu_enable_fast_math=false\n"
 
 
 class TestWhatAProcessFinds:

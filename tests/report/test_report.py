@@ -115,6 +115,17 @@ def test_a_page_says_what_verify_found(lmt: Lmt) -> None:
     assert other["difference"].endswith("train/loss")
 
 
+def test_a_page_names_metrics_that_are_lost(lmt: Lmt) -> None:
+    file = Path("logs/b/metrics.jsonl")
+    before = file.read_text()
+    assert reported(lmt, "b")["runs"][0]["gaps"] == []
+    file.write_text("".join(line for line in before.splitlines(keepends=True) if '"step": 2,' not in line))
+    (gap,) = reported(lmt, "b")["runs"][0]["gaps"]
+    assert "lacks lines" in gap
+    assert "train/loss of 2" in gap
+    file.write_text(before)
+
+
 @pytest.mark.slow
 def test_several_runs_stand_beside_one_another(lmt: Lmt) -> None:
     data = reported(lmt, "a", "b")
@@ -154,7 +165,7 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_reported(lmt: Lmt, roo
     assert (run["state"], run["step"], run["last"]) == ("stopped", 3, {})
     assert data["tokens"] is None
     file.write_text("")
-    refused(lmt("report", "killed"), "has not done a step yet")
+    refused(lmt("report", "killed"), "lacks lines that were there", "`lmt replay killed --metrics`")
     refused(lmt("report", "nowhere"), "no run of this name")
 
 
@@ -196,7 +207,7 @@ def curve(scale: float, seed: int, noise: float = 0.02, flops: float = 10.0) -> 
     loss = 2 + 30 * (scale * tokens) ** -0.3 + noise * np.random.default_rng(seed).standard_normal(len(steps))
     metrics = {"train/loss": (steps, loss), "throughput/total_tokens": (steps, tokens)}
     facts = {"flops_per_token": flops}
-    return ReportedRun("x", Path(), "done", 4000, 4000, {}, {}, [], metrics, [], [], [], facts, [], None)
+    return ReportedRun("x", Path(), "done", 4000, 4000, {}, {}, [], metrics, [], [], [], facts, [], None, [])
 
 
 def test_tokens_saved_are_those_of_the_law() -> None:
@@ -211,7 +222,7 @@ def test_tokens_saved_are_those_of_the_law() -> None:
     larger = tokens_saved(curve(2, seed=1, flops=30.0), curve(1, seed=2))
     assert larger is not None
     assert larger.compute == pytest.approx(1.5, rel=0.08)
-    nothing = ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], {}, [], None)
+    nothing = ReportedRun("y", Path(), "", 0, 0, {}, {}, [], {}, [], [], [], {}, [], None, [])
     assert tokens_saved(curve(1, seed=1), nothing) is None
 
 

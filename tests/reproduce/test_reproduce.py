@@ -16,7 +16,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from lm_trainer.checkpoint.record import sealed
+from lm_trainer.core.seal import sealed
 from tests.conftest import Outcome, RunLmt, refused, run_here
 from tests.run.conftest import Plain, merged
 
@@ -264,10 +264,17 @@ def test_lost_metrics_are_named_and_put_back_bit_for_bit(copied: Path) -> None:
     result = run_here("train", "run.yaml")
     assert "run run has all its steps, but not all their metrics, after step 6" in result.stdout
     assert "lacks lines that were there at the checkpoint of step 6: train/loss of 3 to 4" in result.stdout
+    missing = {"metrics.jsonl": {"train/loss": [3, 4], "fingerprint": [4]}}
+    verified = run_here("verify", "run", "--seed", "0")
+    assert verified.returncode == 0
+    assert "warning: " in verified.stdout
+    assert "train/loss of 3 to 4; fingerprint of 4. `lmt replay run --metrics`" in verified.stdout
+    assert as_json(run_here("verify", "run", "--json"))["missing"] == missing
     found = as_json(run_here("replay", "run", "--metrics", "--json"))
-    assert found["lines"] == {"metrics.jsonl": {"train/loss": [3, 4], "fingerprint": [4]}}
+    assert found["lines"] == missing
     assert (found["left"], found["proved"]) == ({}, [4])
     assert lasting(copied) == before
+    assert as_json(run_here("verify", "run", "--json"))["missing"] == {}
     assert "was complete already" in run_here("train", "run.yaml").stdout
 
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cli.main import app
+from lm_trainer.run.saved_model import load_model
 from tests.run.conftest import MakeConfig, write_config
 
 SHORT = {"num_train_steps": 4, "steps_per_eval": 4, "max_eval_batches": 1}
@@ -72,6 +73,26 @@ def test_what_changes_no_number_may_change_between_attempts(finished: Path, trai
     )
     assert result.exit_code == 0, result.output
     assert "complete already" in result.output
+
+
+def test_a_damaged_configuration_or_tokenizer_beside_the_checkpoints_is_named(
+    finished: Path, in_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> str:
+        caplog.clear()
+        load_model(str(in_tmp_path / "checkpoints/run"))
+        return caplog.text
+
+    assert not said()
+    config = in_tmp_path / "checkpoints/run/config.yaml"
+    whole = config.read_text()
+    config.write_text(whole.replace("layer_norm_epsilon: 1.0e-05", "layer_norm_epsilon: 1.0e-01"))
+    assert "config.yaml is not the configuration of the run" in said()
+    assert "was damaged or changed: model.layer_norm_epsilon: was 1e-05, now 0.1" in said()
+    config.write_text(whole)
+    tokenizer = in_tmp_path / "checkpoints/run/tokenizer/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    assert f"{tokenizer} is not the file of the run's tokenizer" in said()
 
 
 def test_a_checkpoint_of_another_model(finished: Path, train: Train, in_tmp_path: Path) -> None:

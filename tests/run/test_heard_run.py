@@ -28,7 +28,8 @@ from lm_trainer.export.huggingface import ExportOptions, write_hf
 from lm_trainer.generate.transcribe import Transcriber, TranscribeSettings
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.open_model import open_model
-from lm_trainer.run.train import Summary, train
+from lm_trainer.run.summary import Summary
+from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
 from tests.conftest import lmt_environment
 

@@ -15,7 +15,7 @@ from lm_trainer.checkpoint.store import CheckpointStore, committed_steps, read_r
 from lm_trainer.core.errors import MachineError, Preempted
 from lm_trainer.run.checkpoints import SERIES
 from lm_trainer.run.trainer import Trainer
-from lm_trainer.trackers import read_metrics
+from lm_trainer.trackers import JsonlConfig, read_metrics
 from lm_trainer.trackers.series import Series, describe
 from tests.run.own_model import OPTIMIZER, Bigrams, Numbered, loss, settings
 
@@ -121,6 +121,20 @@ def test_a_file_that_is_renamed_is_named_before_the_next_checkpoint() -> None:
     with pytest.raises(MachineError, match=r"metrics.jsonl was removed or replaced"):
         train(at={4: lambda: METRICS.rename("elsewhere.jsonl")})
     assert committed_steps(CHECKPOINTS) == [3]
+
+
+def test_a_tracker_that_lost_lines_gets_them_and_is_named(capfd: pytest.CaptureFixture) -> None:
+    copy, config = Path("copies/own/metrics.jsonl"), (JsonlConfig(path="copies"),)
+    with pytest.raises(Preempted):
+        train(at={5: stop}, tracker=config)
+    lines = copy.read_text().splitlines(keepends=True)
+    copy.write_text("".join(line for line in lines if '"step": 4,' not in line))
+    assert train(tracker=config) == []
+    lacked = "the jsonl tracker lacked lines of steps that are done, and now has them from metrics.jsonl: "
+    assert f"{lacked}train/loss of 4; eval/accuracy of 4" in " ".join(capfd.readouterr().out.split())
+    assert [{**line, "time": 0} for line in read_metrics(copy.parent)] == [
+        {**line, "time": 0} for line in read_metrics(RUN)
+    ]
 
 
 def test_without_a_memory_of_the_lines_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

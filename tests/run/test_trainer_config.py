@@ -23,7 +23,7 @@ from lm_trainer.health.power_off import shut_down_at_exit
 from lm_trainer.optim.averaging import EmaDecaySqrtConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.profile.workload import random_batch
-from lm_trainer.run import train
+from lm_trainer.run import sample, train
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.dry_run import dry_run
 from lm_trainer.run.model import loss_function, trace_model
@@ -203,16 +203,16 @@ def test_an_accelerator_is_required_in_a_dry_run_too() -> None:
 
 def test_a_sample_goes_on_from_its_prompt_with_as_many_tokens_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(train, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
+    monkeypatch.setattr(sample, "generate", lambda _model, _prompts, settings: asked.append(settings) or [[104, 105]])
     held_out = SimpleNamespace(batches=lambda *_, **__: [random_batch(1, 16, 97)._replace(tokens=np.full((1, 16), 97))])
     data: Any = SimpleNamespace(validation=lambda: {"": held_out}, tokenizer=ByteTokenizer())
     program: Any = SimpleNamespace(gathers_layers=False, model=SimpleNamespace(merge=dict), weights=lambda _: {"": {}})
     state: Any = None
-    assert train.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
+    assert sample.draw_sample(config(sample_tokens=5, seed=3), program, data, state) == "aaaa⟫hi"
     assert [(settings.max_new_tokens, settings.seed) for settings in asked] == [(5, 3)]
     # The end of a prompt that is too long for the context.
     for prompt, told in (("def f", "def f⟫hi"), ("b" * 20 + "cc", "b" * 6 + "cc⟫hi")):
-        assert train.draw_sample(config(sample_prompt=prompt), program, data, state) == told
+        assert sample.draw_sample(config(sample_prompt=prompt), program, data, state) == told
 
 
 def test_an_average_that_comes_to_rest() -> None:

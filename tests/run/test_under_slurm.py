@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -125,6 +126,16 @@ def test_a_run_that_is_stopped_requeued_cancelled_and_robbed_of_a_node_is_the_ru
     assert losses(tmp_path) == losses(undisturbed)
     same = lmt("diff", tmp_path / "logs/run", undisturbed / "logs/run")
     assert same.returncode == 0, same.stdout
+
+
+def test_processes_have_the_devices_that_they_are_to_emulate(
+    slurm: SlurmCluster, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    job = submit(slurm, make_config(trainer={"num_train_steps": 3}), "--nodes", "2", "--devices-per-process", "2")
+    job.wait_for_state("COMPLETED")
+    assert "2 processes, as SLURM job" in job.output
+    (attempt,) = json.loads((tmp_path / "logs/run/env.json").read_text())
+    assert len(attempt["devices"]) == 4
 
 
 def test_a_time_limit_comes_with_a_notice_that_saves_and_requeues(

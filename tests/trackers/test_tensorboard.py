@@ -26,6 +26,8 @@ def events(directory: Path) -> list[Any]:
         data = file.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
+            if 16 + length > len(data):
+                break  # cut off
             found.append(PB.Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
     return found

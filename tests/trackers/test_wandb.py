@@ -42,6 +42,8 @@ def frames(file: Path) -> Iterator[bytes]:
             position += left
             continue
         _, length, kind = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):
+            return  # cut off
         partial += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
@@ -49,15 +51,17 @@ def frames(file: Path) -> Iterator[bytes]:
             partial = b""
 
 
-def records(run_dir: Path) -> list[Any]:
+def records(run_dir: Path, attempts: int = 1) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
 
-    (file,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
-    return [wandb_internal_pb2.Record.FromString(frame) for frame in frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
+    files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert attempts in (0, len(files))
+    return [wandb_internal_pb2.Record.FromString(frame) for file in files for frame in frames(file)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def history(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [r.history.item for r in records(run_dir) if r.WhichOneof("record_type") == "history"]
+def history(run_dir: Path, attempts: int = 1) -> list[dict[str, Any]]:
+    """The rows of the attempts at a run, each of which writes a log; 0: of any number of them."""
+    rows = [r.history.item for r in records(run_dir, attempts) if r.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in row} for row in rows]
 
 

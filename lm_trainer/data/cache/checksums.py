@@ -1,8 +1,9 @@
 """Checksums of the files of a part: written with it, and compared when it is read.
 
 A commit record has the SHA-256 of each file, and the first digits of the SHA-256 of each of its blocks. A reader
-compares the blocks that it needs, each of them once, so the first read of a row costs the same in a part of any size.
-Earlier versions wrote no checksums of blocks: such a file is one block.
+compares the blocks that it needs, so the first read of a row costs the same in a part of any size: on this machine each
+of them once, from object storage whenever it is fetched. Earlier versions wrote no checksums of blocks: such a file is
+one block, and compared once.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class BlockSums:
         blocks = noted.get("blocks")
         self._size = size
         self._block_bytes = max(size if blocks is None else int(noted["block_bytes"]), 1)
+        self.one_sum = blocks is None
+        """True if there is one checksum, for all of the file."""
         self._sums = bytes.fromhex(noted["sha256"] if blocks is None else blocks)
         self._width = len(self._sums) if blocks is None else _DIGITS // 2
         count = -(-size // self._block_bytes)
@@ -67,12 +70,16 @@ class BlockSums:
         # One byte for each block, which is 1 once the block was compared.
         self._compared = bytearray(count)
 
+    def blocks(self, first: int, last: int) -> range:
+        """Returns the blocks of the bytes [first, last)."""
+        return range(first // self._block_bytes, -(-last // self._block_bytes))
+
     def pending(self, first: int, last: int) -> list[int]:
         """Returns the blocks of the bytes [first, last) that have not been compared."""
-        begin, end = first // self._block_bytes, -(-last // self._block_bytes)
-        if self._compared.find(0, begin, end) < 0:
+        blocks = self.blocks(first, last)
+        if self._compared.find(0, blocks.start, blocks.stop) < 0:
             return []
-        return [block for block in range(begin, end) if not self._compared[block]]
+        return [block for block in blocks if not self._compared[block]]
 
     @property
     def all_compared(self) -> bool:

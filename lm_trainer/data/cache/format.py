@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import MachineError
-from lm_trainer.data.cache.kvstore import KvStore, canonical_json
+from lm_trainer.data.cache.kvstore import KvStore, canonical_json, parsed_json
 
 FORMAT = 1
 MANIFEST, LEDGER, BUILDER = "manifest.json", "ledger.json", "builder.json"
@@ -75,13 +75,59 @@ def read_record(store: KvStore, name: str) -> dict[str, Any] | None:
     Raises:
         MachineError: if it is not as it was written.
     """
-    record = store.read_json(part_key(name, "json"))
-    if record is None:
+    key = part_key(name, "json")
+    content = store.read(key)
+    if content is None:
         return None
+    record = parsed(store, key, content)
     # The kinds become keys, and so paths: no others are read.
     if isinstance(record, dict) and record.keys() >= RECORD_KEYS and {*record["blobs"]} <= {*KINDS}:
         return record
-    raise damaged(store, part_key(name, "json"))
+    raise damaged(store, key)
+
+
+def read_manifest(store: KvStore) -> dict[str, Any] | None:
+    """Reads the manifest of a cache; None if there is none.
+
+    Raises:
+        MachineError: if it is none.
+    """
+    content = store.read(MANIFEST)
+    if content is None:
+        return None
+    manifest = parsed(store, MANIFEST, content)
+    shards = manifest.get("shards") if isinstance(manifest, dict) else None
+    if not isinstance(shards, list) or not all(isinstance(x, dict) for x in (manifest.get("tokenizer"), *shards)):
+        raise damaged(store, MANIFEST)
+    return manifest
+
+
+def parts_of_shard(store: KvStore, index: int) -> int | None:
+    """Reads how many parts a shard has that was read to its end; None if it was not.
+
+    Raises:
+        MachineError: if the file that says so is not as it was written.
+    """
+    key = shard_key(index)
+    content = store.read(key)
+    if content is None:
+        return None
+    record = parsed(store, key, content)
+    if not isinstance(record, dict) or not isinstance(record.get("parts"), int):
+        raise damaged(store, key)
+    return record["parts"]
+
+
+def parsed(store: KvStore, key: str, content: bytes) -> Any:
+    """Parses a JSON file of a cache.
+
+    Raises:
+        MachineError: if it is not as it was written.
+    """
+    try:
+        return parsed_json(content)
+    except ValueError as error:
+        raise damaged(store, key, f"is damaged ({error})") from None
 
 
 def damaged(store: KvStore, key: str, problem: str = "is damaged") -> MachineError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -13,6 +14,7 @@ from lm_trainer.core.bucket import Bucket, is_bucket, reason_of
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expanded
+from lm_trainer.core.seal import CHECKSUM, is_sealed, sealed
 
 CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
 """A directory, or a URL for which TensorStore has a driver."""
@@ -70,11 +72,11 @@ class KvStore:
         """Returns the value of a JSON key, or None if there is none.
 
         Raises:
-            UserError: if it is not JSON (only a hand or a failing disk can have done that).
+            UserError: if it is not as it was written (only a hand or a failing disk can have done that).
         """
         value = self.read(key)
         try:
-            return None if value is None else json.loads(value)
+            return None if value is None else parsed_json(value)
         except ValueError as error:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
@@ -95,9 +97,9 @@ class KvStore:
         # A conditional write that lost has an empty generation.
         return bool(stamp.generation)
 
-    def write_json(self, key: str, value: Any, *, if_generation: bytes | None = None) -> bool:
-        """Writes a value as canonical JSON; otherwise as `write`."""
-        return self.write(key, canonical_json(value), if_generation=if_generation)
+    def write_json(self, key: str, value: Mapping[str, Any], *, if_generation: bytes | None = None) -> bool:
+        """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
+        return self.write(key, canonical_json(sealed(value)), if_generation=if_generation)
 
     def delete(self, key: str) -> None:
         """Deletes a key, if it exists."""
@@ -139,6 +141,23 @@ class KvStore:
                 f"cannot {verb} {self.url}/{key}: {reason}. Set data.cache_dir to a directory that can be written"
             ) from None
         raise MachineError(f"cannot {verb} {self.url}/{key}: {reason}") from None
+
+
+def parsed_json(content: bytes) -> Any:
+    """Reads what `KvStore.write_json` has written; earlier versions wrote no checksum.
+
+    Raises:
+        ValueError: if it is not as it was written.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("it is not JSON that was written here") from None
+    if isinstance(value, dict) and CHECKSUM in value:
+        if not is_sealed(value):
+            raise ValueError("its checksum differs")
+        del value[CHECKSUM]
+    return value
 
 
 def canonical_json(value: Any) -> bytes:

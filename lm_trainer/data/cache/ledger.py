@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -13,7 +12,9 @@ from lm_trainer.data.cache.format import (
     PART_NAME,
     damaged,
     fingerprint,
+    parsed,
     part_name,
+    parts_of_shard,
     read_record,
     shard_key,
 )
@@ -55,18 +56,22 @@ class Ledger:
         Raises:
             UserError: if it is damaged, or was written by another version.
         """
-        found = store.read_json(LEDGER)
-        if found is None:
-            return cls()
-        if not isinstance(found, dict) or "format" not in found:
+        content = store.read(LEDGER)
+        return cls() if content is None else cls.parsed(store, content)
+
+    @classmethod
+    def parsed(cls, store: KvStore, content: bytes) -> Self:
+        """As `read`, of the content of the file."""
+        fields = parsed(store, LEDGER, content)
+        if not isinstance(fields, dict) or "format" not in fields:
             raise damaged(store, LEDGER)
-        if found["format"] != FORMAT:
+        if fields["format"] != FORMAT:
             raise UserError(
-                f"{store.url} has the format {found['format']}, this version reads {FORMAT}; "
+                f"{store.url} has the format {fields['format']}, this version reads {FORMAT}; "
                 "set data.cache_dir to another directory"
             )
         try:
-            ledger = cls(**found)
+            ledger = cls(**fields)
         except TypeError:
             raise damaged(store, LEDGER) from None
         lists = [
@@ -94,10 +99,14 @@ class Ledger:
                 continue
             # Shards are built at the same time, but only a shard that is known to be complete lets the next one begin:
             # the order of the stream must not depend on which worker was quicker.
-            done = store.read_json(shard_key(self.next[0]))
-            if done is None or done["parts"] != self.next[1]:
+            count = parts_of_shard(store, self.next[0])
+            if count is None:
                 break
-            self.next = [self.next[0] + 1, 0]
+            if count == self.next[1]:
+                self.next = [self.next[0] + 1, 0]
+            # The part may have been committed since it was looked for.
+            elif count < self.next[1] or read_record(store, name) is None:
+                raise damaged(store, shard_key(self.next[0]), f"says {count} parts, and there are {self.next[1]}")
         return self.next != before
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
@@ -128,7 +137,7 @@ class Ledger:
         """Writes the ledger, unless the one in the store is as far: of two builders at once, one may be behind."""
         while True:
             found, generation = store.read_versioned(LEDGER)
-            if found is not None and self._progress <= Ledger(**json.loads(found))._progress:
+            if found is not None and self._progress <= Ledger.parsed(store, found)._progress:
                 return
             # Refused if another builder wrote meanwhile; then its ledger is compared anew.
             if store.write_json(LEDGER, self._content(), if_generation=generation):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import tensorstore as ts
@@ -32,6 +32,9 @@ _COMPARED_AT_ONCE = 64 << 20
 """Bytes of blocks in object storage that are fetched together to be compared."""
 _REQUESTS = 32
 """Commit records in object storage that are asked for at the same time."""
+
+
+Item = TypeVar("Item")
 
 
 class TokenStream:
@@ -246,26 +249,54 @@ class TokenStream:
         )
 
     def _copy_remote(self, pieces: list[tuple[int, int, int, int]], out: np.ndarray) -> None:
-        ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in pieces]
-        self._compare_remote(ranges)
-        for (place, _, offset, count), content in zip(pieces, self._fetch(ranges), strict=True):
-            out[place : place + count] = self._decode(content, offset, count)
-
-    def _compare_remote(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Compares the blocks of (part, first byte, last byte) that have not been compared."""
-        if unknown := {part for part, _, _ in ranges} - self._sums.keys():
+        if unknown := {part for _, part, _, _ in pieces} - self._sums.keys():
             with ThreadPoolExecutor(_REQUESTS) as pool:
                 list(pool.map(self._sums_of, sorted(unknown)))
-        pending = {
-            (part, block): self._sums[part].bytes_of(block)
+        # Each fetch is compared: what came whole once may come damaged the next time.
+        for group in _groups(pieces, lambda piece: self._block_bytes(piece[1], *self._byte_range(*piece[2:]))):
+            ranges = [(part, *self._byte_range(offset, count)) for _, part, offset, count in group]
+            for (place, _, offset, count), content in zip(group, self._fetch_compared(ranges), strict=True):
+                out[place : place + count] = self._decode(content, offset, count)
+
+    def _block_bytes(self, part: int, first: int, last: int) -> int:
+        blocks = self._sums[part].blocks(first, last)
+        return self._sums[part].bytes_of(blocks[-1])[1] - self._sums[part].bytes_of(blocks[0])[0] if blocks else 0
+
+    def _fetch_compared(self, ranges: list[tuple[int, int, int]]) -> list[bytes]:
+        """Fetches the bytes of each (part, first byte, last byte), out of blocks that were compared."""
+        # Of an earlier version's part all would have to be fetched each time: it is compared once.
+        blocks: dict[tuple[int, int], tuple[int, int]] = {}
+        for part, first, last in ranges:
+            sums = self._sums[part]
+            needed = sums.pending(first, last) if sums.one_sum else sums.blocks(first, last)
+            blocks |= {(part, block): sums.bytes_of(block) for block in needed}
+        contents = self._fetch_blocks(blocks)
+        compared_once = self._fetch([piece for piece in ranges if self._sums[piece[0]].one_sum])
+        return [
+            next(compared_once) if self._sums[part].one_sum else self._slice(contents, part, first, last)
             for part, first, last in ranges
-            for block in self._sums[part].pending(first, last)
-        }
-        for blocks in _batches(pending):
-            contents = self._fetch([(part, *pending[part, block]) for part, block in blocks])
-            for (part, block), content in zip(blocks, contents, strict=True):
-                if not self._sums[part].compare(block, content):
-                    raise self._damaged(part, pending[part, block][0])
+        ]
+
+    def _slice(self, contents: Mapping[tuple[int, int], bytes], part: int, first: int, last: int) -> bytes:
+        blocks = self._sums[part].blocks(first, last)
+        begin = self._sums[part].bytes_of(blocks.start)[0]
+        return b"".join(contents[part, block] for block in blocks)[first - begin : last - begin]
+
+    def _fetch_blocks(self, blocks: Mapping[tuple[int, int], tuple[int, int]]) -> dict[tuple[int, int], bytes]:
+        """Fetches blocks by part and number, given their bytes; one that differs is asked for once more."""
+        contents: dict[tuple[int, int], bytes] = {}
+        for _ in range(2):
+            missing = [block for block in blocks if block not in contents]
+            fetched = self._fetch([(part, *blocks[part, block]) for part, block in missing])
+            contents |= {
+                (part, block): content
+                for (part, block), content in zip(missing, fetched, strict=True)
+                if self._sums[part].compare(block, content)
+            }
+        for part, block in blocks:
+            if (part, block) not in contents:
+                raise self._damaged(part, blocks[part, block][0])
+        return contents
 
     def _fetch(self, ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
         """Yields the bytes of each (part, first byte, last byte) from object storage."""
@@ -286,15 +317,15 @@ class TokenStream:
             yield content
 
 
-def _batches(pending: dict[tuple[int, int], tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yields the keys of blocks in lists of about so many bytes as may be in memory at a time."""
-    batch: list[tuple[int, int]] = []
+def _groups(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yields items in lists of about so many bytes as may be in memory at a time."""
+    group: list[Item] = []
     size = 0
-    for key, (first, last) in pending.items():
-        if batch and size + last - first > _COMPARED_AT_ONCE:
-            yield batch
-            batch, size = [], 0
-        batch.append(key)
-        size += last - first
-    if batch:
-        yield batch
+    for item in items:
+        if group and size + size_of(item) > _COMPARED_AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += size_of(item)
+    if group:
+        yield group

@@ -181,13 +181,18 @@ class HeardSet(EvalSet):
         assert self.heard is not None
         return self.heard.num_rows
 
-    def starts_of(self, rows_B: np.ndarray) -> np.ndarray:
+    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
         """As of `EvalSet`."""
         assert self.heard is not None
         starts_B = np.full(len(rows_B), len(self.stream), np.int64)
         there = rows_B < self.heard.num_rows
         starts_B[there] = self.heard.starts_D[self.heard.documents_R[rows_B[there]]]
-        return starts_B
+        return starts_B[:, None] + np.arange(self.seq_len)
+
+    def num_cut(self, ends_D: np.ndarray) -> int:
+        """As of `EvalSet`."""
+        del ends_D
+        return 0
 
     def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
         """As of `EvalSet`; padding has features of zeros."""

@@ -6,7 +6,7 @@ Shape letters: B rows of this host, S positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -77,9 +77,27 @@ class EvalSet:
         for start in range(0, len(self.stream), _AT_ONCE):
             yield self.stream.read(np.array([start]), min(_AT_ONCE, len(self.stream) - start))[0]
 
-    def starts_of(self, rows_B: np.ndarray) -> np.ndarray:
-        """The token of the stream with which each row begins, int64 [B]; also of rows past the end."""
-        return self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
+    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
+        """The place in the stream of each input, int64 [B, S]; the stream's end or more for padding."""
+        starts_B = self.first_token + rows_B.astype(np.int64) * (self.stride or self.seq_len)
+        return starts_B[:, None] + np.arange(self.seq_len)
+
+    def num_cut(self, ends_D: np.ndarray) -> int:
+        """Counts the documents whose tokens are predicted in several rows.
+
+        Args:
+            ends_D: int64, the token of the stream after each document of the set.
+        """
+        ends_D = ends_D - self.first_token
+        starts_D = np.concatenate([[0], ends_D[:-1]]) if len(ends_D) else ends_D
+        stride = self.stride or self.seq_len
+        # The rows in which the first and the last target are predicted: with a stride, the first that reach to them.
+        first_D, last_D = (np.maximum(inputs_D - self.seq_len, -1) // stride + 1 for inputs_D in (starts_D, ends_D - 2))
+        return int(np.count_nonzero(first_D < last_D))
+
+    def in_order(self, stride: int) -> EvalSet:
+        """The set in rows that overlap: each begins `stride` tokens after the one before."""
+        return replace(self, stride=stride)
 
     def num_batches(self, batch_size: int) -> int:
         """Batches of the whole set; the last one may hold rows of padding."""

@@ -15,13 +15,14 @@ import bisect
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import fingerprint
+from lm_trainer.data.cache.kvstore import KvStore, parsed_json
 from lm_trainer.data.cache.loss_mask import IN_LOSS
 from lm_trainer.data.cache.token_stream import TokenStream
 from lm_trainer.data.rows.chunks import PADDING_SEGMENT
@@ -59,7 +60,9 @@ class PackingPlan(NamedTuple):
         return cls(starts.view("<i8"), lengths.view("<i4"), firsts.view("<i8"))
 
 
-def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP) -> PackingPlan:
+def best_fit(
+    lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group: int = GROUP, first: int = 0
+) -> PackingPlan:
     """Packs documents without cutting those that fit: best fit, longest first, within groups of documents.
 
     A document of n tokens takes n - 1 positions: its last token is only a target. A document longer than a row is cut
@@ -71,8 +74,16 @@ def best_fit(lengths_D: np.ndarray, seq_len: int, stop: int | None = None, group
         seq_len: S.
         stop: where the stream is cut off, if anywhere.
         group: documents in a group.
+        first: the first token that the rows must have as a target; the document that it belongs to is read from its
+            beginning, or, where it is longer than a row, from the cut before.
     """
     starts_D = np.cumsum(lengths_D) - lengths_D
+    if first:
+        kept = starts_D + lengths_D > first
+        starts_D, lengths_D = starts_D[kept], lengths_D[kept]
+        skipped = np.maximum(first - 1 - starts_D[:1], 0) // seq_len * seq_len
+        starts_D[:1] += skipped
+        lengths_D[:1] -= skipped
     if stop is not None:
         kept = starts_D < stop
         starts_D = starts_D[kept]
@@ -120,13 +131,31 @@ def _pack(starts_D: np.ndarray, inputs_D: np.ndarray, seq_len: int) -> tuple[np.
     )
 
 
-def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None) -> PackingPlan:
-    """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens."""
+def _known_plan(store: KvStore, key: str) -> dict[str, Any] | None:
+    """Reads the figures of a plan that was kept; None where there is none, or one that is damaged and is made again."""
+    content = store.read(key)
+    try:
+        figures = None if content is None else parsed_json(content)
+    except ValueError:
+        return None
+    return figures if isinstance(figures, dict) and {"pieces", "rows"} <= figures.keys() else None
+
+
+def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, first: int = 0) -> PackingPlan:
+    """Reads the plan of a cache for one length of rows; makes it at first, and keeps it beside the tokens.
+
+    Args:
+        cache: the tokens.
+        seq_len: of the rows.
+        stop: as for `best_fit`.
+        first: as for `best_fit`.
+    """
     store = cache.store
     # Named by all that decides it, so a plan never has to be checked against the tokens.
     excluded = [] if cache.exclusion is None else [cache.exclusion.digest]
-    key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded])}"
-    found = store.read_json(f"{key}.json")
+    parts = [{"first": first}] if first else []
+    key = f"packing/{fingerprint([_FORMAT, cache.ledger.sha256, seq_len, stop, GROUP, *excluded, *parts])}"
+    found = _known_plan(store, f"{key}.json")
     if found is not None:
         if store.local is not None:
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
@@ -136,7 +165,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None) -
         if content is not None and _sha256(content) == found.get("sha256"):
             return PackingPlan.from_bytes(content, found["pieces"], found["rows"])
     # In this process: a million documents take a second of CPU, once for all runs.
-    plan = best_fit(cache.document_lengths(), seq_len, stop)
+    plan = best_fit(cache.document_lengths(), seq_len, stop, first=first)
     content = plan.to_bytes()
     try:
         # The JSON file comes last: it says that the other one is whole.
@@ -200,6 +229,14 @@ class PackedRows:
             weights *= (mask & IN_LOSS) != 0
         shaped = [array.reshape(-1, seq_len) for array in (tokens, targets, weights, positions, segments)]
         return Batch(*shaped)
+
+    def places(self, rows_B: np.ndarray) -> np.ndarray:
+        """The place in the stream of each input, int64 [B, S]; the stream's end for padding."""
+        places_BS = np.full((len(rows_B), self.seq_len), len(self.stream), np.int64)
+        for places_S, row in zip(places_BS, rows_B.tolist(), strict=True):
+            runs = [np.arange(start, start + length) for start, length in self.spans(row)]
+            places_S[: sum(map(len, runs))] = np.concatenate(runs)
+        return places_BS
 
     def spans(self, row: int) -> list[tuple[int, int]]:
         pieces = slice(int(self.plan.firsts_R[row]), int(self.plan.firsts_R[row + 1]))

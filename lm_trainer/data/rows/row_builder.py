@@ -22,6 +22,7 @@ from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.data.rows.grain_rows import GrainRows
 from lm_trainer.data.rows.growing_order import POLL_SECONDS
 from lm_trainer.data.rows.order import Rows, TrainSet
+from lm_trainer.data.rows.packed_set import PackedSet
 from lm_trainer.data.rows.packing import PackedRows, open_packing_plan
 from lm_trainer.data.shuffle import NoShuffle, seed_of
 from lm_trainer.data.sources.grain_pipeline import GrainPipeline
@@ -169,7 +170,10 @@ class RowBuilder:
         plain = isinstance(config.format, TextFormat) and not isinstance(config.source, PrebuiltCache)
         # Of tokens that stay where they are, the ledger has the bytes of the ids.
         plain = plain and not cache.ledger.places
-        return EvalSet(
+        make = EvalSet
+        if self.config.packing_of(name) == "best_fit":
+            make = partial(PackedSet, plan=open_packing_plan(cache, self.seq_len, first=first))
+        return make(
             title,
             cache.stream,
             self.seq_len,

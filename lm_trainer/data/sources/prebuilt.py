@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import MANIFEST, fingerprint
+from lm_trainer.data.cache.format import fingerprint, read_manifest
 from lm_trainer.data.cache.kvstore import CachePath, KvStore
 from lm_trainer.data.sources.base import BadRow, Row, Shard, SourceConfig, Split
 
@@ -31,7 +31,7 @@ class PrebuiltCache(SourceConfig):
     ) -> list[Shard]:
         del urls, text_key, fields
         store = KvStore(f"{self.path}/{split}")
-        manifest = store.read_json(MANIFEST)
+        manifest = read_manifest(store)
         if manifest is not None:
             return [CacheShard(store.url, fingerprint(manifest))]
         if split == "train":

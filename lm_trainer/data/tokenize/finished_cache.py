@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import MANIFEST
+from lm_trainer.data.cache.format import read_manifest
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig
@@ -50,4 +50,4 @@ class FinishedCache:
 
     def manifest(self) -> dict[str, Any]:
         """Returns everything that decided the bytes of the cache."""
-        return self.store.read_json(MANIFEST) or {}
+        return read_manifest(self.store) or {}

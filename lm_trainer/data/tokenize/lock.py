@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.format import BUILDER
-from lm_trainer.data.cache.kvstore import KvStore
+from lm_trainer.data.cache.kvstore import KvStore, parsed_json
 
 BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 
@@ -20,6 +19,19 @@ BEAT_SECONDS, DEAD_SECONDS, POLL_SECONDS = 2.0, 30.0, 0.2
 # builds of this one.
 _held: set[str] = set()
 """The claims of this process that hold."""
+
+
+def parsed_claim(content: bytes | None) -> dict[str, Any] | None:
+    """Returns the claim of a builder: `host`, `pid`, `beat` in seconds since 1970, and `claim` but of earlier versions.
+
+    None where there is none, or only a damaged one: whoever wrote it is taken for dead.
+    """
+    try:
+        claim = parsed_json(content or b"null")
+    except ValueError:
+        return None
+    known = isinstance(claim, dict) and isinstance(claim.get("host"), str) and isinstance(claim.get("pid"), int)
+    return claim if known and isinstance(claim.get("beat"), int | float) else None
 
 
 class BuilderLock:
@@ -47,7 +59,7 @@ class BuilderLock:
     def _wait(self) -> None:
         while True:
             found, generation = self._store.read_versioned(BUILDER)
-            free = found is None or not self._alive(json.loads(found))
+            free = not self._alive(parsed_claim(found))
             # The condition on the generation lets only one of several waiting processes take over.
             if free and self._store.write_json(BUILDER, self._record(), if_generation=generation):
                 return
@@ -88,4 +100,6 @@ class BuilderLock:
             return False
         except PermissionError:  # it exists, and belongs to another user
             pass
+        except OverflowError:  # no process has such a number
+            return False
         return True

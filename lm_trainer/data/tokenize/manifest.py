@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import FORMAT, MANIFEST, PART_BYTES, damaged, fingerprint, token_dtype
+from lm_trainer.data.cache.format import FORMAT, MANIFEST, PART_BYTES, damaged, fingerprint, read_manifest, token_dtype
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.formats import FormatConfig
@@ -44,7 +44,7 @@ def check_manifest(store: KvStore, manifest: dict[str, Any], ledger: Ledger) -> 
         UserError: if the store is the cache of something else; says which entries differ.
         MachineError: if the manifest is lost.
     """
-    found = store.read_json(MANIFEST)
+    found = read_manifest(store)
     if found is None:
         if ledger.begun:
             raise damaged(store, MANIFEST, "is missing, so nothing says what the cache was made of")
@@ -71,7 +71,7 @@ def claim(store: KvStore, manifest: dict[str, Any], ledger: Ledger) -> None:
         UserError: as `check_manifest` does.
     """
     fitting = check_manifest(store, manifest, ledger)
-    if store.read_json(MANIFEST) == manifest:
+    if read_manifest(store) == manifest:
         return
     for key in [*store.list("shards/"), *store.list("parts/")]:
         # The names of parts and of shards both begin with the number of the shard in five digits.

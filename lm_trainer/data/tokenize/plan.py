@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import MANIFEST
+from lm_trainer.data.cache.format import read_manifest
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.cache.ledger import Ledger
 from lm_trainer.data.config import DataConfig
@@ -120,6 +120,6 @@ def _builds(
 def _built_with(caches: Mapping[str, CacheSpec]) -> str | None:
     """Returns the backend of the tokenizer that the first cache was built with; None where there is none yet."""
     for cache in (cache for cache in caches.values() if not cache.prebuilt):
-        if (manifest := KvStore(cache.url).read_json(MANIFEST)) is not None:
-            return manifest.get("tokenizer", {}).get("backend")
+        if (manifest := read_manifest(KvStore(cache.url))) is not None:
+            return manifest["tokenizer"].get("backend")
     return None

@@ -16,7 +16,6 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.runtime import quick_handover
 from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
-from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.formats import EncodedDocument, UnusableRow
 from lm_trainer.data.sources import BadRow, Row
@@ -245,7 +244,7 @@ def _write_part(job: ShardJob, name: str, part: OpenPart, record: dict[str, Any]
         job.store.write(part_key(name, kind), blob)
     record["tokens"] = len(ids_T)
     record["blobs"] = {kind: checksums(blob) for kind, blob in blobs.items()}
-    job.store.write(part_key(name, "json"), canonical_json(record))
+    job.store.write_json(part_key(name, "json"), record)
 
 
 def _place_of_eos(job: ShardJob, part: OpenPart) -> str:

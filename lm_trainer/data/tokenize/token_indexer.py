@@ -13,7 +13,6 @@ import numpy as np
 from lm_trainer.core.errors import UserError
 from lm_trainer.data.cache.checksums import checksums
 from lm_trainer.data.cache.format import part_key, part_name, read_record, shard_key, token_dtype
-from lm_trainer.data.cache.kvstore import canonical_json
 from lm_trainer.data.cache.loss_mask import pack_loss_mask
 from lm_trainer.data.cache.token_place import TokenPlace
 from lm_trainer.data.sources.tokens import TokenArray, TokenShard
@@ -128,7 +127,7 @@ def _index_part(
         "blobs": {kind: checksums(blob) for kind, blob in blobs.items()},
         "place": {**place._asdict(), **checksums(ids_T)},
     }
-    job.store.write(part_key(name, "json"), canonical_json(record))
+    job.store.write_json(part_key(name, "json"), record)
     return record
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from lm_trainer.core.bucket import MISSING
 from lm_trainer.core.errors import UserError
-from lm_trainer.data.cache.format import MANIFEST, fingerprint
+from lm_trainer.data.cache.format import fingerprint, read_manifest
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.sources import Shard
@@ -125,9 +125,9 @@ def _read_trained(store: KvStore, recipe: dict[str, Any]) -> HfTokenizer | None:
 
 def _fits(caches: Mapping[str, CacheSpec], tokenizer: HfTokenizer) -> bool:
     """Returns true if every cache that exists was built with this tokenizer."""
-    manifests = [KvStore(cache.url).read_json(MANIFEST) for cache in caches.values()]
+    manifests = [read_manifest(KvStore(cache.url)) for cache in caches.values()]
     wanted = tokenizer.identity()["sha256"]
-    return all(found is None or found.get("tokenizer", {}).get("sha256") == wanted for found in manifests)
+    return all(found is None or found["tokenizer"].get("sha256") == wanted for found in manifests)
 
 
 def _write(tokenizer: HfTokenizer, store: KvStore) -> None:

@@ -1,0 +1,123 @@
+"""The library that is preloaded by a process to meet faults of its file system and its clock.
+
+library = build(directory)
+Fault("fail", call="rename", path="cache/*", at=3, error="ENOSPC").environment(below, log)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("soak_shim.c")
+WRITES = ("create", "write", "sync", "truncate", "rename", "link", "unlink", "mkdir")
+READS = ("open", "read")
+ERRORS = {
+    "open": ("EIO", "ESTALE", "EACCES", "EMFILE"),
+    "read": ("EIO", "ESTALE"),
+    "create": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES", "EMFILE"),
+    "write": ("ENOSPC", "EIO", "EDQUOT", "ESTALE"),
+    "sync": ("ENOSPC", "EIO", "EDQUOT", "ESTALE"),
+    "truncate": ("EIO", "ESTALE"),
+    "rename": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES"),
+    "link": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES"),
+    "unlink": ("EIO", "ESTALE", "EROFS", "EACCES"),
+    "mkdir": ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EROFS", "EACCES"),
+}
+"""Call -> errors that a file system gives there. `create` opens for writing, `open` for reading."""
+LASTING = ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE")
+"""Errors that can come at every call from some moment on."""
+
+
+class NoCompiler(Exception):
+    """There is no `cc` on this machine."""
+
+
+def build(directory: Path) -> Path:
+    """Compiles the library.
+
+    Raises:
+        NoCompiler: there is no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise NoCompiler("the soak needs a C compiler (cc) for the library that injects faults")
+    library = directory / "soak_shim.so"
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault at one call of a process.
+
+    Attributes:
+        action: `kill`, `tear` (write half, then kill), `shorten` (write half), `fail`, `fail-on` (this call and all
+            later ones that write, or read, as it does), `stop` (SIGSTOP), `vanish` (`victim` gets the name `to`),
+            `clock` (jumps by `seconds`).
+        call: the kind of call: a key of `ERRORS`.
+        path: pattern of paths, relative to the directory that is watched.
+        at: which of these calls, from 1.
+        error: name of the error of `fail` and `fail-on`.
+    """
+
+    action: str
+    call: str = ""
+    path: str = ""
+    at: int = 1
+    error: str = "EIO"
+    victim: str = ""
+    to: str = ""
+    seconds: int = 0
+
+    def environment(self, below: Path, log: Path) -> dict[str, str]:
+        """Variables for a process that has the library preloaded; calls that were met are written to `log`."""
+        return {
+            **watch(below, log),
+            "WORLD_ACTION": self.action,
+            "WORLD_CALL": self.call,
+            "WORLD_PATH": self.path,
+            "WORLD_AT": str(self.at),
+            "WORLD_ERRNO": str(getattr(errno, self.error)),
+            "WORLD_VICTIM": self.victim,
+            "WORLD_TO": self.to,
+            "WORLD_SECONDS": str(self.seconds),
+        }
+
+    def __str__(self) -> str:
+        what = f" with {self.error}" if self.action.startswith("fail") else ""
+        where = f" at call {self.at} of {self.call or 'any'} on {self.path or 'any path'}"
+        more = f": {self.victim}" if self.victim else f" by {self.seconds // 86400} days" if self.seconds else ""
+        return f"{self.action}{what}{where}{more}"
+
+    @property
+    def reason(self) -> str:
+        """The words of the system for the error."""
+        return os.strerror(getattr(errno, self.error))
+
+
+def watch(below: Path, log: Path) -> dict[str, str]:
+    """Variables for a process that writes every call to `log` and meets no fault."""
+    return {"WORLD_BELOW": str(below), "WORLD_LOG": str(log)}
+
+
+def groups(log: Path) -> dict[tuple[str, str], int]:
+    """Counts of each kind of call on each kind of file: {(call, pattern of paths): count}."""
+    counts: dict[tuple[str, str], int] = {}
+    for line in log.read_text().splitlines():
+        call, _, path = line.partition("\t")
+        key = call, pattern(path)
+        counts[key] = counts.get(key, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def pattern(path: str) -> str:
+    """A pattern for a path and for those that differ in numbers and in random names."""
+    path = re.sub(r"(?<=/d/)[0-9a-f]{8,}(\.__lock)?", "*", path)
+    path = re.sub(r"[0-9a-f]{16,}|\d+", "*", path)
+    return re.sub(r"\*[*]+", "*", path).replace("[", "?").replace("]", "?")

@@ -1,0 +1,195 @@
+"""Laps of `soak_world`: a call of the file system is killed, torn or failed, a directory vanishes, the clock jumps."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.soak_shim import ERRORS, LASTING, READS, Fault
+from benchmarks.soak_world_runs import World, all_left_over, differences, result, steps
+
+COMMANDS = {
+    "train": (None, ("train", "CONFIG")),
+    "resume": ("half", ("train", "CONFIG")),
+    "data build": (None, ("data", "build", "CONFIG")),
+    "export-hf": ("whole", ("export-hf", "run", "exported")),
+}
+"""Name -> the template that the command begins in, and its arguments."""
+_ANY = (*4 * ("train",), *4 * ("resume",), "data build", "export-hf")
+_SHORT = ("data build", "data build", "export-hf")
+KINDS = {
+    "killed at a call": ("kill", _ANY),
+    "torn write, then killed": ("tear", _ANY),
+    "short write": ("shorten", _ANY),
+    "call fails once": ("fail", _ANY),
+    "all calls fail from there on": ("fail-on", _ANY),
+    "directory vanishes": ("vanish", ("train", "resume")),
+    "clock jumps": ("clock", ("train", "resume")),
+    "build or export, killed at a call": ("kill", _SHORT),
+    "build or export, call fails once": ("fail", _SHORT),
+}
+"""Kind -> what happens, and the commands that it may happen to."""
+_GOES_ON = "the same command again comes to the same bits; nothing that was saved is lost"
+_IS_TOLD = "exit code 0 with the same bits, or 1 or 2 with the file and the reason, without a traceback; then as above"
+PROMISES = {
+    "killed at a call": _GOES_ON,
+    "torn write, then killed": "as above",
+    "short write": "nothing happens: the same bits at once",
+    "call fails once": _IS_TOLD,
+    "all calls fail from there on": "as above",
+    "directory vanishes": "as above, once it is put back",
+    "clock jumps": "exit code 0 and the same bits at once",
+    "build or export, killed at a call": _GOES_ON,
+    "build or export, call fails once": _IS_TOLD,
+}
+
+
+class Lap(NamedTuple):
+    """A fault, where it comes."""
+
+    kind: str
+    command: str
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.command}: {self.fault}"
+
+
+def draw(kind: str, number: int, seed: int, calls: dict[str, dict[tuple[str, str], int]]) -> Lap:
+    """The lap `number` of its kind; `calls` holds the calls of undisturbed commands."""
+    rng = random.Random(f"{seed}/{kind}/{number}")
+    action, commands = KINDS[kind]
+    command = rng.choice(commands)
+    found = calls[command]
+    if action in ("tear", "shorten"):
+        found = {key: count for key, count in found.items() if key[0] == "write"}
+    (call, path), count = rng.choice(list(found.items()))
+    at = rng.randint(1, count)
+    if action == "fail":
+        return Lap(kind, command, Fault(action, call, path, at, rng.choice(ERRORS[call])))
+    if action == "fail-on":
+        errors = LASTING[3:] if call in READS else LASTING
+        return Lap(kind, command, Fault(action, call, path, at, rng.choice(errors)))
+    if action == "vanish":
+        victim = rng.choice(("logs/run", "logs", "checkpoints/run", "checkpoints", "cache", "cache/train", "exports"))
+        return Lap(kind, command, Fault(action, call, path, at, victim=victim, to=f"gone/{Path(victim).name}"))
+    if action == "clock":
+        days = rng.choice((-3650, -400, -1, 1, 400, 3650))
+        return Lap(kind, command, Fault(action, call, path, at, seconds=86400 * days))
+    return Lap(kind, command, Fault(action, call, path, at))
+
+
+def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
+    """Runs a lap; returns what happened.
+
+    Raises:
+        AssertionError: something was not as promised.
+    """
+    template, command = COMMANDS[lap.command]
+    world.place(template)
+    before, fault = steps(world.lap), lap.fault
+    if fault.action == "vanish":
+        (world.lap.parent / "gone").mkdir(exist_ok=True)
+        shutil.rmtree(world.lap.parent / "gone")
+        (world.lap.parent / "gone").mkdir()
+        fault = Fault(
+            **{**vars(fault), "victim": f"{world.lap}/{fault.victim}", "to": f"{world.lap.parent}/{fault.to}"}
+        )
+    code, text = world.run(*command, fault=fault)
+    hit = world.hit()
+    _check_end(world, lap, code, text, hit)
+    if not hit:
+        happened = "the call did not come"
+    elif lap.fault.action == "vanish":
+        happened = f"{hit}; exit code {code}; {_put_back(world, lap.fault)}"
+    else:
+        happened = f"{hit}; exit code {code}"
+    lost = set(before) - set(steps(world.lap))
+    aside = {int(path.name.partition(".")[0]) for path in world.lap.glob("checkpoints/run/*.corrupt*")}
+    assert not lost - aside, f"checkpoints {sorted(lost)} are lost"
+    happened += f"; set aside: {sorted(aside)}" if aside else ""
+    if code == 0:
+        parted = _differences(world, lap, wanted)
+        assert not parted, f"after exit code 0, other than undisturbed: {', '.join(parted)}"
+    if code or lap.fault.action == "vanish":
+        _run_again(world, lap, command)
+        parted = _differences(world, lap, wanted)
+        assert not parted, f"after the same command again, other than undisturbed: {', '.join(parted)}"
+    # What has vanished is not tidied up before the next start.
+    left = all_left_over(world.lap)
+    assert not left, f"left over: {', '.join(left)}"
+    return happened
+
+
+def _check_end(world: World, lap: Lap, code: int, text: str, hit: str) -> None:
+    action = lap.fault.action
+    assert "Traceback" not in text, f"a traceback, exit code {code}, at {hit}:\n{text[-3500:]}"
+    if not hit or action in ("shorten", "clock"):
+        assert code == 0, f"exit code {code} at {hit}:\n{text[-2000:]}"
+    elif action in ("kill", "tear"):
+        assert code == -9, f"exit code {code} at {hit}"
+    elif code:
+        assert code in (1, 2, 75), f"exit code {code} at {hit}:\n{text[-2000:]}"
+        names = [lap.fault.victim] if action == "vanish" else list(names_of(hit.partition(" ")[2].split("\n")[0]))
+        assert any(name in text for name in names), f"exit code {code} names no file of {hit}:\n{text[-2000:]}"
+        reasons = {lap.fault.reason, lap.fault.error} if action != "vanish" else {"o such file", "removed", "not"}
+        assert any(reason in text for reason in reasons), f"no reason for {hit}:\n{text[-2000:]}"
+
+
+def names_of(path: str) -> Iterator[str]:
+    """A path and the directories above it, as messages may name them; of a draft what it is to become."""
+    path = re.sub(r"(^|/)\.([^/]+)\.(incomplete|tmp)(?=/|$)", r"\1\2", path)
+    yield path
+    for parent in Path(path).parents:
+        if len(parent.parts) >= 2 or parent.name in ("cache", "exported"):
+            yield str(parent)
+
+
+def _put_back(world: World, fault: Fault) -> str:
+    """Puts a directory back that has vanished, together with what the run has written into a new one meanwhile."""
+    gone, there = world.lap.parent / fault.to, world.lap / fault.victim
+    if not gone.exists():
+        return "there was nothing to vanish"
+    made = there.exists()
+    if made:
+        shutil.copytree(there, gone, dirs_exist_ok=True)
+        shutil.rmtree(there)
+    there.parent.mkdir(parents=True, exist_ok=True)
+    gone.rename(there)
+    return "it was made again" if made else "it was put back"
+
+
+def _run_again(world: World, lap: Lap, command: tuple[str, ...]) -> None:
+    code, text = world.run(*command)
+    if lap.command == "export-hf" and code == 2 and "is not empty" in text:
+        return  # it was complete when the fault came
+    assert code == 0, f"the same command again: exit code {code}\n{text[-2500:]}"
+    assert "Traceback" not in text, text[-2500:]
+
+
+def _differences(world: World, lap: Lap, wanted: dict[str, str]) -> list[str]:
+    if lap.command == "data build":
+        found = {name: digest for name, digest in result_of_files(world.lap).items() if name.startswith("cache")}
+        parted = differences(found, {name: digest for name, digest in wanted.items() if name.startswith("cache")})
+    else:
+        parted = differences(result(world.lap), wanted)
+    if lap.command == "export-hf":
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):
+            same = (world.lap / "exported" / name).read_bytes() == (
+                world.lap / "exports/run/step-12" / name
+            ).read_bytes()
+            parted += [] if same else [f"exported/{name}"]
+    return parted
+
+
+def result_of_files(directory: Path) -> dict[str, str]:
+    """As `result`, of a directory in which nothing was trained."""
+    logs, checkpoints = directory / "logs/run", directory / "checkpoints/run"
+    logs.mkdir(parents=True, exist_ok=True)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    (logs / "metrics.jsonl").touch()
+    return result(directory)

@@ -1,0 +1,255 @@
+"""Runs for `soak_world`: the commands, what they come to, and copies to begin from."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.soak_shim import Fault, build, watch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.warm_lmt import WarmLmt, WarmProcess  # noqa: E402
+
+STEPS, SAVE_EVERY = 12, 3
+PATIENCE = 300.0
+"""Seconds after which a command that has not ended hangs."""
+COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
+# TensorStore leaves an empty `KEY.__lock` when it is killed, and takes it at the next write of that key.
+LEFT_OVER = re.compile(r"\.tmp$|orbax-checkpoint-tmp|\.trash|\.incomplete$|\.replaced$|\.write-test")
+
+
+def configuration(data: Path) -> dict[str, Any]:
+    """A tiny run that has every kind of file; JSON is YAML."""
+    documents = [" ".join(f"{word} {word * word}" for word in range(7 * i, 7 * i + 60)) for i in range(120)]
+    lines = [json.dumps({"text": document}) for document in documents]
+    for name, part in {"train": lines[:100], "validation": lines[100:]}.items():
+        (data / f"{name}.jsonl").write_text("\n".join(part) + "\n")
+    checkpointer = {"save_interval": "1h", "keep": [{"every": SAVE_EVERY}]}
+    trainer = {"id": "run", "train_batch_size": 8, "per_device_parallelism": 4, "num_train_steps": STEPS}
+    trainer |= {"steps_per_eval": 6, "max_eval_batches": 2, "sample_tokens": 0, "token_probabilities": 0}
+    trainer |= {"tracker": [], "log_jaxprs": False, "log_xla_hlo": False, "cpu_threads": 1}
+    model = {"type": "gpt2", "seq_len": 32, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "resid_pdrop": 0.1}
+    urls = {f"{name}_urls": [str(data / f"{name}.jsonl")] for name in ("train", "validation")}
+    return {
+        "model": {**model, "gradient_checkpointing": False},
+        "data": {"tokenizer": "bytes", "num_workers": 0, "cache_dir": "cache", **urls},
+        "trainer": {**trainer, "checkpointer": checkpointer},
+        "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
+        "hf_save_path": "exports",
+        "hf_save_steps": 6,
+    }
+
+
+class Command:
+    """A command that runs, or has ended."""
+
+    def __init__(self, process: WarmProcess, output: Path):
+        self._process, self._output, self.pid = process, output, process.pid
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """The exit code, negative for a signal.
+
+        Raises:
+            AssertionError: it hangs.
+        """
+        try:
+            return self._process.wait(seconds)
+        except Exception:
+            self.kill()
+            raise AssertionError(f"hangs: no end after {seconds:.0f} s\n{self.text[-2000:]}") from None
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    @property
+    def stopped(self) -> bool:
+        """True while a SIGSTOP holds it."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        except OSError:
+            return False
+
+    def until_stopped(self) -> bool:
+        """Waits for a SIGSTOP; False when it ended before."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and self.poll() is None:
+            if self.stopped:
+                return True
+            time.sleep(0.02)
+        return False
+
+    @property
+    def text(self) -> str:
+        """All that it has printed."""
+        return self._output.read_text(errors="replace")
+
+
+class World:
+    """The place of a soak: a directory, and forks of a process that has imported JAX and preloaded the library."""
+
+    def __init__(self, out: Path):
+        self.out = out.absolute()
+        self.lap = self.out / "lap"
+        self.lap.mkdir(parents=True, exist_ok=True)
+        self._data = self.out / "data"
+        self._data.mkdir(exist_ok=True)
+        self.config = self.out / "run.yaml"
+        if not self.config.exists():
+            self.config.write_text(json.dumps(configuration(self._data), indent=1))
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "LD_PRELOAD": str(build(self.out)),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
+            "JAX_COMPILATION_CACHE_DIR": str(self.out / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "LMT_PROGRESS": "plain",
+            "COLUMNS": "200",
+        }
+        self._server = WarmLmt(self.environment)
+        self._number = 0
+        self.opened = contextlib.ExitStack()
+        """Servers that laps have opened for later ones."""
+        self.known: dict[Any, Any] = {}
+        """Results and servers that laps keep for later ones."""
+
+    def close(self) -> None:
+        self.opened.close()
+        self._server.close()
+
+    def start(
+        self,
+        *args: str,
+        fault: Fault | None = None,
+        directory: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Command:
+        """Starts `lmt`; `train` and `data` commands take `run.yaml` by the word CONFIG."""
+        directory = directory or self.lap
+        self._number += 1
+        output = self.out / "outputs" / f"{self._number % 50}.txt"
+        output.parent.mkdir(exist_ok=True)
+        environment = {**self.environment, **(env or {})}
+        if fault is not None:
+            self.hits.unlink(missing_ok=True)
+            environment |= fault.environment(directory, self.hits)
+        command = [str(self.config) if arg == "CONFIG" else arg for arg in args]
+        with output.open("wb") as stream:
+            process = self._server.start(command, cwd=directory, env=environment, stdout=stream, stderr=stream)
+        return Command(process, output)
+
+    def run(self, *args: str, **options: Any) -> tuple[int, str]:
+        """Runs `lmt` to its end; the exit code and what it printed."""
+        command = self.start(*args, **options)
+        return command.wait(), command.text
+
+    def counted(self, *args: str) -> Path:
+        """Runs `lmt` and returns the list of its calls."""
+        log = self.out / "calls.txt"
+        log.unlink(missing_ok=True)
+        code, text = self.run(*args, env=watch(self.lap, log))
+        assert code == 0, text
+        return log
+
+    @property
+    def hits(self) -> Path:
+        """The calls that met a fault in the last command."""
+        return self.out / "hits.txt"
+
+    def hit(self) -> str:
+        return self.hits.read_text().strip().replace("\t", " ") if self.hits.exists() else ""
+
+    def place(self, template: str | None) -> None:
+        """Makes the directory of the lap a copy of a template, or empty."""
+        shutil.rmtree(self.lap)
+        if template is None:
+            self.lap.mkdir()
+        else:
+            shutil.copytree(self.out / template, self.lap, symlinks=True)
+
+    def keep(self, template: str) -> None:
+        """Keeps the directory of the lap as a template."""
+        shutil.rmtree(self.out / template, ignore_errors=True)
+        shutil.copytree(self.lap, self.out / template, symlinks=True)
+
+
+def steps(directory: Path) -> list[int]:
+    """The committed steps of the run."""
+    checkpoints = directory / "checkpoints" / "run"
+    return (
+        sorted(int(entry.name) for entry in checkpoints.iterdir() if entry.name.isdigit())
+        if checkpoints.exists()
+        else []
+    )
+
+
+def result(directory: Path, run: str = "run") -> dict[str, Any]:
+    """All of a finished run that must be equal to an undisturbed one: {name: digest}."""
+    lines = (directory / "logs" / run / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_float=str) for line in lines]
+    series = [(row["step"], key, row[key]) for row in rows for key in COMPARED if key in row]
+    found: dict[str, Any] = {"losses": _digest(repr(series).encode())}
+    checkpoints = directory / "checkpoints" / run
+    names = sorted((entry.name for entry in checkpoints.iterdir() if entry.name.isdigit()), key=int)
+    for name in names:
+        record = json.loads((checkpoints / name / "_CHECKPOINT_METADATA").read_text())
+        found[f"weights after step {name}"] = _digest(json.dumps(record["custom_metadata"]["digests"]).encode())
+    for part in (f"exports/{run}", "cache"):
+        for file in sorted((directory / part).rglob("*")):
+            # The card of an export has its date; a manifest has the times of files.
+            other = file.name in ("README.md", "manifest.json", "builder.json") or file.suffix == ".__lock"
+            if file.is_file() and not other and not left_over(file):
+                found[str(file.relative_to(directory)).replace(f"/{run}/", "/")] = _digest(file.read_bytes())
+    return found
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    return [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+
+
+def left_over(path: Path) -> bool:
+    return bool(LEFT_OVER.search(path.name))
+
+
+def all_left_over(directory: Path) -> list[str]:
+    """Files and directories that a finished run should not leave."""
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if left_over(path))
+
+
+def together(count: int) -> list[Sequence[str]]:
+    """The settings of processes that are one run."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    section = "trainer.distributed"
+    address = f"{section}.coordinator_address=127.0.0.1:{port}"
+    return [(address, f"{section}.num_processes={count}", f"{section}.process_id={index}") for index in range(count)]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

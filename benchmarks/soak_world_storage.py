@@ -1,0 +1,167 @@
+"""Laps of `soak_world` with checkpoints, cache and exports in object storage that gives wrong answers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import shutil
+import threading
+from typing import Any, NamedTuple
+
+from benchmarks.soak_world_runs import World, result
+from tests.object_storage.proxy import Fault, Handler, Proxy, cut, delay, drop, lose_answer, proxied, refuse
+from tests.object_storage.servers import BUCKET, environment, s3
+
+KIND = "object storage lies"
+PROMISES = {
+    KIND: "exit code 0 with the same losses and exports, or 1 or 2 with a reason and without a traceback; the same "
+    "command in an empty directory comes to the same losses and exports",
+}
+
+
+class Lap(NamedTuple):
+    kind: str
+    name: str
+    first: int
+    """The request at which it begins."""
+    count: int
+    """Requests that meet it."""
+    number: int
+
+    def __str__(self) -> str:
+        return f"train with everything in a bucket: {self.name}, {self.count} requests from request {self.first}"
+
+
+def draw(kind: str, number: int, seed: int, calls: object) -> Lap:
+    """The lap `number`."""
+    del calls
+    rng = random.Random(f"{seed}/{kind}/{number}")
+    name = tuple(LIES)[number % len(LIES)]
+    count = 10_000 if name == "500 from there on" else rng.choice((1, 3, 20))
+    return Lap(kind, name, rng.randint(1, 300), count, number)
+
+
+class _Window:
+    """A fault of some requests by their number."""
+
+    def __init__(self, fault: Fault, first: int, count: int):
+        self._fault, self._first, self._last = fault, first, first + count
+        self._seen, self._lock = 0, threading.Lock()
+
+    def __call__(self, handler: Handler) -> bool:
+        with self._lock:
+            self._seen += 1
+            number = self._seen
+        return self._first <= number < self._last and self._fault(handler)
+
+
+class _StaleListings:
+    """Answers a listing as it was answered the first time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command != "GET" or "list-type" not in handler.path:
+            return False
+        if handler.path not in self._known:
+            self._known[handler.path] = handler.forward()
+        handler.answer(*self._known[handler.path])
+        return True
+
+
+def _flip(handler: Handler) -> bool:
+    """Flips a bit of an object that is read."""
+    status, headers, content = handler.forward()
+    if handler.command == "GET" and content and "list-type" not in handler.path:
+        changed = bytearray(content)
+        changed[len(changed) // 2] ^= 4
+        content = bytes(changed)
+    handler.answer(status, headers, content)
+    return True
+
+
+def _truncate(handler: Handler) -> bool:
+    """Answers with half of the object, as if that were all."""
+    status, headers, content = handler.forward()
+    handler.answer(status, headers, content[: len(content) // 2] if handler.command == "GET" else content)
+    return True
+
+
+LIES = {
+    "500": refuse(500, "InternalError"),
+    "500 from there on": refuse(500, "InternalError"),
+    "a time-out": delay(8.0),
+    "a body that is cut off": cut,
+    "a body that is short": _truncate,
+    "a flipped bit": _flip,
+    "stale listings": None,
+    "lost answers": lose_answer,
+    "lost requests": drop,
+    "429": refuse(429, "SlowDown"),
+}
+
+
+_servers = contextlib.ExitStack()
+_endpoints: list[str] = []
+_opening = threading.Lock()
+
+
+def _endpoint() -> str:
+    """The S3 server, one for all worlds: a second one of moto would empty the first."""
+    with _opening:
+        if not _endpoints:
+            _endpoints.append(_servers.enter_context(s3()))
+            atexit.register(_servers.close)
+        return _endpoints[0]
+
+
+def _train(world: World, proxy: Proxy, place: str, *more: str) -> tuple[int, str]:
+    base = f"s3://{BUCKET}/{place}"
+    settings = (f"trainer.checkpointer.base_path={base}/checkpoints", f"data.cache_dir={base}/cache")
+    return world.run(
+        "train",
+        "CONFIG",
+        *settings,
+        f"hf_save_path={base}/exports",
+        "trainer.checkpointer.retry_for=15s",
+        *more,
+        env=environment("s3", proxy.endpoint),
+    )
+
+
+def _losses(world: World) -> dict[str, Any]:
+    (world.lap / "checkpoints" / "run").mkdir(parents=True, exist_ok=True)
+    return {"losses": result(world.lap)["losses"]}
+
+
+def run(world: World, lap: Lap, wanted: dict[str, str]) -> str:
+    """Runs a lap; returns what happened.
+
+    Raises:
+        AssertionError: something was not as promised.
+    """
+    if "proxy" not in world.known:
+        world.known["proxy"] = world.opened.enter_context(proxied(_endpoint()))
+    proxy, place = world.known["proxy"], f"{world.out.name}/lap-{lap.number}"
+    world.place(None)
+    fault = _StaleListings() if lap.name == "stale listings" else LIES[lap.name]
+    assert fault is not None
+    proxy.fault = _Window(fault, lap.first, lap.count)
+    try:
+        code, text = _train(world, proxy, place)
+    finally:
+        proxy.fault = None
+    assert "Traceback" not in text, f"a traceback, exit code {code}\n{text[-3500:]}"
+    assert code in (0, 1, 2), f"exit code {code}\n{text[-2500:]}"
+    if code:
+        assert "error:" in text, f"exit code {code} and no reason\n{text[-2500:]}"
+    else:
+        assert _losses(world)["losses"] == wanted["losses"], f"other losses\n{text[-1500:]}"
+    shutil.rmtree(world.lap)
+    world.lap.mkdir()
+    again, text = _train(world, proxy, place)
+    assert again == 0, f"the same command in an empty directory: exit code {again}\n{text[-2500:]}"
+    assert _losses(world)["losses"] == wanted["losses"], f"other losses in an empty directory\n{text[-1500:]}"
+    return f"exit code {code}"

@@ -1,0 +1,78 @@
+"""Held-out sets whose rows hold whole documents, as those that are trained on.
+
+Shape letters: D documents, R rows of the set, B rows of this host, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from lm_trainer.core.batch import Batch
+from lm_trainer.data.rows.chunks import PADDING_SEGMENT
+from lm_trainer.data.rows.eval_set import EvalSet, check_rows
+from lm_trainer.data.rows.packing import PackedRows, PackingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSet(EvalSet):
+    """All documents of a held-out set, each in one row unless it is longer, each of their tokens predicted once.
+
+    A document that begins in the training text is read from its beginning; tokens before `first_token` are not
+    predicted.
+    """
+
+    plan: PackingPlan
+
+    @property
+    def num_rows(self) -> int:
+        return self.plan.num_rows
+
+    @cached_property
+    def _packed(self) -> PackedRows:
+        return PackedRows(self.stream, self.plan, self.seq_len, self.eos_id)
+
+    @cached_property
+    def _order_R(self) -> np.ndarray:
+        """The rows of the plan in the order of the documents that opened them.
+
+        The plan has the longest documents of each group first, and the first batches of a set are to stand for all.
+        """
+        return np.argsort(self.plan.starts_P[self.plan.firsts_R[:-1]], kind="stable")
+
+    def places_of(self, rows_B: np.ndarray) -> np.ndarray:
+        """As of `EvalSet`."""
+        places_BS = self._packed.places(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
+        places_BS[rows_B >= self.num_rows] = len(self.stream)
+        return places_BS
+
+    def num_cut(self, ends_D: np.ndarray) -> int:
+        """As of `EvalSet`."""
+        return int(np.count_nonzero(np.diff(ends_D, prepend=self.first_token) - 1 > self.seq_len))
+
+    def in_order(self, stride: int) -> EvalSet:
+        """As of `EvalSet`: rows that overlap have no need of whole documents."""
+        common = {field.name: getattr(self, field.name) for field in fields(EvalSet)}
+        return EvalSet(**common).in_order(stride)
+
+    def batches(self, batch_size: int, *, rows: Sequence[int], max_batches: int | None = None) -> Iterator[Batch]:
+        """As of `EvalSet`."""
+        check_rows(batch_size, rows)
+        count = self.num_batches(batch_size)
+        for index in range(count if max_batches is None else min(count, max_batches)):
+            yield self._read(index * batch_size + np.asarray(rows, np.int64))
+
+    def _read(self, rows_B: np.ndarray) -> Batch:
+        # Past the end the last row is read, and made padding.
+        batch = self._packed.read(self._order_R[np.minimum(rows_B, self.num_rows - 1)])
+        if self.first_token:
+            batch.weights[self.places_of(rows_B) + 1 < self.first_token] = 0
+        past_B = rows_B >= self.num_rows
+        batch.tokens[past_B] = batch.targets[past_B] = self.eos_id
+        batch.weights[past_B] = 0
+        batch.positions[past_B] = np.arange(self.seq_len)
+        batch.segments[past_B] = PADDING_SEGMENT
+        return batch
