@@ -29,10 +29,13 @@ Kind = Literal["row", "rows", "shared"]
 
 
 _SMALL = 1 << 20
-"""Numbers of weights of one layer that are moved together, each of which is still updated by itself."""
+"""Numbers of weights of one layer that one program moves and another one updates."""
 
-_ROWS = "one weight"
+_ROWS = "some weights"
 """Name of the weights that a device updates, among the arrays of a plan."""
+
+Rows = dict[str, list[jax.Array]]
+"""By the name of a weight: the weight, or rows of it, and its own arrays of the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -154,28 +157,31 @@ class OwnedUpdate:
         return ["row", *weight.own.values()]
 
     def _rows_of_all(
-        self, group: Sequence[Weight], arrays: Mapping[str, list[jax.Array]], grads: Params, first: jax.Array
-    ) -> dict[str, list[jax.Array]]:
-        return {w.name: self._rows_of(w, arrays[w.name], grads[w.name], first) for w in group}
+        self, group: Sequence[Weight], arrays: Rows, grads: Params, first: jax.Array
+    ) -> tuple[Rows, Params]:
+        rows = {w.name: self._rows_of(w, self._kinds(w), arrays[w.name], first) for w in group}
+        return rows, {w.name: self._rows_of(w, ["row"], [grads[w.name]], first)[0] for w in group}
 
     def _with_rows_of_all(
         self,
         group: Sequence[Weight],
         lies: Mapping[str, Sequence[NamedSharding]],
-        arrays: Mapping[str, list[jax.Array]],
-        rows: Mapping[str, list[jax.Array]],
+        arrays: Rows,
+        rows: Rows,
         first: jax.Array,
-    ) -> dict[str, list[jax.Array]]:
+    ) -> Rows:
         return {w.name: self._with_rows(w, lies[w.name], arrays[w.name], rows[w.name], first) for w in group}
 
-    def _rows_of(self, weight: Weight, arrays: list[jax.Array], grad: jax.Array, first: jax.Array) -> list[jax.Array]:
-        """The next rows of all arrays, the gradient last: one for each shard, the last one again where none is left."""
+    def _rows_of(
+        self, weight: Weight, kinds: Sequence[Kind], arrays: Sequence[jax.Array], first: jax.Array
+    ) -> list[jax.Array]:
+        """The next rows of arrays: one for each shard, the last one again where none is left."""
+        stacks = [weight.rows(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
+        if weight.count % self._shards == 0:
+            # A copy, where a gather goes through all numbers.
+            return [jax.lax.dynamic_slice_in_dim(x, first, self._shards) for x in stacks]
         index = first + jnp.arange(self._shards)
-        kinds: list[Kind] = [*self._kinds(weight), "row"]
-        return [
-            jnp.take(weight.rows(x, kind), index, axis=0, mode="clip")
-            for x, kind in zip([*arrays, grad], kinds, strict=True)
-        ]
+        return [jnp.take(x, index, axis=0, mode="clip") for x in stacks]
 
     def _with_rows(
         self, weight: Weight, lies: Sequence[NamedSharding], arrays: list[jax.Array], rows: list[jax.Array], first: Any
@@ -191,7 +197,12 @@ class OwnedUpdate:
                 # As they are stored before they are put there, so that no device needs the array whole.
                 spec = PartitionSpec(None, *(lie.spec[1:] if weight.layered else lie.spec))
                 new = jax.lax.with_sharding_constraint(new, NamedSharding(self._mesh, spec))
-            done.append(weight.rows(x, kind).at[index].set(new, mode="drop").reshape(x.shape))
+            stack = weight.rows(x, kind)
+            if weight.count % self._shards == 0:
+                stack = jax.lax.dynamic_update_slice_in_dim(stack, new, first, 0)
+            else:
+                stack = stack.at[index].set(new, mode="drop")
+            done.append(stack.reshape(x.shape))
         return done
 
     def __call__(
@@ -205,12 +216,11 @@ class OwnedUpdate:
             arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
             own_grads = {w.name: grads[w.name] for w in group}
             for first in self._firsts[: -(-group[0].count // self._shards)]:
-                rows, new = wait_on_cpu(gather(arrays, own_grads, first)), {}
-                for weight in group:
-                    shared = [old[path] for path in weight.shared]
-                    new[weight.name], after, metrics = self._run(weight, rows[weight.name], shared, scalars)
-                    state |= dict(zip(weight.shared, after, strict=True))
-                arrays = wait_on_cpu(scatter(arrays, new, first))
+                shared = {path: old[path] for weight in group for path in weight.shared}
+                rows, row_grads = wait_on_cpu(gather(arrays, own_grads, first))
+                rows, after, metrics = self._run(group, rows, row_grads, shared, scalars)
+                state |= after
+                arrays = wait_on_cpu(scatter(arrays, rows, first))
             for weight in group:
                 params[weight.name] = arrays[weight.name][0]
                 state |= dict(zip(weight.own, arrays[weight.name][1:], strict=True))
@@ -218,11 +228,17 @@ class OwnedUpdate:
         return params, jax.tree.unflatten(self._structure, [state[path] for path in self._paths]), metrics
 
     def _run(
-        self, weight: Weight, rows: list[jax.Array], shared: list[jax.Array], scalars: Mapping[str, jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
-        """Each device's own row updated by that device."""
-        programs = self._compiled(weight, rows, shared, scalars)
-        leaves, structure = jax.tree.flatten((rows, shared, dict(scalars)))
+        self,
+        group: Sequence[Weight],
+        rows: Rows,
+        grads: Params,
+        shared: dict[str, jax.Array],
+        scalars: Mapping[str, jax.Array],
+    ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
+        """Each device's own rows, which are consumed, updated by that device."""
+        arguments = (rows, grads, shared, dict(scalars))
+        programs = self._compiled(group, *arguments)
+        leaves, structure = jax.tree.flatten(arguments)
         parts = [by_device(x) for x in leaves]
         results = [
             program.compiled(*jax.tree.unflatten(structure, [part[device] for part in parts]))
@@ -243,26 +259,26 @@ class OwnedUpdate:
             joined(metrics, self._everywhere, None),
         )
 
-    def _function(self, weight: Weight) -> Any:
-        update, name = make_update(self._optimizer, weight.tx), weight.name
-        shared_at = [kind == "shared" for kind in weight.kinds]
+    def _jitted(self, group: Sequence[Weight]) -> Any:
+        def of_group(
+            rows: Rows, grads: Params, shared: dict[str, jax.Array], scalars: Mapping[str, jax.Array]
+        ) -> tuple[Rows, dict[str, jax.Array], Metrics]:
+            new, after, metrics = {}, {}, {}
+            for weight in group:
+                # Nothing is computed for two weights at once: the bits of one do not depend on its group.
+                own = rows[weight.name], grads[weight.name], shared, dict(scalars)
+                new[weight.name], counts, metrics = _updated(
+                    weight, self._optimizer, *jax.lax.optimization_barrier(own)
+                )
+                after |= counts
+            return new, after, metrics
 
-        def of_one(
-            rows: list[jax.Array], shared: list[jax.Array], scalars: Mapping[str, jax.Array]
-        ) -> tuple[list[jax.Array], list[jax.Array], Metrics]:
-            param, *own, grad = (x[0] for x in rows)
-            ours, theirs = iter(own), iter(shared)
-            state = jax.tree.unflatten(weight.structure, [next(theirs if common else ours) for common in shared_at])
-            params, after, metrics = update({name: param}, state, {name: grad}, None, scalars)
-            leaves = jax.tree.leaves(after)
-            new = [params[name], *(x for x, common in zip(leaves, shared_at, strict=True) if not common)]
-            return [x[None] for x in new], [x for x, c in zip(leaves, shared_at, strict=True) if c], metrics
+        return jax.jit(of_group, donate_argnums=0)
 
-        return of_one
-
-    def _compiled(self, weight: Weight, *args: Any) -> list[Executable]:
-        if weight.name not in self._programs:
-            jitted = jax.jit(self._function(weight))
+    def _compiled(self, group: Sequence[Weight], *args: Any) -> list[Executable]:
+        name = group[0].name
+        if name not in self._programs:
+            jitted = self._jitted(group)
 
             def one(index: int) -> Executable:
                 on = SingleDeviceSharding(self._devices[index])
@@ -270,17 +286,17 @@ class OwnedUpdate:
                 return Executable.make(jitted, *jax.tree.map(local, args))
 
             devices = [[device] for device in self._devices]
-            self._programs[weight.name] = compile_for_each(one, devices, f"the update of {weight.name}")
-        return self._programs[weight.name]
+            names = name if len(group) == 1 else f"{name} to {group[-1].name}"
+            self._programs[name] = compile_for_each(one, devices, f"the update of {names}")
+        return self._programs[name]
 
     def phases(
         self, params: Params, opt_state: Any, grads: Params, curvature: Any, scalars: Mapping[str, Any]
     ) -> Iterator[Phase]:
-        """The phases of `__call__` with arguments of these shapes, for the weight that takes most memory."""
+        """The phases of `__call__` with arguments of these shapes, for the weights that take most memory."""
         del curvature
-        weight = max(self._weights, key=lambda weight: math.prod(params[weight.name].shape) // weight.count)
+        at, group = max(enumerate(self._groups), key=lambda at: sum(weight.size for weight in at[1]))
         state = dict(zip(self._paths, jax.tree.leaves(opt_state), strict=True))
-        at, group = next((at, group) for at, group in enumerate(self._groups) if weight in group)
         arrays = {w.name: [params[w.name], *(state[path] for path in w.own)] for w in group}
         own_grads = {w.name: grads[w.name] for w in group}
         first = jax.ShapeDtypeStruct((), np.int32, sharding=self._everywhere)
@@ -288,19 +304,38 @@ class OwnedUpdate:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._dealt),
             jax.eval_shape(partial(self._rows_of_all, group), arrays, own_grads, first),
         )
-        new = {name: of_weight[:-1] for name, of_weight in rows.items()}
         alone = SingleDeviceSharding(self._devices[0])
-        local = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone) for x in rows[weight.name]]
-        shared = [state[path] for path in weight.shared]
+        local = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=alone), rows)
+        shared = {path: state[path] for weight in group for path in weight.shared}
         common = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone), (shared, dict(scalars)))
         gather = StepProgram("update_gather", partial(Executable.make, self._gather[at], arrays, own_grads, first))
-        update = StepProgram("update", partial(Executable.make, jax.jit(self._function(weight)), local, *common))
-        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[at], arrays, new, first))
+        update = StepProgram("update", partial(Executable.make, self._jitted(group), *local, *common))
+        scatter = StepProgram("update_scatter", partial(Executable.make, self._scatter[at], arrays, rows[0], first))
         yield Phase("update: gather", gather, adds={_ROWS: gather.outputs}, leaves={_ROWS: gather.outputs})
-        # No other weight of the group is larger.
-        updated = {_ROWS: len(group) * update.new}
-        yield Phase("update", update, adds=updated, leaves=updated)
+        yield Phase("update", update, adds={_ROWS: update.new}, leaves={_ROWS: update.new})
         yield Phase("update: scatter", scatter, adds={"new state": scatter.new}, frees=(_ROWS,))
+
+
+def _updated(
+    weight: Weight,
+    optimizer: Optimizer,
+    rows: list[jax.Array],
+    grad: jax.Array,
+    shared: Mapping[str, jax.Array],
+    scalars: Mapping[str, jax.Array],
+) -> tuple[list[jax.Array], dict[str, jax.Array], Metrics]:
+    """One row of a weight and its state, updated, and the arrays that it shares with others."""
+    param, *own = (x[0] for x in rows)
+    ours = iter(own)
+    leaves = [
+        shared[path] if kind == "shared" else next(ours) for path, kind in zip(weight.paths, weight.kinds, strict=True)
+    ]
+    state = jax.tree.unflatten(weight.structure, leaves)
+    update = make_update(optimizer, weight.tx)
+    params, state, metrics = update({weight.name: param}, state, {weight.name: grad[0]}, None, scalars)
+    after = dict(zip(weight.paths, jax.tree.leaves(state), strict=True))
+    new = [params[weight.name], *(after[path] for path in weight.own)]
+    return [x[None] for x in new], {path: after[path] for path in weight.shared}, metrics
 
 
 def _groups(weights: Sequence[Weight]) -> Iterator[list[Weight]]:

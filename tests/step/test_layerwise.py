@@ -39,7 +39,7 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embed_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def config_of(model: dict[str, Any], optimizer: str = "adam", **trainer: Any) -> RunConfig:
-    settings = {"train_batch_size": 8, "num_train_steps": 4, "determinism": "layerwise", **trainer}
+    settings = {"train_batch_size": 8, "num_train_steps": 4, "gather": "layer", **trainer}
     return RunConfig.model_validate({"model": model, "trainer": settings, "optimizer": {"type": optimizer}})
 
 
@@ -98,7 +98,7 @@ def test_the_gradient_is_that_of_the_whole_model(model: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [GPT2, pytest.param(BACKPACK, marks=pytest.mark.slow)], ids=lambda m: m["type"])
 def test_dropout_draws_what_it_draws_for_the_whole_model(model: dict[str, Any]) -> None:
-    assert_close(gradient(config_of(model)), gradient(config_of(model, determinism="elastic")))
+    assert_close(gradient(config_of(model)), gradient(config_of(model, gather="model")))
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_devices_share_the_rows_of_a_microbatch(model: dict[str, Any], axes: dic
     trainer: dict[str, Any] = {f"{axis}_axis_size": size for axis, size in axes.items()} | {"per_device_parallelism": 2}
     config = config_of(model, **trainer)
     found = gradient(config, devices)
-    assert_close(found, gradient(config_of(model, **trainer, determinism="elastic"), devices))
+    assert_close(found, gradient(config_of(model, **trainer, gather="model"), devices))
     scalars, grads = gradient(config, 2 * devices)
     assert scalars == found[0]
     jax.tree.map(np.testing.assert_array_equal, grads, found[1])
@@ -150,7 +150,7 @@ def test_held_out_losses_of_devices_that_share_rows(model: dict[str, Any], axes:
         program = build_program(config, VOCAB, jax.devices()[: 2 ** len(axes)])
         return program.evaluate(program.init().params, [batch_of(config)])
 
-    assert means() == pytest.approx(means(determinism="elastic"), rel=1e-5)
+    assert means() == pytest.approx(means(gather="model"), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_held_out_losses_are_those_of_the_whole_model_and_equal_on_two_devices()
 
     one = means(1)
     assert means(2, microbatches_per_gather=1) == one
-    assert one == pytest.approx(means(1, determinism="elastic"), rel=1e-5)
+    assert one == pytest.approx(means(1, gather="model"), rel=1e-5)
 
 
 def estimate(config: RunConfig) -> dict[str, np.ndarray]:
@@ -180,7 +180,7 @@ def estimate(config: RunConfig) -> dict[str, np.ndarray]:
 def test_curvature_is_that_of_the_whole_model(optimizer: str, model: dict[str, Any]) -> None:
     """The signs and targets that are drawn are the same: with others nothing would agree."""
     config = config_of(model, optimizer, train_batch_size=2)
-    found, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, determinism="elastic"))
+    found, expected = estimate(config), estimate(config_of(model, optimizer, train_batch_size=2, gather="model"))
     assert max(np.abs(x).max() for x in expected.values()) > 0
     assert_close(({}, found), ({}, expected))
 

@@ -132,7 +132,7 @@ def test_a_choice_that_is_not_made_is_said() -> None:
         config = config_with(LLAMA, remat, **trainer)
         return recomputation_note(config.trainer, config.model.spec(VOCAB))
 
-    for made in (note(True), note(False), note("dots"), note("offload", determinism="elastic")):
+    for made in (note(True), note(False), note("dots"), note("offload", gather="model")):
         assert made is None
     for ignored in (note("offload"), note("nested"), note("dots", context_axis_size=2)):
         assert ignored is not None
