@@ -20,13 +20,13 @@ from lm_trainer.core.runtime import configure_jax
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.parallel.distributed import DistributedConfig
 from lm_trainer.reproduce.record import RunRecord
-from lm_trainer.run.checkpoints import saved_arrays
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.environment import pinned_cpu_threads
 from lm_trainer.run.fingerprint import extend_chain, fingerprint
 from lm_trainer.run.hooks import scalar
 from lm_trainer.run.metrics import step_metrics
 from lm_trainer.run.saved_model import SETTINGS
+from lm_trainer.run.saved_state import saved_arrays
 from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer

@@ -12,9 +12,9 @@ from lm_trainer.core.config import Config
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.processes import gather_texts
-from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.config import changed_keys
 from lm_trainer.run.environment import environment, environment_differences
+from lm_trainer.run.saved_state import Fingerprint
 
 _OF_EACH = ("trainer.distributed.", "trainer.ray.", "trainer.tracker", "trainer.jax_compilation_cache_dir")
 """Keys that each process may have of its own. Only the first one has trackers."""

@@ -17,12 +17,12 @@ from lm_trainer.health.peer_failure import join_processes
 from lm_trainer.health.signals import SaveRequests, StopRequest
 from lm_trainer.health.watchdog import Watchdog
 from lm_trainer.run.agreement import check_agreement, check_data
-from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.directory import RunDirectory
 from lm_trainer.run.initial_weights import Request, find_start
 from lm_trainer.run.leftovers import Leftovers
 from lm_trainer.run.notes import configuration_warnings
 from lm_trainer.run.program import Program, check_devices
+from lm_trainer.run.saved_state import Fingerprint
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.state import TrainState
 from lm_trainer.trackers import Progress

@@ -15,10 +15,10 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import named_leaves
 from lm_trainer.data import Tokenizer
 from lm_trainer.run.adapters import load_whole
-from lm_trainer.run.checkpoints import OPT_STATE, Fingerprint, expected_arrays, resumed_state
 from lm_trainer.run.find import find_checkpoints
 from lm_trainer.run.program import Program
 from lm_trainer.run.saved_model import AVERAGED, read_vocabulary
+from lm_trainer.run.saved_state import OPT_STATE, Fingerprint, expected_arrays, resumed_state
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.state import TrainState
 

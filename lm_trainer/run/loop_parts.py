@@ -24,7 +24,7 @@ from lm_trainer.run.artifacts import Artifacts
 from lm_trainer.run.attempt import Attempt
 from lm_trainer.run.bad_batches import BadBatchDump
 from lm_trainer.run.batches import DataWait
-from lm_trainer.run.checkpoints import EMPTY_STEPS, SERIES, Checkpoints, Fingerprint
+from lm_trainer.run.checkpoints import EMPTY_STEPS, SERIES, Checkpoints
 from lm_trainer.run.compilation import Compilation
 from lm_trainer.run.data_notes import BuildWatch
 from lm_trainer.run.evaluations import EvalSets, Evaluations
@@ -32,6 +32,7 @@ from lm_trainer.run.hf_exports import HfExports
 from lm_trainer.run.hooks import Hooks
 from lm_trainer.run.metrics import MetricLogger
 from lm_trainer.run.program import Program
+from lm_trainer.run.saved_state import Fingerprint
 from lm_trainer.run.task_evaluation import TaskEvaluation
 from lm_trainer.run.token_probabilities import TokenProbabilities
 from lm_trainer.run.trainer_config import TrainerConfig

@@ -21,7 +21,6 @@ from lm_trainer.optim import Optimizer
 from lm_trainer.parallel.mesh import AxisRules
 from lm_trainer.run.attempt import Attempt, open_attempt
 from lm_trainer.run.batches import BatchLoader, EvalData, GrainLoader, TrainData, batches_from
-from lm_trainer.run.checkpoints import Fingerprint
 from lm_trainer.run.evaluations import EvalSets
 from lm_trainer.run.gather_memory import plan_for_memory
 from lm_trainer.run.hooks import HookFn, Hooks, StepInfo, When
@@ -29,6 +28,7 @@ from lm_trainer.run.loop import follow_up, take_step, train_to_end, training_ste
 from lm_trainer.run.loop_parts import LoopOptions, OpenLoop, open_loop
 from lm_trainer.run.model import Selection, trace_module
 from lm_trainer.run.program import Program, plan_program
+from lm_trainer.run.saved_state import Fingerprint
 from lm_trainer.run.trainer_arguments import (
     check_batch,
     check_dataset,
