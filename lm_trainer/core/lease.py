@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Self
 
-from lm_trainer.core.bucket import MISSING, Bucket
+from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.key_values import MISSING
 from lm_trainer.core.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
