@@ -97,8 +97,10 @@ class KeyValues(ABC):
                 self._kv.read(self.prefix + key, byte_range=slice(first, last), batch=batch)
                 for key, first, last in ranges
             ]
-        for (key, first, last), future in zip(ranges, futures, strict=True):
-            yield self._wait(future, partial(self._unread, key), self.deadline_for(last - first)).value
+        # All of them share the connection.
+        seconds = self.deadline_for(sum(last - first for _, first, last in ranges))
+        for (key, _, _), future in zip(ranges, futures, strict=True):
+            yield self._wait(future, partial(self._unread, key), seconds).value
 
     def _unread(self, key: str, error: Exception, seconds: float) -> MachineError:
         return MachineError(f"cannot read {self}/{key}: {self.reason(error, seconds)}")
@@ -114,7 +116,8 @@ class KeyValues(ABC):
             if_generation: what the object must be at; `MISSING`: it must not exist.
             seconds: until the deadline.
         """
-        failure, seconds = partial(self.failure, "write", key), seconds or self.deadline_for(len(value))
+        failure = partial(self.failure, "write", key)
+        seconds = self.deadline_for(len(value)) if seconds is None else seconds
         # A store that can only be read refuses at once.
         with _failures(failure, seconds):
             future = self._kv.write(self.prefix + key, value, if_equal=if_generation)
@@ -144,7 +147,7 @@ class KeyValues(ABC):
         return sorted(name.removeprefix(start) for name in names if name.startswith(start))
 
     def _wait(self, future: Any, failure: _Failure, seconds: float | None) -> Any:
-        seconds = seconds or self.deadline
+        seconds = self.deadline if seconds is None else seconds
         with _failures(failure, seconds):
             try:
                 return future.result(timeout=seconds if self.remote else None)

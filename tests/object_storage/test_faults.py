@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,14 @@ def test_a_cache_gets_through_faults_that_pass_and_tells_those_that_do_not(
         MachineError, match=r"cannot read s3://.*/parts/0: the server has not answered within 0 s; check"
     ):
         cache.read("parts/0")
+
+
+def test_a_request_with_no_time_left_is_not_waited_for(behind: Bucket, proxy: Proxy) -> None:
+    proxy.fault, started = delay(1), time.monotonic()
+    for request in (behind.read, behind.delete, behind.list, partial(behind.write, value=b"x")):
+        with pytest.raises(MachineError, match="the server has not answered within 0 s"):
+            request("x", seconds=0.0)
+    assert time.monotonic() - started < 1
 
 
 def test_a_run_asks_first_whether_its_bucket_can_be_used(proxy: Proxy, tmp_path: Path) -> None:
