@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import time
 from pathlib import Path
+
+_MOMENT = 0.05
+"""Seconds."""
 
 # flock, since the system releases it even when the process is killed; the mere existence of a file would outlive it.
 
@@ -21,6 +25,14 @@ def try_lock(handle: int) -> bool:
     Raises:
         OSError: where the file system has no locks.
     """
+    if not _take(handle):
+        # A process that only asks (`is_locked`) has it for a moment.
+        time.sleep(_MOMENT)
+        return _take(handle)
+    return True
+
+
+def _take(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

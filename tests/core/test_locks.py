@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lm_trainer.core import file_lock
 from lm_trainer.core.file_lock import is_locked, try_lock
 from lm_trainer.core.process_id import ProcessId
 
@@ -26,6 +28,13 @@ def test_a_lock_is_seen_without_being_taken(tmp_path: Path) -> None:
         assert is_locked(tmp_path / "lock")
         first.close()
         assert try_lock(second.fileno())
+
+
+def test_who_only_asks_keeps_nobody_from_taking_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "lock").open("w") as first, (tmp_path / "lock").open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        monkeypatch.setattr(file_lock.time, "sleep", lambda _: asking.close())
+        assert try_lock(first.fileno())
 
 
 def test_an_ended_process_is_known_even_before_it_is_waited_for() -> None:
