@@ -16,7 +16,6 @@ from lm_trainer.core.files import HUB_NAME, expanded, path_problem
 
 if TYPE_CHECKING:
     from lm_trainer.config.loader import Loaded
-    from lm_trainer.ladder import ModelLadder
     from lm_trainer.run.config import RunConfig
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -125,17 +124,11 @@ def load_run(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "
     """
     from lm_trainer.run.config import RunConfig
 
-    return _load(ctx, config, overrides, RunConfig)
+    return load_config(ctx, config, overrides, RunConfig)
 
 
-def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "ModelLadder":
-    """Loads a ladder in the same way as `load_run` a run."""
-    from lm_trainer.ladder import ModelLadder
-
-    return _load(ctx, config, overrides, ModelLadder).config
-
-
-def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
+def load_config(ctx: typer.Context, config: Path, overrides: list[str] | None, root: Any) -> "Loaded[Any]":
+    """Loads a configuration of a class as `load_run` that of a run."""
     # Unknown options are passed through as overrides, so that one may stand in the place of the file.
     if str(config).startswith("-"):
         raise UserError(f"{config}: no such option; a configuration file comes first, then settings (KEY=VALUE)")
@@ -151,7 +144,7 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     _refuse_settings_as_values(ctx, root)
     options = [name for parameter in ctx.command.params for name in parameter.opts if name.startswith("--")]
     try:
-        loaded = load(config, overrides or [], root, options=[*options, "--help"])
+        loaded = load(config, overrides or [], root, options=[*options, "--help"], foreign=_foreign_settings)
     except ConfigError as error:
         from lm_trainer.config.imports.translate import foreign_dialect
 
@@ -164,6 +157,13 @@ def _load(ctx: typer.Context, config: Path, overrides: list[str] | None, root: A
     for note in loaded.notes:
         clean.secho(f"note: {note}", err=True, fg=typer.colors.YELLOW)
     return loaded
+
+
+def _foreign_settings(key: str) -> list[str]:
+    # Other frameworks are imported only for a message.
+    from lm_trainer.config.imports.translate import foreign_settings
+
+    return foreign_settings(key)
 
 
 def _refuse_settings_as_values(ctx: typer.Context, root: Any) -> None:

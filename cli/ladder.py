@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli import clean
-from cli.common import OVERRIDES, LadderArgument, OverridesArgument, load_ladder, path_option
+from cli.common import OVERRIDES, LadderArgument, OverridesArgument, path_option
+from cli.ladder_file import load_ladder
 from cli.ladder_fit import add_commands
 from lm_trainer.core.errors import UserError
 

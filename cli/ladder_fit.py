@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli import clean
-from cli.common import OVERRIDES, OverridesArgument, load_ladder, path_option, source_argument
+from cli.common import OVERRIDES, OverridesArgument, path_option, source_argument
+from cli.ladder_file import load_ladder
 from lm_trainer.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -346,16 +346,3 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs the test in an empty working directory, where relative paths of a configuration do no harm."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="session")
-def hf_model(tiny_gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny GPT-2 checkpoint with a tokenizer."""
-    from lm_trainer.data.tokenizer.bytes import ByteTokenizer
-
-    out = tmp_path_factory.mktemp("hf") / "tiny"
-    out.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (out / name).write_bytes((tiny_gpt2 / name).read_bytes())
-    ByteTokenizer().save(out)
-    return out

@@ -1,7 +1,8 @@
 """The test files that a change can affect, by the graph of imports: `python -m tests.selection` prints them.
 
 A file is selected when itself, its wing (`lm_trainer/step/` for `tests/step/`), or anything that either imports has
-changed since the last full run, whose record `.ci/run --all` writes. What no graph of imports shows selects more: a
+changed since the last full run, whose record `.ci/run --all` writes. Satellites of training in a wing, which contracts
+of imports name, do not count as parts of it: tests of them import them. What no graph of imports shows selects more: a
 test that starts `lmt` depends on the commands that it names, or on all of them if it names none; a program that it
 writes out depends on the modules that it names; one that starts a benchmark on all benchmarks; and a file that no rule
 names selects everything.
@@ -15,6 +16,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +59,12 @@ class ImportGraph:
         packages = [name for name in PACKAGES if (root / name / "__init__.py").exists()]
         self._graph = grimp.build_graph(*packages, cache_dir=None)
         self._commands = commands(root)
+        self._satellites = {
+            module
+            for satellite in satellites(root)
+            if satellite in self._graph.modules
+            for module in (satellite, *self._graph.find_descendants(satellite))
+        }
 
     def reached_from(self, *modules: str) -> set[str]:
         """Returns these modules and all that is imported with them; nothing for a module that is not there.
@@ -77,8 +85,11 @@ class ImportGraph:
         return reached
 
     def package(self, name: str) -> set[str]:
-        """Returns all modules of a package and all that they import."""
-        return self.reached_from(name, *self._graph.find_descendants(name)) if name in self._graph.modules else set()
+        """Returns all modules of a package and all that they import; satellites only where it is one."""
+        if name not in self._graph.modules:
+            return set()
+        modules = {name, *self._graph.find_descendants(name)}
+        return self.reached_from(*(modules if name in self._satellites else modules - self._satellites))
 
     def modules_behind(self, test: str) -> set[str]:
         """Returns every module that the test file of that path depends on."""
@@ -105,7 +116,8 @@ class ImportGraph:
         return self.reached_from(ENTRY, SERVER, *(started or self._commands.values()))
 
     def _named(self, text: str) -> set[str]:
-        words = {name: rf"[\"'`]{name}[\"'`\s]|\blmt {name}\b" for name in self._commands}
+        # A key of a mapping, such as the section `data` of a configuration, is none.
+        words = {name: rf"[\"'`]{name}(?:[\"'`](?!\s*:)|\s)|\blmt {name}\b" for name in self._commands}
         return {module for name, module in self._commands.items() if re.search(words[name], text)}
 
     def _source(self, module: str) -> str:
@@ -130,6 +142,14 @@ def commands(root: Path) -> dict[str, str]:
             case _:
                 pass
     return modules
+
+
+def satellites(root: Path) -> set[str]:
+    """Returns the modules that the contracts of imports protect: nothing imports them but what these contracts name."""
+    file = root / "pyproject.toml"
+    tools = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {}) if file.exists() else {}
+    contracts = tools.get("importlinter", {}).get("contracts", [])
+    return {module for contract in contracts for module in contract.get("protected_modules", [])}
 
 
 def module_of(path: str) -> str:

@@ -194,6 +194,8 @@ FILES = {
     "lm_trainer/upper.py": "def f():\n    import lm_trainer.deep\n",
     "lm_trainer/wing/__init__.py": "",
     "lm_trainer/wing/part.py": "import lm_trainer.upper\n",
+    "lm_trainer/wing/satellite.py": "import lm_trainer.wing.part\n",
+    "pyproject.toml": "[[tool.importlinter.contracts]]\nprotected_modules = ['lm_trainer.wing.satellite']\n",
     "cli/__init__.py": "",
     "cli/main.py": "from cli import build, show\napp.command()(build.build)\napp.add_typer(show.app, name='show')\n",
     "cli/build.py": "import lm_trainer.wing.part\n",
@@ -203,9 +205,10 @@ FILES = {
     "tests/wing/__init__.py": "",
     "tests/wing/golden.json": "{}",
     "tests/wing/test_part.py": "# mark.slow\n",
+    "tests/wing/test_satellite.py": "# mark.slow\nimport lm_trainer.wing.satellite\n",
     "tests/other/__init__.py": "",
     "tests/other/test_command.py": "# mark.slow\ndef test(run_lmt): run_lmt('build')\n",
-    "tests/other/test_another.py": "# mark.slow\ndef test(run_lmt): run_lmt('show', 'a')\n",
+    "tests/other/test_another.py": "# mark.slow\nMADE = {'build': 1}\ndef test(run_lmt): run_lmt('show', 'a')\n",
     "tests/other/test_all.py": "# mark.slow\ndef test(run_lmt, name): run_lmt(name)\n",
     "tests/other/test_program.py": "# mark.slow\nPROGRAM = 'from lm_trainer.upper import f'\n",
     "tests/other/test_alone.py": "# mark.slow\n",
@@ -217,7 +220,8 @@ PART = "tests/wing/test_part.py"
 COMMAND, ANOTHER, ALL, PROGRAM, ALONE = (
     f"tests/other/test_{name}.py" for name in ("command", "another", "all", "program", "alone")
 )
-EVERYTHING = {PART, COMMAND, ANOTHER, ALL, PROGRAM, ALONE}
+SATELLITE = "tests/wing/test_satellite.py"
+EVERYTHING = {PART, SATELLITE, COMMAND, ANOTHER, ALL, PROGRAM, ALONE}
 
 
 class Project:
@@ -281,11 +285,12 @@ def test_nothing_is_selected_where_nothing_has_changed_and_that_is_said(project:
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("lm_trainer/deep.py", {PART, COMMAND, ALL, PROGRAM}),
+        ("lm_trainer/deep.py", {PART, SATELLITE, COMMAND, ALL, PROGRAM}),
+        ("lm_trainer/wing/satellite.py", {SATELLITE}),
         ("cli/show.py", {ANOTHER, ALL}),
         ("cli/main.py", {COMMAND, ANOTHER, ALL}),
         (ALONE, {ALONE}),
-        ("tests/wing/golden.json", {PART}),
+        ("tests/wing/golden.json", {PART, SATELLITE}),
         ("tests/conftest.py", EVERYTHING),
         ("constraints.txt", EVERYTHING),
         ("lm_trainer/template.html", EVERYTHING),

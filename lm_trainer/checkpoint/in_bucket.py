@@ -23,8 +23,9 @@ import numpy as np
 from lm_trainer.checkpoint.policy import CheckpointerConfig
 from lm_trainer.checkpoint.record import CheckpointError, checked, root_cause
 from lm_trainer.checkpoint.steps import Holder, NoneUsable
-from lm_trainer.core.bucket import Bucket, context, explain
+from lm_trainer.core.bucket import Bucket, explain
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.key_values import context
 from lm_trainer.core.seal import sealed
 from lm_trainer.parallel.processes import gather, is_lead, wait_for_all
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -47,7 +47,14 @@ class Loaded(Generic[ConfigT]):
         return "default"
 
 
-def load(path: Path, overrides: Sequence[str], root: type[ConfigT], *, options: Sequence[str] = ()) -> Loaded[ConfigT]:
+def load(
+    path: Path,
+    overrides: Sequence[str],
+    root: type[ConfigT],
+    *,
+    options: Sequence[str] = (),
+    foreign: Callable[[str], Sequence[str]] | None = None,
+) -> Loaded[ConfigT]:
     """Reads a configuration file, applies overrides and validates the result.
 
     Args:
@@ -55,6 +62,7 @@ def load(path: Path, overrides: Sequence[str], root: type[ConfigT], *, options: 
         overrides: `key=value`, or `--key` and `value`; see `lm_trainer.config.overrides`.
         root: the class of the whole configuration.
         options: options of the command, suggested for a misspelt one among the overrides.
+        foreign: the keys of ours for a setting that other frameworks name so; suggested for an unknown option.
 
     Raises:
         ConfigError: with every problem of the files and the overrides, in their order.
@@ -66,7 +74,7 @@ def load(path: Path, overrides: Sequence[str], root: type[ConfigT], *, options: 
     adopt(place, document.data, (), document)
     # Before the overrides, which find the class of a block by its `type`.
     document.data = complete(place, document.data)
-    given = overriding.parse(overrides, document, root, options)
+    given = overriding.parse(overrides, document, root, overriding.Suggestions(options, foreign))
     overriding.apply(given, document, root)
     _check(place, document.data, (), document)
     config = _validate(document, root)

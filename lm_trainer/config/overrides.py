@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,8 +49,18 @@ class _Typed:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Suggestions:
+    """Names that an unknown option may have meant, beside keys."""
+
+    options: Sequence[str] = ()
+    """Options of the command, such as `--dry-run`."""
+    foreign: Callable[[str], Sequence[str]] | None = None
+    """Keys of ours for a setting that other frameworks name so."""
+
+
 def parse(
-    arguments: Sequence[str], document: Document, root: type[BaseModel], options: Sequence[str] = ()
+    arguments: Sequence[str], document: Document, root: type[BaseModel], suggestions: Suggestions
 ) -> list[Override]:
     """Reads the arguments; an argument that is no override becomes a problem of the document.
 
@@ -58,13 +68,13 @@ def parse(
         arguments: the words of the command line after the configuration file.
         document: takes the problems.
         root: the class whose keys can be set.
-        options: the options of the command (`--dry-run`), one of which a misspelt word may have meant.
+        suggestions: for a word that is misspelt.
     """
     found: list[Override] = []
     waiting = list(arguments)
     while waiting:
         order = (_SOURCE, len(arguments) - len(waiting), 0)
-        typed = _next(waiting, root, options, document)
+        typed = _next(waiting, root, suggestions, document)
         shown = _shown(typed)
         if typed.problem:
             where = f"override `{shown}`" if "=" in shown else shown
@@ -87,7 +97,7 @@ def _shown(typed: _Typed) -> str:
     return textwrap.shorten(text, _MAX_SHOWN, placeholder=" ...")
 
 
-def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], document: Document) -> _Typed:
+def _next(waiting: list[str], root: type[BaseModel], suggestions: Suggestions, document: Document) -> _Typed:
     """Takes the words of one setting from the front."""
     word = waiting.pop(0)
     name, equals, text = word.removeprefix("--").partition("=")
@@ -95,7 +105,7 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], doc
     if word.startswith("--"):
         typed.name = name.replace("-", "_")
         if "." not in name and typed.name not in root.model_fields:
-            hint = _meant_option(word.partition("=")[0], root, options) if document.may_suggest() else ""
+            hint = _meant_option(word.partition("=")[0], root, suggestions) if document.may_suggest() else ""
             typed.problem = f"no such option{hint}"
             # The next word is its value, which would otherwise be a second problem.
             if waiting and not equals and not _STARTS_ANOTHER.match(waiting[0]):
@@ -109,7 +119,7 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], doc
             typed.words.append(typed.text)
     elif _SHORT_OPTION.match(word):
         # The commonest of SLURM's, tar's and the like: `-p gpu`, `-pgpu`.
-        meant = [option for option in options if option[2:3] == word[1].lower()]
+        meant = [option for option in suggestions.options if option[2:3] == word[1].lower()]
         typed.problem = f"no such option{suggest(meant[:3])}"
         if waiting and len(word) == 2 and not _STARTS_ANOTHER.match(waiting[0]) and "=" not in waiting[0]:
             waiting.pop(0)
@@ -124,14 +134,12 @@ def _next(waiting: list[str], root: type[BaseModel], options: Sequence[str], doc
     return typed
 
 
-def _meant_option(word: str, root: type[BaseModel], options: Sequence[str]) -> str:
+def _meant_option(word: str, root: type[BaseModel], suggestions: Suggestions) -> str:
     """The options that a word may have meant, as `suggest`."""
-    # Those of other frameworks are imported only for the message.
-    from lm_trainer.config.imports.translate import foreign_settings
-
     keys = [f"--{key}" for key in all_keys(Place.root(root))]
-    theirs = [f"--{key}" for key in foreign_settings(word.lstrip("-")) if f"--{key}" in keys]
-    return suggest(theirs) or did_you_mean(word, options) or did_you_mean(word, keys)
+    foreign = suggestions.foreign(word.lstrip("-")) if suggestions.foreign is not None else ()
+    theirs = [f"--{key}" for key in foreign if f"--{key}" in keys]
+    return suggest(theirs) or did_you_mean(word, suggestions.options) or did_you_mean(word, keys)
 
 
 def _not_an_override(word: str, waiting: list[str], root: type[BaseModel]) -> str:

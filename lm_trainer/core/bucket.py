@@ -1,35 +1,27 @@
-"""Directories in object storage: objects that are written whole or not at all, read and listed through TensorStore."""
+"""Directories in object storage, and what can be done about their failures."""
 
 from __future__ import annotations
 
 import configparser
-import functools
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import Any
 
 from lm_trainer.core.credentials import without_credentials
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expanded
 from lm_trainer.core.inside import check_name
-
-MISSING = b"\x02"
-"""The generation of an object that does not exist."""
+from lm_trainer.core.key_values import KeyValues, context, reason_of
 
 _PROBE_SECONDS = 10.0
-OPERATION_SECONDS = 120.0
-"""Seconds until the deadline of a request for which none is named."""
-# Of TensorStore, for each request, below the deadline of the whole operation.
-_RETRIES = {"max_retries": 1000, "initial_delay": "200ms", "max_delay": "5s"}
 _FEW = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "1s"}
 _LONGEST = 300
 """Characters of an error that a message quotes."""
 
-_ESCAPED = re.compile(rb"\\(?:x([0-9a-fA-F]{2})|([\"'\\]))")
 _ANSWER = re.compile(r" \[(http_response|x-amz|tensorstore_spec).*", re.DOTALL)
 _DENIED = re.compile(
     r"PERMISSION_DENIED|UNAUTHENTICATED|\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch"
@@ -85,11 +77,8 @@ PLACES = (*SCHEMES, "file")
 """Schemes of the URLs that work where runs, checkpoints and exports are kept."""
 
 
-class Bucket:
-    """A directory in object storage; nothing is asked of the server before it is used.
-
-    Each object is written whole or not at all, and is seen by everybody as soon as it is there. Requests that fail in
-    passing (a lost connection, 429, 500, 503) are repeated until a deadline.
+class Bucket(KeyValues):
+    """A directory in object storage, read and written as `KeyValues` says.
 
     Args:
         url: `gs://BUCKET/PREFIX` or `s3://BUCKET/PREFIX`.
@@ -137,73 +126,21 @@ class Bucket:
 
     def spec(self, key: str = "") -> dict[str, Any]:
         """TensorStore's specification of the keys below `key`."""
-        return SCHEMES[self.scheme](self.bucket, "".join(f"{part}/" for part in (self.path, key) if part))
+        return SCHEMES[self.scheme](self.bucket, self.prefix + (f"{key}/" if key else ""))
 
-    @functools.cached_property
-    def _kv(self) -> Any:
-        return self._open(context())
+    @property
+    def store_spec(self) -> dict[str, Any]:
+        """TensorStore's specification of the whole bucket."""
+        return SCHEMES[self.scheme](self.bucket, "")
 
-    def _open(self, opened_in: Any) -> Any:
-        import tensorstore as ts
+    @property
+    def prefix(self) -> str:
+        """Prefix of every key below this directory."""
+        return f"{self.path}/" if self.path else ""
 
-        try:
-            # The bucket as a whole: some servers list more than they were asked for, which whole names tell.
-            whole = SCHEMES[self.scheme](self.bucket, "")
-            return ts.KvStore.open(whole, context=opened_in).result(OPERATION_SECONDS)
-        except UserError:
-            raise
-        except Exception as error:
-            self._fail("open", "", error)
-
-    def _name(self, key: str) -> str:
-        return f"{self.path}/{key}" if self.path else key
-
-    def read(self, key: str, *, within: slice = slice(None), seconds: float = OPERATION_SECONDS) -> bytes | None:
-        """Returns an object, or the bytes of it `within` bounds, or None if there is none."""
-        return self.read_versioned(key, within=within, seconds=seconds)[0]
-
-    def read_versioned(
-        self, key: str, *, within: slice = slice(None), seconds: float = OPERATION_SECONDS
-    ) -> tuple[bytes | None, bytes]:
-        """Returns what `read` does, and the generation that a conditional write may name."""
-        result = self._result("read", key, self._kv.read(self._name(key), byte_range=within), seconds)
-        generation = bytes(result.stamp.generation)
-        # A server that names no generation gives zero, which is none: a write that names it is unconditional.
-        return (result.value if result.state == "value" else None), generation if any(generation) else b""
-
-    def write(
-        self, key: str, value: bytes, *, if_generation: bytes | None = None, seconds: float = OPERATION_SECONDS
-    ) -> bytes:
-        """Writes an object and returns its generation; empty if it no longer had the generation that was named.
-
-        Args:
-            key: below this directory.
-            value: the content.
-            if_generation: what the object must be at; `MISSING`: it must not exist.
-            seconds: until the deadline.
-        """
-        future = self._kv.write(self._name(key), value, if_equal=if_generation)
-        return bytes(self._result("write", key, future, seconds).generation)
-
-    def delete(self, *keys: str, seconds: float = OPERATION_SECONDS) -> None:
-        """Deletes objects, those of them that exist."""
-        for key, future in [(key, self._kv.write(self._name(key), None)) for key in keys]:
-            self._result("delete", key, future, seconds)
-
-    def delete_below(self, key: str, *, seconds: float = OPERATION_SECONDS) -> None:
+    def delete_below(self, key: str, *, seconds: float | None = None) -> None:
         """Deletes every object below a key; the deadline is that of each request."""
         self.delete(*(f"{key}/{name}" for name in self.list(key, seconds=seconds)), seconds=seconds)
-
-    def list(self, key: str = "", *, seconds: float = OPERATION_SECONDS) -> list[str]:
-        """Returns the names of all objects below `key`, relative to it, sorted."""
-        import tensorstore as ts
-
-        start = "".join(f"{part}/" for part in (self.path, key) if part)
-        # "0" is the character after "/".
-        within = ts.KvStore.KeyRange(start, f"{start[:-1]}0") if start else ts.KvStore.KeyRange()
-        found = self._result("list", key, self._kv.list(within), seconds)
-        names = {name.decode() for name in found}
-        return sorted(name.removeprefix(start) for name in names if name.startswith(start))
 
     def probe(self, setting: str) -> None:
         """Finds at once whether objects can be written, listed and deleted here.
@@ -230,19 +167,13 @@ class Bucket:
             raise MachineError(f"{self}: what was written does not appear in the list of objects")
         tried.delete(key, seconds=_PROBE_SECONDS)
 
-    def _result(self, verb: str, key: str, future: Any, seconds: float = OPERATION_SECONDS) -> Any:
-        try:
-            return future.result(timeout=seconds)
-        except UserError:
-            # Of the handler of a stop signal, which came while the server was waited for.
-            future.cancel()
-            raise
-        except Exception as error:
-            future.cancel()
-            self._fail(verb, key, error, seconds)
+    def reason(self, error: Exception, seconds: float) -> str:
+        """Returns why a request failed, and what can be done about it."""
+        return explain(error, self, seconds)
 
-    def _fail(self, verb: str, key: str, error: BaseException, seconds: float = OPERATION_SECONDS) -> NoReturn:
-        raise MachineError(f"{self}: cannot {verb} {key or 'objects'}: {explain(error, self, seconds)}") from None
+    def failure(self, verb: str, key: str, error: Exception, seconds: float) -> MachineError:
+        """Returns what to raise for a request that failed."""
+        return MachineError(f"{self}: cannot {verb} {key or 'objects'}: {self.reason(error, seconds)}")
 
 
 Place = Path | Bucket
@@ -265,20 +196,6 @@ def is_bucket(path: str | os.PathLike[str]) -> bool:
     return isinstance(path, str) and path.partition("://")[0] in SCHEMES and "://" in path
 
 
-@functools.cache
-def _shared_context() -> Any:
-    import tensorstore as ts
-
-    return ts.Context({"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES})
-
-
-def context(**resources: Any) -> Any:
-    """TensorStore's context for buckets, which says how often a request is repeated; with `resources`, a new one."""
-    import tensorstore as ts
-
-    return ts.Context(resources, parent=_shared_context()) if resources else _shared_context()
-
-
 def read_json(directory: Bucket, key: str) -> dict[str, Any]:
     """Reads an object that holds JSON; empty when there is none.
 
@@ -293,16 +210,6 @@ def read_json(directory: Bucket, key: str) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise MachineError(f"{directory}/{key} is damaged: it holds no JSON object")
     return dict(found)
-
-
-def reason_of(error: object) -> str:
-    """Returns TensorStore's reason for a failure in plain text.
-
-    TensorStore escapes paths in its messages, and ends the directories in them by zero bytes.
-    """
-    text = str(error).split(" [source locations")[0].encode()
-    plain = _ESCAPED.sub(lambda found: found[2] or bytes([int(found[1], 16)]), text)
-    return plain.replace(b"\0", b"/").decode(errors="replace")
 
 
 def explain(error: BaseException, place: Bucket, seconds: float) -> str:

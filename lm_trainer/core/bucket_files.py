@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from lm_trainer.core.bucket import OPERATION_SECONDS, Bucket, Place, explain
+from lm_trainer.core.bucket import Bucket, Place, explain
 from lm_trainer.core.errors import MachineError, UserError, disk_error
 from lm_trainer.core.inside import path_inside
 
@@ -19,8 +19,6 @@ _AT_ONCE = {"s3": 5 * 2**30}
 """Bytes of the largest object that the protocol takes in one request."""
 _PIECE_BYTES = 64 << 20
 """Bytes of a part of a large file. S3 takes 10,000 of them, which are 625 GiB."""
-_SLOWEST = 2**20
-"""Bytes per second of a connection that is waited for."""
 
 
 def fetch(directory: Bucket, keys: Iterable[str], to: Path, sizes: Mapping[str, int] | None = None) -> None:
@@ -78,7 +76,7 @@ def put(source: Path, directory: Bucket) -> None:
         if in_parts is not None and sizes[key] > most:
             in_parts(key, file)
         else:
-            directory.write(key, file.read_bytes(), seconds=OPERATION_SECONDS + sizes[key] / _SLOWEST)
+            directory.write(key, file.read_bytes())
 
 
 def _writer_in_parts(directory: Bucket, key: str, size: int) -> Callable[[str, Path], None]:

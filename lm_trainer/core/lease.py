@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, Self
 
-from lm_trainer.core.bucket import MISSING, Bucket
+from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.key_values import MISSING
+from lm_trainer.core.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class Lease:
         return True
 
     def _content(self) -> bytes:
-        holder = {"token": self._token, "count": self._count, "time": time.time(), **_here()}
+        holder = asdict(ProcessId.of_this_process())
+        holder |= {"token": self._token, "count": self._count, "time": time.time()}
         return json.dumps(holder).encode()
 
     def _renew(self) -> None:
@@ -134,41 +135,22 @@ class Lease:
             logger.debug("the lease could not be renewed: %s", error)
 
 
-def _here() -> dict[str, Any]:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return {"host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else "", "pid": os.getpid()}
-
-
 def _parsed(content: bytes | None) -> dict[str, Any]:
     try:
-        found = json.loads(content or b"{}")
-    except ValueError:
+        holder = json.loads(content or b"{}")
+    except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    if abs(time.time() - holder.get("time", 0.0)) > _FORGOTTEN_AFTER:
+    written = holder.get("time")
+    if not isinstance(written, int | float) or abs(time.time() - written) > _FORGOTTEN_AFTER:
         return True
-    here = _here()
-    if not here["boot"] or (holder.get("host"), holder.get("boot")) != (here["host"], here["boot"]):
-        return False
-    return not _is_alive(holder.get("pid", 0))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    # A process that has ended and was not waited for still has its number.
-    state = Path(f"/proc/{pid}/stat")
-    with contextlib.suppress(OSError):
-        return state.read_text().rpartition(")")[2].split()[0] != "Z"
-    return True
+    process = ProcessId.parsed(holder)
+    # Machines may share a host name: only one whose start is known is told apart from all others.
+    return process is not None and process.boot != "" and process.has_ended()
 
 
 def _who(holder: dict[str, Any]) -> str:
-    return f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
+    return str(ProcessId.parsed(holder) or "another process")

@@ -174,7 +174,7 @@ def _compare_place(record: dict[str, Any], count: int) -> list[str]:
 
 def _compare(store: KvStore, name: str, kind: str, blob: dict[str, Any]) -> str | None:
     key = part_key(name, kind)
-    content = store.read(key)
+    content = store.read(key, seconds=store.deadline_for(blob["bytes"]))
     if content is None:
         return f"{store.url}/{key} is missing"
     if len(content) != blob["bytes"]:

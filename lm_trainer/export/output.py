@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import fnmatch
 import json
 import os
@@ -16,6 +14,7 @@ from pathlib import Path
 from lm_trainer.core.bucket import Bucket, Place, read_json
 from lm_trainer.core.bucket_files import fetch, put
 from lm_trainer.core.errors import MachineError, UserError
+from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path
 
 COMPLETE = "_COMPLETE.json"
@@ -186,12 +185,10 @@ def _locked(draft: Path, out: Path) -> Iterator[None]:
     with _machine_errors(out):
         handle = os.open(draft, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UserError(f"{out}: is being written by another process; wait for it to end") from None
-            # A file system without locks: two writers at once are then the user's own affair.
+        # On a file system without locks, two writers at once are the user's own affair.
+        with contextlib.suppress(OSError):
+            if not try_lock(handle):
+                raise UserError(f"{out}: is being written by another process; wait for it to end")
         yield
     finally:
         os.close(handle)

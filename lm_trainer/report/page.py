@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.page import write_page
 from lm_trainer.report.run import ReportedRun, now
 from lm_trainer.report.saved import tokens_saved
 from lm_trainer.report.thin import thin
@@ -43,18 +44,15 @@ def report_page(runs: Sequence[ReportedRun]) -> str:
         "pairs": [_pair(runs[0], other) for other in runs[1:]],
         "tokens": _tokens(runs),
     }
-    # `</script>` in a text would end the element that holds it.
-    content = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    here = resources.files("lm_trainer.report")
-    parts = {
-        "TITLE": ", ".join(re.sub(r"[<>&]", "", run.name) for run in runs),
-        "UPLOT_CSS": (here / "uplot/uPlot.min.css").read_text("utf-8"),
-        "UPLOT_JS": (here / "uplot/uPlot.iife.min.js").read_text("utf-8"),
-        "DATA": content,
-    }
-    page = (here / "page.html").read_text("utf-8")
-    # In one pass, so that nothing in a run can stand for a part.
-    return re.sub("@(" + "|".join(parts) + ")@", lambda match: parts[match[1]], page)
+    uplot = resources.files("lm_trainer.report") / "uplot"
+    return write_page(
+        "lm_trainer.report",
+        "page.html",
+        title=", ".join(run.name for run in runs),
+        uplot_css=(uplot / "uPlot.min.css").read_text("utf-8"),
+        uplot_js=(uplot / "uPlot.iife.min.js").read_text("utf-8"),
+        data=data,
+    )
 
 
 def _run(run: ReportedRun) -> dict[str, Any]:

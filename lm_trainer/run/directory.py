@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +16,11 @@ from lm_trainer.core.bucket import Bucket, Place, open_place, read_json
 from lm_trainer.core.bucket_files import written_to
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.file_lock import try_lock
 from lm_trainer.core.files import local_path, make_writable, write_atomically
 from lm_trainer.core.inside import path_inside
 from lm_trainer.core.lease import Lease
+from lm_trainer.core.process_id import ProcessId
 from lm_trainer.parallel.processes import gather_texts, is_lead, wait_for_all
 from lm_trainer.run.config import RunConfig, config_hash, numeric_differences, numeric_identity
 from lm_trainer.run.copy import COPY, RunCopy
@@ -322,27 +321,26 @@ def locked(directory: Path) -> Any:
     Raises:
         UserError: when another process holds it.
     """
-    # flock, since the system lets go of it even when the process is killed; a lock file would be left behind.
     with (directory / ".lock").open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = try_lock(file.fileno())
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                logger.warning(
-                    "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
-                    directory,
-                    error.strerror,
-                )
-                yield
-                return
+            logger.warning(
+                "%s: its file system has no locks (%s), so nothing keeps a second process from writing there",
+                directory,
+                error.strerror,
+            )
+            yield
+            return
+        if not taken:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UserError(
                 f"{directory} is in use by {holder}; wait for it, stop it, or set trainer.id to another name"
-            ) from None
+            )
         # For the message to a process that comes second.
         file.seek(0)
         file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.write(str(ProcessId.of_this_process()))
         file.flush()
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lm_trainer.core.errors import MachineError
+from lm_trainer.core.file_lock import is_locked
 from lm_trainer.run.find import checkpoints_of, trainer_setting
 from lm_trainer.trackers.jsonl import METRICS, SUMMARY
 
@@ -70,7 +70,7 @@ def _read(path: Path) -> RunListing:
     sizes = {p: s for directory in places for p, s in _sizes(directory)}
     steps = _total_steps(path)
     state: Any = "stopped" if step else "not begun"
-    if _held(path / ".lock"):
+    if is_locked(path / ".lock"):
         state = "running"
     elif checkpoints is None:
         state = "damaged"
@@ -113,19 +113,6 @@ def _json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _held(lock: Path) -> bool:
-    """True if a process holds the lock of a run directory (`RunDirectory`)."""
-    try:
-        with lock.open() as file:
-            # Shared, and let go at once: it only finds out whether there is an exclusive one.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _sizes(directory: Path) -> Iterator[tuple[Path, int]]:

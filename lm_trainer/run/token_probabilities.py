@@ -14,7 +14,6 @@ import numpy as np
 
 from lm_trainer.core.batch import Batch
 from lm_trainer.core.files import write_atomically
-from lm_trainer.data.rows.audio_rows import HeardSet
 from lm_trainer.data.rows.chunks import make_batch
 from lm_trainer.data.rows.eval_set import EvalSet
 from lm_trainer.parallel.mesh import batch_shards
@@ -107,6 +106,6 @@ def first_set(sets: Sequence[tuple[str | None, Any]]) -> EvalSet | None:
     """The first held-out set that holds tokens of text, once it is tokenised."""
     for _, held_out in sets:
         found = getattr(held_out, "complete", lambda held_out=held_out: held_out)()
-        if isinstance(found, EvalSet) and not isinstance(found, HeardSet):
+        if isinstance(found, EvalSet) and not found.has_features:
             return found
     return None

@@ -15,6 +15,7 @@ import numpy as np
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.files import append_line
+from lm_trainer.core.page import write_page
 
 FILE, PAGE = "token-probabilities.jsonl", "token-probabilities.html"
 """Names in the run directory."""
@@ -167,11 +168,7 @@ def token_page(runs: Mapping[str, TokenHistory]) -> str:
         "tokens": tokens,
         "runs": [{"name": name, "steps": _page_steps(history)} for name, history in runs.items()],
     }
-    # `</script>` in a text would end the element that holds it.
-    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    template = Path(__file__).with_suffix(".html").read_text("utf-8")
-    before, after = template.split("@DATA@")
-    return before + content + after
+    return write_page("lm_trainer.trackers", "token_page.html", data=data)
 
 
 def _page_steps(history: TokenHistory) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ HEAVY = (
     "torch",
     "tokenizers",
     "yaml",
+    "jinja2",
 )
 
 

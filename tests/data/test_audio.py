@@ -254,11 +254,11 @@ class TestCache:
         for one, other in zip(first(kept, 12), first(anew, 12), strict=True):
             np.testing.assert_array_equal(one, other)
         store = kept.caches["train/train"].store
-        assert {key.rpartition(".")[2] for key in store.list("parts/")} == {"bin", "fea", "json", "len", "msk", "row"}
-        assert not [key for key in anew.caches["train/train"].store.list("parts/") if key.endswith("fea")]
+        assert {key.rpartition(".")[2] for key in store.list("parts")} == {"bin", "fea", "json", "len", "msk", "row"}
+        assert not [key for key in anew.caches["train/train"].store.list("parts") if key.endswith("fea")]
         assert verify(store, kept.caches["train/train"].ledger) == []
-        (key,) = [key for key in store.list("parts/") if key.endswith("fea")]
-        store.write(key, (store.read(key) or b"")[:-4] + b"wxyz")
+        (key,) = [key for key in store.list("parts") if key.endswith("fea")]
+        store.write(f"parts/{key}", (store.read(f"parts/{key}") or b"")[:-4] + b"wxyz")
         (problem,) = verify(KvStore(store.url), kept.caches["train/train"].ledger)
         assert problem.endswith(f"{key} has changed since it was written")
         with pytest.raises(MachineError, match=f"{key} has changed since it was written"):

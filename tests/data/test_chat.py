@@ -18,8 +18,6 @@ from lm_trainer.data.tokenizer import HfTokenizer
 from lm_trainer.data.tokenizer.bytes import EOS_ID
 from tests.data.test_formats import encode, opened, with_specials
 
-pytest.importorskip("jinja2")
-
 CHATML = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}"

@@ -192,7 +192,6 @@ def test_a_row_with_an_id_that_the_model_does_not_know_is_refused(tmp_path: Path
 
 
 def test_a_tokenizer_is_trained_on_the_text_of_records(tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
     records = [{"messages": [{"role": "user", "content": "zebra zebra zebra " * 50}]}]
     config = DataConfig.model_validate(
         {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_here
+from tests.hf_model import hf_model  # noqa: F401
 
 TEXTS = {
     "greek": ["Ὅμηρος· ἄνδρα μοι ἔννεπε, Μοῦσα", "γνῶθι σεαυτόν"],

@@ -133,3 +133,11 @@ def test_two_writers_and_a_killed_one(tmp_path: Path) -> None:
     write(out)
     assert names(tmp_path) == ["out"]
     assert (out / "config.json").read_text() == "new"
+
+
+def test_a_second_writer_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    with complete_directory(tmp_path / "out", overwrite=False, replaceable=PATTERNS) as draft:
+        (draft / "config.json").write_text("first")
+        with pytest.raises(UserError, match="out: is being written by another process; wait for it to end"):
+            write(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "first"

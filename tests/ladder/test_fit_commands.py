@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from cli import main
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder import ModelLadder
+from lm_trainer.ladder.fit import report
 from lm_trainer.ladder.fit.compare import compare, compare_text
 from lm_trainer.ladder.fit.fitting import fit
 from lm_trainer.ladder.fit.law import Law
@@ -193,6 +194,18 @@ def test_the_report_is_one_page_that_asks_nobody(ladder: ModelLadder, tmp_path: 
     identifiers = re.findall(r'\bid="([^"]*)"', text)
     assert len(identifiers) == len(set(identifiers))
     assert set(re.findall(r'href="#([^"]*)"', text)) <= set(identifiers)
+
+
+def test_names_from_outside_are_text_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "draw", lambda *_: [("<b>loss</b>", "<svg></svg>", "a & <i>b</i>")])
+    points = planted(0.003, seed=0)
+    found = fit(Points(**{**vars(points), "metric": "eval/<script>/loss"}), Settings(draws=50))
+    report.write_report(tmp_path / "page.html", found, title="<script>alert(1)</script>")
+    page = (tmp_path / "page.html").read_text()
+    assert not re.search("<(script|b|i)>", page)
+    assert "Model ladder &lt;script&gt;alert(1)" in page
+    assert "eval/&lt;script&gt;/loss: L(N, D)" in page
+    assert "<svg></svg>" in page
 
 
 def test_tables_of_every_format_give_the_same_fit(tmp_path: Path) -> None:

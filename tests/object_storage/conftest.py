@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from lm_trainer.core import bucket as bucket_module
+from lm_trainer.core import key_values
 from lm_trainer.core.bucket import Bucket
 from tests.object_storage.proxy import Proxy, proxied
 from tests.object_storage.servers import BUCKET, SERVERS, using
@@ -42,11 +43,11 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests are repeated for as long as in a run, with pauses that suit a server on loopback."""
     pauses = {"initial_delay": "2ms", "max_delay": "20ms"}
     # 250 times as many with a 250th of the longest pause: deadlines end the repetition, as they do in a run.
-    monkeypatch.setattr(bucket_module, "_RETRIES", {"max_retries": 250_000, **pauses})
+    monkeypatch.setattr(key_values, "_RETRIES", {"max_retries": 250_000, **pauses})
     monkeypatch.setattr(bucket_module, "_FEW", {**bucket_module._FEW, **pauses})
-    bucket_module._shared_context.cache_clear()
+    key_values._shared_context.cache_clear()
     yield
-    bucket_module._shared_context.cache_clear()
+    key_values._shared_context.cache_clear()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import EXIT_CONFIG, MachineError, Preempted, UserError
+from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.health.signals import StopRequest
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.directory import RunDirectory
@@ -155,6 +157,41 @@ def test_a_stop_signal_while_a_server_is_waited_for_keeps_its_exit_code(behind: 
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with StopRequest(), pytest.raises(Preempted, match="stopped by SIGTERM before the first step"):
         behind.read("x")
+
+
+def test_a_cache_gets_through_faults_that_pass_and_tells_those_that_do_not(
+    behind: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = KvStore(str(behind))
+    proxy.fault = sometimes(PASSING, share=0.2)
+    for number in range(5):
+        cache.write(f"parts/{number}", b"0123456789")
+    assert cache.list("parts") == [str(number) for number in range(5)]
+    assert list(cache.read_ranges([(f"parts/{number}", number, 9) for number in range(5)]))[4] == b"45678"
+    proxy.fault = refuse(403)
+    refused = (
+        r"cannot write s3://.*/run/parts/0: the server refuses; .*\)\. Set data\.cache_dir to a directory that can be"
+    )
+    with pytest.raises(UserError, match=refused):
+        cache.write("parts/0", b"")
+    with pytest.raises(
+        MachineError, match=r"cannot read s3://.*/run/parts/0: the server refuses; check the credentials"
+    ):
+        list(cache.read_ranges([("parts/0", 0, 1)]))
+    proxy.fault = delay(2)
+    monkeypatch.setattr(KvStore, "deadline", 0.5)
+    with pytest.raises(
+        MachineError, match=r"cannot read s3://.*/parts/0: the server has not answered within 0 s; check"
+    ):
+        cache.read("parts/0")
+
+
+def test_a_request_with_no_time_left_is_not_waited_for(behind: Bucket, proxy: Proxy) -> None:
+    proxy.fault, started = delay(1), time.monotonic()
+    for request in (behind.read, behind.delete, behind.list, partial(behind.write, value=b"x")):
+        with pytest.raises(MachineError, match="the server has not answered within 0 s"):
+            request("x", seconds=0.0)
+    assert time.monotonic() - started < 1
 
 
 def test_a_run_asks_first_whether_its_bucket_can_be_used(proxy: Proxy, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from lm_trainer.core import lease as module
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.lease import Lease
+from lm_trainer.core.process_id import ProcessId
 from tests.object_storage.conditional_gcs import conditional_gcs
 from tests.object_storage.servers import s3, using
 
@@ -41,7 +43,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lock(bucket: Bucket, **changes: object) -> None:
     """Puts the lock of another process there."""
-    here = module._here()
+    here = asdict(ProcessId.of_this_process())
     holder = {"token": "other", "count": 1, "time": time.time(), **here, "host": "elsewhere", **changes}
     bucket.write(".lock", json.dumps(holder).encode())
 
@@ -76,14 +78,15 @@ def test_a_dead_process_of_this_machine_loses_it_at_once(bucket: Bucket, monkeyp
     monkeypatch.setattr(module, "ENDS_AFTER", 60.0)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    lock(bucket, pid=ended.pid, host=module._here()["host"])
+    lock(bucket, pid=ended.pid, host=ProcessId.of_this_process().host)
     started = time.monotonic()
     with Lease(bucket):
         assert time.monotonic() - started < 30
 
 
-def test_a_damaged_lock_holds_nobody_off(bucket: Bucket) -> None:
-    bucket.write(".lock", b"{")
+@pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b'{"time": "now", "pid": "7"}'])
+def test_a_damaged_lock_holds_nobody_off(bucket: Bucket, content: bytes) -> None:
+    bucket.write(".lock", content)
     with Lease(bucket) as lease:
         lease.confirm()
 

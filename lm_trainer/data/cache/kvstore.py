@@ -1,4 +1,4 @@
-"""Key-value store of a cache: TensorStore's KvStore, of which a cache needs a few atomic operations."""
+"""Key-value store of a cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import tensorstore as ts
-
-from lm_trainer.core.bucket import Bucket, is_bucket, reason_of
+from lm_trainer.core.bucket import Bucket, explain, is_bucket
 from lm_trainer.core.config import Takes
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.files import expanded
+from lm_trainer.core.key_values import KeyValues, reason_of
 from lm_trainer.core.seal import CHECKSUM, is_sealed, sealed
 
 CachePath = Annotated[str, Takes(schemes=("gs", "s3", "file", "memory", "http", "https"))]
@@ -26,7 +25,7 @@ _REFUSED = re.compile(
 )
 
 
-class KvStore:
+class KvStore(KeyValues):
     """Keys and their bytes below one directory or URL. Picklable.
 
     Args:
@@ -39,34 +38,35 @@ class KvStore:
     def __init__(self, url: str):
         self.local: Path | None = None
         """The directory, where it is on this machine and can be memory-mapped."""
+        self._bucket: Bucket | None = None
         if "://" not in url or url.startswith("file://"):
             self.local = Path(expanded(url.removeprefix("file://"))).absolute()
             self.url = str(self.local)
-            spec: Any = {"driver": "file", "path": f"{self.local}/"}
         else:
             self.url = url.rstrip("/")
             # With the endpoints and credentials that other files in buckets are found by.
-            spec = Bucket(self.url).spec() if is_bucket(self.url) else f"{self.url}/"
-        try:
-            self._kv = ts.KvStore.open(spec).result()
-        except (ValueError, OSError, NotImplementedError) as error:
-            raise UserError(f"cannot use {self.url} as a cache directory: {reason_of(error)}") from None
+            self._bucket = Bucket(self.url) if is_bucket(self.url) else None
+        self.remote = self.local is None and not self.url.startswith("memory://")
+        _ = self._kv  # opened now, so that a URL that cannot be used is named at once
+
+    def __str__(self) -> str:
+        return self.url
 
     def __reduce__(self) -> tuple[Any, ...]:
         # TensorStore's handle cannot be pickled; the receiving process opens one of its own.
         return type(self), (self.url,)
 
-    def read(self, key: str) -> bytes | None:
-        """Returns the value of a key, or None if there is none."""
-        return self.read_versioned(key)[0]
+    @property
+    def store_spec(self) -> Any:
+        """TensorStore's specification of the directory, or of the whole bucket that it is in."""
+        if self._bucket is not None:
+            return self._bucket.store_spec
+        return {"driver": "file", "path": f"{self.local}/"} if self.local is not None else f"{self.url}/"
 
-    def read_versioned(self, key: str) -> tuple[bytes | None, bytes]:
-        """Returns the value, or None, and the generation that a conditional write may name."""
-        try:
-            result = self._kv.read(key).result()
-        except (ValueError, OSError) as error:
-            self._fail("read", key, error)
-        return (result.value if result.state == "value" else None), result.stamp.generation
+    @property
+    def prefix(self) -> str:
+        """Prefix of every key, in a bucket."""
+        return self._bucket.prefix if self._bucket is not None else ""
 
     def read_json(self, key: str) -> Any:
         """Returns the value of a JSON key, or None if there is none.
@@ -80,67 +80,43 @@ class KvStore:
         except ValueError as error:
             raise UserError(f"{self.url}/{key} is damaged: {error}. Remove {self.url} to build it again") from None
 
-    def write(self, key: str, value: bytes, *, if_generation: bytes | None = None) -> bool:
-        """Writes all of the value or nothing.
-
-        Returns:
-            False if the key no longer has the generation that was named, so that nothing was written.
-
-        Raises:
-            MachineError: if the disk is full.
-            UserError: if the directory cannot be written.
-        """
-        try:
-            stamp = self._kv.write(key, value, if_equal=if_generation).result()
-        except (ValueError, OSError, NotImplementedError) as error:
-            self._fail("write", key, error)
-        # A conditional write that lost has an empty generation.
-        return bool(stamp.generation)
-
-    def write_json(self, key: str, value: Mapping[str, Any], *, if_generation: bytes | None = None) -> bool:
+    def write_json(self, key: str, value: Mapping[str, Any], *, if_generation: bytes | None = None) -> bytes:
         """Writes an object as canonical JSON with a checksum; otherwise as `write`."""
         return self.write(key, canonical_json(sealed(value)), if_generation=if_generation)
 
-    def delete(self, key: str) -> None:
-        """Deletes a key, if it exists."""
-        try:
-            self._kv.write(key, None).result()
-        except (ValueError, OSError, NotImplementedError) as error:
-            self._fail("delete", key, error)
+    def reason(self, error: Exception, seconds: float) -> str:
+        """Returns why a request failed."""
+        if self._bucket is not None:
+            return explain(error, self._bucket, seconds)
+        if isinstance(error, TimeoutError):
+            return f"the server has not answered within {seconds:.0f} s"
+        return reason_of(_text(error))
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Returns all keys that begin with the prefix, sorted."""
-        try:
-            if not prefix:
-                return sorted(key.decode() for key in self._kv.list().result())
-            # Keys are ASCII, so 0x7f sorts after every key that has the prefix.
-            return sorted(key.decode() for key in self._kv.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result())
-        except (ValueError, OSError, NotImplementedError) as error:
-            self._fail("list", prefix, error)
-
-    def read_range(self, key: str, start: int, stop: int, batch: Any = None) -> Any:
-        """Returns a future of the bytes [start, stop) of a value; reads of one `batch` go out together."""
-        return self._kv.read(key, byte_range=slice(start, stop), batch=batch)
-
-    def _fail(self, verb: str, key: str, error: Exception) -> NoReturn:
+    def failure(self, verb: str, key: str, error: Exception, seconds: float) -> UserError:
+        """Returns a `MachineError`, for a full disk for example, or a `UserError` where another directory would do."""
+        text, reason = _text(error), self.reason(error, seconds)
+        if verb == "open":
+            return UserError(f"cannot use {self.url} as a cache directory: {reason}")
         if isinstance(error, NotImplementedError):
-            raise UserError(
+            return UserError(
                 f"{self.url} can only be read; set data.cache_dir to another place, or, if a finished cache is there, "
                 "write data.source: {type: cache, path: URL}"
-            ) from None
-        # The cause of a failed write is an error raised while another was handled.
-        text = f"{error} {error.__context__ or ''}".strip()
-        reason = reason_of(text)
+            )
         if _FULL.search(text):
-            raise MachineError(
+            return MachineError(
                 f"the disk is full: cannot {verb} {self.url}/{key}. Everything written before is kept and used again; "
                 f"make room or set data.cache_dir to another disk. ({reason})"
-            ) from None
+            )
         if _REFUSED.search(text):
-            raise UserError(
+            return UserError(
                 f"cannot {verb} {self.url}/{key}: {reason}. Set data.cache_dir to a directory that can be written"
-            ) from None
-        raise MachineError(f"cannot {verb} {self.url}/{key}: {reason}") from None
+            )
+        return MachineError(f"cannot {verb} {self.url}/{key}: {reason}")
+
+
+def _text(error: Exception) -> str:
+    # The cause of a failed write is an error raised while another was handled.
+    return f"{error} {error.__context__ or ''}".strip()
 
 
 def parsed_json(content: bytes) -> Any:

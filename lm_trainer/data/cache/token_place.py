@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from lm_trainer.core.bucket import reason_of
 from lm_trainer.core.errors import MachineError
+from lm_trainer.core.key_values import reason_of
 
 _CACHE_BYTES = 256 << 20
 """Decoded chunks of compressed arrays that are kept: neighbouring rows lie in the same ones."""

@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-import tensorstore as ts
 
-from lm_trainer.core.bucket import reason_of
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.data.cache.checksums import BlockSums, CheckedItems
 from lm_trainer.data.cache.documents import need_record, read_lengths, read_rows
@@ -301,17 +299,8 @@ class TokenStream:
     def _fetch(self, ranges: list[tuple[int, int, int]]) -> Iterator[bytes]:
         """Yields the bytes of each (part, first byte, last byte) from object storage."""
         keys = [part_key(self._names[part], self._kind) for part, _, _ in ranges]
-        # TensorStore joins the ranges of one batch that lie close together, and asks for them at the same time.
-        with ts.Batch() as batch:
-            futures = [
-                self._store.read_range(key, first, last, batch)
-                for key, (_, first, last) in zip(keys, ranges, strict=True)
-            ]
-        for (part, first, last), key, future in zip(ranges, keys, futures, strict=True):
-            try:
-                content = future.result().value
-            except (ValueError, OSError) as error:
-                raise MachineError(f"cannot read {self._store.url}/{key}: {reason_of(error)}") from None
+        contents = self._store.read_ranges([(key, *piece[1:]) for key, piece in zip(keys, ranges, strict=True)])
+        for (part, first, last), content in zip(ranges, contents, strict=True):
             if len(content) != last - first:
                 raise MachineError(f"the cache {self._store.url} has lost part of {self._names[part]}; build it again")
             yield content

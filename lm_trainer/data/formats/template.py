@@ -128,14 +128,12 @@ class ChatTemplate:
 
 
 def jinja() -> Any:
-    """The package jinja2; raises `UserError` where it is not installed."""
-    try:
-        import jinja2
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-    except ImportError:
-        raise UserError("data.format: chat needs a package; run: pip install jinja2") from None
+    """The package jinja2, imported when a template is used."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
     return jinja2
 
 

@@ -177,6 +177,11 @@ class HeardSet(EvalSet):
     heard: AudioRows | None = None
 
     @property
+    def has_features(self) -> bool:
+        """As of `EvalSet`."""
+        return True
+
+    @property
     def num_rows(self) -> int:
         assert self.heard is not None
         return self.heard.num_rows

@@ -45,6 +45,11 @@ class EvalSet:
     of the one before, which are read and not predicted again."""
 
     @property
+    def has_features(self) -> bool:
+        """True where each row has features beside its tokens, as recordings have."""
+        return False
+
+    @property
     def eos_id(self) -> int:
         return self.tokenizer.eos_id
 

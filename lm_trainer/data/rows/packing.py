@@ -160,7 +160,7 @@ def open_packing_plan(cache: OpenCache, seq_len: int, stop: int | None = None, f
         if store.local is not None:
             content: np.ndarray | bytes | None = np.asarray(np.memmap(store.local / f"{key}.bin", np.uint8, "r"))
         else:
-            content = store.read(f"{key}.bin")
+            content = store.read(f"{key}.bin", seconds=store.deadline_for(found.get("bytes", 0)))
         # A plan that has changed is made again, as is one of an earlier version, which wrote no checksum.
         if content is not None and _sha256(content) == found.get("sha256"):
             return PackingPlan.from_bytes(content, found["pieces"], found["rows"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.process_id import ProcessId
 from lm_trainer.data.cache.format import BUILDER
 from lm_trainer.data.cache.kvstore import KvStore, parsed_json
 
@@ -30,8 +29,9 @@ def parsed_claim(content: bytes | None) -> dict[str, Any] | None:
         claim = parsed_json(content or b"null")
     except ValueError:
         return None
-    known = isinstance(claim, dict) and isinstance(claim.get("host"), str) and isinstance(claim.get("pid"), int)
-    return claim if known and isinstance(claim.get("beat"), int | float) else None
+    if not isinstance(claim, dict) or ProcessId.parsed(claim) is None:
+        return None
+    return claim if isinstance(claim.get("beat"), int | float) else None
 
 
 class BuilderLock:
@@ -44,22 +44,24 @@ class BuilderLock:
 
     def __init__(self, store: KvStore, on_wait: Callable[[], None]):
         self._store, self._on_wait, self._last_beat = store, on_wait, 0.0
-        self._me = {"host": socket.gethostname(), "pid": os.getpid(), "claim": uuid.uuid4().hex}
+        here = ProcessId.of_this_process()
+        # Without the machine's start, which claims do not name.
+        self._process, self._claim = ProcessId(here.host, here.pid), uuid.uuid4().hex
 
     def __enter__(self) -> BuilderLock:
         # Held before it can be read: whoever reads a claim that is not held takes it for a dead process's.
-        _held.add(self._me["claim"])
+        _held.add(self._claim)
         try:
             self._wait()
         except BaseException:
-            _held.discard(self._me["claim"])
+            _held.discard(self._claim)
             raise
         return self
 
     def _wait(self) -> None:
         while True:
             found, generation = self._store.read_versioned(BUILDER)
-            free = not self._alive(parsed_claim(found))
+            free = not self._holds(parsed_claim(found))
             # The condition on the generation lets only one of several waiting processes take over.
             if free and self._store.write_json(BUILDER, self._record(), if_generation=generation):
                 return
@@ -74,7 +76,7 @@ class BuilderLock:
             if kind is None:
                 raise
         finally:
-            _held.discard(self._me["claim"])
+            _held.discard(self._claim)
 
     def beat(self) -> None:
         """Writes the heartbeat, if the last one is old enough."""
@@ -83,23 +85,13 @@ class BuilderLock:
             self._store.write_json(BUILDER, self._record())
 
     def _record(self) -> dict[str, Any]:
-        return {**self._me, "beat": time.time()}
+        return {"host": self._process.host, "pid": self._process.pid, "claim": self._claim, "beat": time.time()}
 
-    def _alive(self, record: dict[str, Any] | None) -> bool:
-        if record is None or time.time() - record["beat"] > DEAD_SECONDS:
+    def _holds(self, claim: dict[str, Any] | None) -> bool:
+        if claim is None or time.time() - claim["beat"] > DEAD_SECONDS:
             return False
+        builder = ProcessId(claim["host"], claim["pid"])
+        if builder == self._process:
+            return claim.get("claim") in _held
         # Processes of other machines cannot be asked for; there the heartbeat alone counts.
-        if record["host"] != self._me["host"]:
-            return True
-        if record["pid"] == self._me["pid"]:
-            return record.get("claim") in _held
-        try:
-            # Signal 0 is not sent; it only checks whether the process exists.
-            os.kill(record["pid"], 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # it exists, and belongs to another user
-            pass
-        except OverflowError:  # no process has such a number
-            return False
-        return True
+        return not builder.has_ended()

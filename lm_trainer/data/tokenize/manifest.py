@@ -73,7 +73,7 @@ def claim(store: KvStore, manifest: dict[str, Any], ledger: Ledger) -> None:
     fitting = check_manifest(store, manifest, ledger)
     if read_manifest(store) == manifest:
         return
-    for key in [*store.list("shards/"), *store.list("parts/")]:
+    for key in [f"{directory}/{name}" for directory in ("shards", "parts") for name in store.list(directory)]:
         # The names of parts and of shards both begin with the number of the shard in five digits.
         if int(key.rpartition("/")[2][:5]) >= fitting:
             store.delete(key)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lm_trainer.core.bucket import MISSING
 from lm_trainer.core.errors import UserError
+from lm_trainer.core.key_values import MISSING
 from lm_trainer.data.cache.format import fingerprint, read_manifest
 from lm_trainer.data.cache.kvstore import KvStore
 from lm_trainer.data.config import DataConfig

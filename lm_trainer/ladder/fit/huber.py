@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.special import huber
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.ladder.fit.law import Law
@@ -42,10 +43,8 @@ def fit_huber(points: Points, start: str = "hoffmann") -> Law:
         log_from_n, log_from_d = x[0] - x[2] * log_n, x[1] - x[3] * log_d
         log_predicted = np.logaddexp(np.logaddexp(log_from_n, log_from_d), np.log(max(x[4], 1e-300)))
         error = log_predicted - log_loss
-        # Huber: quadratic near zero, linear beyond, so that single bad runs pull less.
-        small = np.abs(error) <= DELTA
-        value = np.where(small, error**2 / 2, DELTA * (np.abs(error) - DELTA / 2)).sum()
-        slope = np.where(small, error, DELTA * np.sign(error))
+        # Quadratic near zero, linear beyond, so that single bad runs pull less.
+        value, slope = huber(DELTA, error).sum(), np.clip(error, -DELTA, DELTA)
         # Derivative of log L with respect to the logarithm of a term: the share of that term in L.
         n, d = slope * np.exp(log_from_n - log_predicted), slope * np.exp(log_from_d - log_predicted)
         return value, np.array([n.sum(), d.sum(), -n @ log_n, -d @ log_d, (slope * np.exp(-log_predicted)).sum()])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.special import huber
 
 from lm_trainer.ladder.fit.law import Law
 
@@ -53,10 +54,7 @@ class Objective:
 
     def value(self, errors_RP: np.ndarray, weights_RP: np.ndarray) -> np.ndarray:
         """Half the sum of squares, or the sum of Huber's function, of each set (R,)."""
-        half_RP = errors_RP**2 / 2
-        if self.huber is not None:
-            size_RP = np.abs(errors_RP)
-            half_RP = np.where(size_RP <= self.huber, half_RP, self.huber * (size_RP - self.huber / 2))
+        half_RP = errors_RP**2 / 2 if self.huber is None else huber(self.huber, errors_RP)
         return (weights_RP * half_RP).sum(-1)
 
 

@@ -1,0 +1,18 @@
+"""The YAML file of a ladder, as its commands read it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from cli.common import load_config
+
+if TYPE_CHECKING:
+    from lm_trainer.ladder import ModelLadder
+
+
+def load_ladder(ctx: typer.Context, config: Path, overrides: list[str] | None) -> "ModelLadder":
+    """Loads a ladder in the same way as `load_run` a run."""
+    from lm_trainer.ladder import ModelLadder
+
+    return load_config(ctx, config, overrides, ModelLadder).config
