@@ -122,7 +122,7 @@ def test_two_builders_in_one_process_do_the_work_once(
     encoded: list[str] = []
     write = KvStore.write
 
-    def slow_write(store: KvStore, key: str, value: bytes, **options: Any) -> bool:
+    def slow_write(store: KvStore, key: str, value: bytes, **options: Any) -> bytes | None:
         written = write(store, key, value, **options)
         time.sleep(0.3 if key == BUILDER else 0)  # The other looks at the claim before its writer goes on.
         return written
