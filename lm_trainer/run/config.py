@@ -113,7 +113,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _microbatches_fit_mesh(self) -> RunConfig:
-        plan = self.trainer.resolve()
+        plan = self.trainer.step_plan
         sizes = plan.mesh_shape._asdict()
         # Which model it is, is not known yet where config.json tells.
         if self.use_hf_model_config or not model_parallel_axes(sizes):

@@ -194,7 +194,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     """
     num_params = sum(math.prod(x.shape) for x in model.shapes.values())
     trainer = choose_gather(trainer, num_params, layers=_in_layers(loss, model))
-    plan = trainer.resolve()
+    plan = trainer.step_plan
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
     tx, sharding = shard_state(plan, optimizer, model, mesh)
@@ -340,7 +340,7 @@ def check_devices(trainer: TrainerConfig) -> None:
     Raises:
         UserError: as `plan_program`.
     """
-    plan = trainer.resolve()
+    plan = trainer.step_plan
     mesh = trainer.device_mesh
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")

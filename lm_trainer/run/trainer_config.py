@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -290,7 +291,7 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
-        self.resolve()
+        _ = self.step_plan  # raises for a batch that cannot be cut, and for a rule that is none
         if not self.bitwise:
             unused = {"microbatches_per_gather": None, "gather": "auto"}
             if found := [key for key, default in unused.items() if getattr(self, key) != default]:
@@ -317,9 +318,14 @@ class TrainerConfig(Config):
         return self.determinism == "elastic"
 
     @property
+    def gathers_by_size(self) -> bool:
+        """True if the size of the model is to decide what a step gathers at a time."""
+        return self.gather == "auto" and self.bitwise
+
+    @property
     def gathers_layers(self) -> bool:
         """True if a step gathers one layer at a time; raises `RuntimeError` before `lm_trainer.run.gather` chose."""
-        if self.gather == "auto" and self.bitwise:
+        if self.gathers_by_size:
             raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
         return self.gather == "layer"
 
@@ -328,12 +334,9 @@ class TrainerConfig(Config):
         """The size of the global batch at each step."""
         return BatchSchedule(piecewise_int(self.train_batch_size))
 
-    def resolve(self) -> StepPlan:
-        """Resolves the keys that decide the shape of a step into one value.
-
-        Raises:
-            ValueError: when a batch cannot be split into equal microbatches.
-        """
+    @cached_property
+    def step_plan(self) -> StepPlan:
+        """The keys that decide the shape of a step, resolved into one value."""
         sizes = piecewise_int(self.train_batch_size)
         pad = self.allow_nondivisible_batch_size
         plans = tuple(
@@ -359,12 +362,12 @@ class TrainerConfig(Config):
     @property
     def microbatch_size(self) -> int:
         """Rows in a microbatch at the first step, on however many devices."""
-        return self.resolve().microbatches.at(0).rows
+        return self.step_plan.microbatches.at(0).rows
 
     @property
     def eval_batch_size(self) -> int:
         """Rows in a batch of evaluation."""
-        return self.resolve().evaluation.batch_size
+        return self.step_plan.evaluation.batch_size
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
@@ -393,7 +396,7 @@ class TrainerConfig(Config):
     @property
     def device_mesh(self) -> Mesh:
         """The devices of the run, laid out; raises `UserError` where they cannot be."""
-        return self.resolve().mesh(self.devices())
+        return self.step_plan.mesh(self.devices())
 
     @property
     def data_axis_size(self) -> int:
@@ -444,5 +447,4 @@ class TrainerConfig(Config):
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)
         axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
-        # Later entries win, as in `_compute_rules`.
         return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own, **self._cut_axes()}
