@@ -115,8 +115,8 @@ class Config(BaseModel, metaclass=_ConfigType):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copies as pydantic does, but for what this object has computed of its fields (`cached_property`)."""
         copy = super().model_copy(update=update, deep=deep)
-        for name in copy.__dict__.keys() - type(self).model_fields.keys():
-            del copy.__dict__[name]
+        for name in vars(copy).keys() - type(self).model_fields.keys():
+            del vars(copy)[name]
         return copy
 
     @property

@@ -13,7 +13,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.memory import ProgramBytes
-from lm_trainer.step.model_parallel import check_rows
+from lm_trainer.step.model_parallel_limits import check_rows
 
 Programs = Mapping[str, ProgramBytes]
 

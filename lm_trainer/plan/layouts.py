@@ -16,7 +16,7 @@ from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import keeps_inside_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_parallel import check_length, check_model
+from lm_trainer.step.model_parallel_limits import check_length, check_model
 
 _AXES = ("pipeline", "context", "expert", "model")
 """The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""

@@ -40,7 +40,7 @@ from lm_trainer.step.fast import FastStep
 from lm_trainer.step.gradient import CurvatureFn, LossFn
 from lm_trainer.step.hutchinson import Hutchinson
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
+from lm_trainer.step.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.split_loss import SplitLoss
 from lm_trainer.step.state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import jax
-from jax.sharding import Mesh
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
@@ -18,7 +16,7 @@ from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import COMPILATION_CACHES, check_settings
-from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.nn.quantize import AnyQuantization
@@ -39,8 +37,11 @@ from lm_trainer.run.numeric_parts import numeric_settings, over_model_axis
 from lm_trainer.run.run_id import run_id_problem
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.norms import WatchConfig
+from lm_trainer.step.watch import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Resources = dict[Name, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
@@ -338,11 +339,8 @@ class TrainerConfig(Config):
     def step_plan(self) -> StepPlan:
         """The keys that decide the shape of a step, resolved into one value."""
         sizes = piecewise_int(self.train_batch_size)
-        pad = self.allow_nondivisible_batch_size
-        plans = tuple(
-            MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
-            for size in sizes.values
-        )
+        cut = {"rows": self.per_device_parallelism, "elastic_shards": self.elastic_shards}
+        plans = tuple(MicrobatchPlan.make(size, **cut, pad=self.allow_nondivisible_batch_size) for size in sizes.values)
         # Evaluation has as many microbatches as the largest batch, so that every mesh that can train can evaluate.
         largest = max(plans, key=lambda plan: plan.count)
         rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
@@ -385,6 +383,8 @@ class TrainerConfig(Config):
         Raises:
             UserError: when some processes would have none.
         """
+        import jax
+
         found = jax.devices()
         if self.max_devices is not None and self.max_devices < len(found) and jax.process_count() > 1:
             raise UserError(
@@ -426,8 +426,7 @@ class TrainerConfig(Config):
 
     def _cut_axes(self) -> dict[str, tuple[str, ...]]:
         """The logical axes that `pipeline_axis_size` and `expert_axis_size` shard, with their mesh axes."""
-        sizes = self._mesh_shape()._asdict()
-        return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
+        return {logical: (axis,) for logical, axis in _CUT_BY.items() if getattr(self._mesh_shape(), axis) > 1}
 
     def _tensor_parallel_rules(self) -> dict[str, tuple[str, ...]]:
         """`tensor_parallel_axes` as rules; none over a single device."""
