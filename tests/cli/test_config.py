@@ -257,7 +257,7 @@ def test_every_default_of_a_run_is_written_and_read_back(in_tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path) -> None:
+def test_keys_complete_in_the_shell_without_the_configuration(run_lmt: RunLmt, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
 
     def complete(shell: str, word: str, **environment: str) -> list[str]:
@@ -280,16 +280,16 @@ def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path)
     (saved,) = cache.rglob("*.json")
     keys = json.loads(saved.read_text(encoding="utf-8"))["keys"]
     assert {"trainer.num_train_steps", "data.train_urls", "optimizer.learning_rate"} <= set(keys)
-    # From now on the answer comes from the cache, even where JAX cannot be imported.
+    # From now on the answer comes from the cache, even where no configuration can be imported.
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "jax.py").write_text("raise ImportError", encoding="utf-8")
-    without_jax = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), str(ROOT)])}
-    assert complete("bash", "trainer.se", **without_jax) == ["trainer.seed="]
-    assert complete("fish", "trainer.se", **without_jax) == ["trainer.seed="]
-    assert "trainer.seed=" in complete("zsh", "trainer.se", **without_jax)[0]
-    # A cache that cannot be read, and no JAX: no keys, but no noise in the terminal either.
+    (tmp_path / "broken" / "pydantic.py").write_text("raise ImportError", encoding="utf-8")
+    without_classes = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), str(ROOT)])}
+    assert complete("bash", "trainer.se", **without_classes) == ["trainer.seed="]
+    assert complete("fish", "trainer.se", **without_classes) == ["trainer.seed="]
+    assert "trainer.seed=" in complete("zsh", "trainer.se", **without_classes)[0]
+    # A cache that cannot be read, and no configuration: no keys, but no noise in the terminal either.
     saved.write_text("{", encoding="utf-8")
-    assert not any(complete("bash", "trainer.se", **without_jax))
+    assert not any(complete("bash", "trainer.se", **without_classes))
 
 
 def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:
