@@ -1,4 +1,4 @@
-"""Keys of the configuration for completion in the shell, cached, because finding them imports JAX."""
+"""Keys of the configuration for completion in the shell, cached, because finding them imports all of its classes."""
 
 import json
 import os

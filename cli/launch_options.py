@@ -33,7 +33,7 @@ SpotOption = Annotated[
 
 def check_device_count(run: "RunConfig", count: int) -> None:
     """Raises UserError when the run would refuse `count` devices: before a queue, and not after hours in it."""
-    run.trainer.resolve().check_device_count(count)
+    run.trainer.step_plan.check_device_count(count)
 
 
 def emit(text: str, output: Path | None, hand_in: Callable[[str], str] | None) -> None:

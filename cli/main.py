@@ -1,6 +1,5 @@
 """`lmt`: the commands together, with their errors turned into messages and exit codes."""
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -31,7 +30,6 @@ from cli import (
 )
 from cli.common import OVERRIDES
 from cli.common import report as report_error
-from cli.light_imports import light_imports
 from cli.log_lines import show_log_lines
 from lm_trainer.core.errors import UserError, disk_error, out_of_memory
 
@@ -141,5 +139,4 @@ def _options(
 def main() -> None:
     """The console script."""
     show_log_lines()
-    with light_imports(sys.argv):
-        app(prog_name="lmt")
+    app(prog_name="lmt")

@@ -104,6 +104,60 @@ def test_nothing_reads_code_from_data():
     assert found == {}
 
 
+PROCESS_STATE = {
+    "lm_trainer/core/hub.py": {"_answers"},
+    "lm_trainer/data/tokenize/lock.py": {"_held"},
+    "lm_trainer/data/tokenize/process_pool.py": {"_stop"},
+}
+"""Variables of modules that change while a process runs; docs/explanation/architecture.md gives the reason of each."""
+
+
+CONTAINERS = {"list", "dict", "set", "deque", "defaultdict", "Counter", "WeakKeyDictionary", "WeakValueDictionary"}
+
+
+def is_empty_container(value: ast.expr | None) -> bool:
+    match value:
+        case ast.List(elts=[]) | ast.Dict(keys=[]):
+            return True
+        case ast.Call(func=function):
+            name = dotted(function.value if isinstance(function, ast.Subscript) else function)
+            return name.rpartition(".")[2] in CONTAINERS and (not value.args or name.endswith("defaultdict"))
+        case _:
+            return False
+
+
+def mutable_state(module: ast.Module) -> Iterator[str]:
+    """Names of a module that are filled later: empty containers at its top, and those of `global`."""
+    for node in module.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and is_empty_container(node.value):
+            yield from map(dotted, node.targets if isinstance(node, ast.Assign) else [node.target])
+    for node in ast.walk(module):
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a: list[int] = []",
+        "a = {}",
+        "a = dict[str, int]()",
+        "a = collections.deque()",
+        "a = defaultdict(list)",
+        "def f():\n  global a\n  a = 1",
+    ],
+)
+def test_mutable_state_is_noticed(source: str):
+    assert [*mutable_state(ast.parse(source))] == ["a"]
+
+
+def test_modules_hold_no_state_but_what_the_architecture_lists():
+    page = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    assert [file for file in PROCESS_STATE if file.removeprefix("lm_trainer/") not in page] == []
+    found = {name_of(path): {*mutable_state(parse(path))} for path in python_files("lm_trainer", "cli")}
+    assert {file: extra for file, names in found.items() if (extra := names - PROCESS_STATE.get(file, set()))} == {}
+
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a file: of the module, its classes, functions and attributes."""
     for node in nodes(path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import jax.numpy as jnp
 from pydantic import BeforeValidator, Field, PlainSerializer
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
 
 _DTYPES = {
     "f32": "float32",
@@ -40,10 +42,14 @@ class Policy(NamedTuple):
 
     @property
     def compute_dtype(self) -> jnp.dtype:
+        import jax.numpy as jnp
+
         return jnp.dtype(self.compute)
 
     @property
     def param_dtype(self) -> jnp.dtype:
+        import jax.numpy as jnp
+
         return jnp.dtype(self.param)
 
 

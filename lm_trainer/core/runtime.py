@@ -170,9 +170,12 @@ def _cache_of_environment() -> str | None:
 
 def check_settings(settings: Iterable[str]) -> None:
     """Raises ValueError for the name of a setting that this version of JAX does not have."""
+    names = list(settings)
+    if not names:  # whoever only reads a configuration then does without JAX
+        return
     import jax
 
-    for name in settings:
+    for name in names:
         if name not in jax.config.values:
             near = "".join(f"; did you mean {n!r}?" for n in difflib.get_close_matches(name, jax.config.values, 1))
             raise ValueError(f"this version of JAX ({jax.__version__}) has no setting {name!r}{near}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_trainer.data.config import DataConfig
 from lm_trainer.data.tokenize.progress import BuildProgress, OnProgress
-from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

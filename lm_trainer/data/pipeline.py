@@ -14,7 +14,7 @@ from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.open_cache import excluded_of, open_cache
 from lm_trainer.data.tokenize.plan import plan_caches
 from lm_trainer.data.tokenize.progress import BuildCallbacks, OnProgress
-from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 
 AT_ONCE_BYTES = 2 << 20

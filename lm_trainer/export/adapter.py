@@ -16,7 +16,7 @@ from lm_trainer.export.output import complete_directory
 from lm_trainer.export.weights import write_file, write_json
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.peft import adapter_to_peft
-from lm_trainer.nn.lora import LoraConfig
+from lm_trainer.nn.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from lm_trainer.data.tokenizer import Tokenizer

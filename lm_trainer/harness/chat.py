@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from datetime import datetime
@@ -81,10 +82,7 @@ class TaskTemplate:
             raise UserError(f"the chat template fails at a question: {error}") from None
 
 
-_warned: set[str] = set()
-
-
+# Cached: every question of every task may be refused, and each reason is worth one warning.
+@functools.cache
 def _warn_once(reason: str) -> None:
-    if reason not in _warned:
-        _warned.add(reason)
-        logger.warning("the chat template refuses a question (%s); it is asked without the system's message", reason)
+    logger.warning("the chat template refuses a question (%s); it is asked without the system's message", reason)

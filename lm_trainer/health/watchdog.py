@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Self, TypeVar
 
-import jax
 from pydantic import field_validator
 
 from lm_trainer.core.config import Config, Duration
@@ -130,6 +129,8 @@ class Watchdog:
             self._exit(EXIT_PREEMPTED)
 
     def _write_stacks(self, text: str) -> str:
+        import jax
+
         index = jax.process_index()
         file = self._directory / ("stacks.txt" if index == 0 else f"stacks.{index}.txt")
         try:

@@ -2,15 +2,19 @@
 backbone like GPT-2's says how much each of them weighs, and their sum predicts the next token.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lm_trainer.models.hf_table import NoHfFormat
 from lm_trainer.models.learned_positions import LearnedPositionsConfig
-from lm_trainer.nn.senses import SenseDecoder
 from lm_trainer.nn.spec import AttentionSpec, DecoderSpec, SenseSpec
+
+if TYPE_CHECKING:
+    from lm_trainer.nn.senses import SenseDecoder
 
 
 class BackpackConfig(LearnedPositionsConfig):
@@ -23,8 +27,6 @@ class BackpackConfig(LearnedPositionsConfig):
         reason="transformers has no such model: those that are published bring their own code, which is never run; "
         "lm_trainer's own checkpoints keep it",
     )
-
-    module: ClassVar[type[SenseDecoder]] = SenseDecoder
 
     type: Literal["backpack"] = "backpack"
     """The family."""
@@ -42,6 +44,12 @@ class BackpackConfig(LearnedPositionsConfig):
         if self.hidden_dim % self.num_senses:
             raise ValueError(f"hidden_dim={self.hidden_dim} is not a multiple of num_senses={self.num_senses}")
         return self
+
+    @classmethod
+    def module(cls) -> type[SenseDecoder]:
+        from lm_trainer.nn.senses import SenseDecoder
+
+        return SenseDecoder
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         # Senses are larger than the queries and keys that weigh them, which no other backend can do.

@@ -1,20 +1,25 @@
 """Settings that all decoder families share."""
 
+from __future__ import annotations
+
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-import jax
-from flax import nnx
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from lm_trainer.core.config import Config, LocalPathOrHubName
 from lm_trainer.core.errors import UserError
 from lm_trainer.models.hf_table import HfFamily, NoHfFormat
-from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.spec import Activation, Backend, BlockInternal, DecoderSpec, OffloadPolicy, Remat, ScoreSpec
 from lm_trainer.profile.flops import flops_per_token, parameter_count
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+    from lm_trainer.nn.decoder import Decoder
 
 SCAN_ABOVE = 12
 """Unless told otherwise, more layers than this run as a loop: unrolled, compile time grows with their square."""
@@ -65,7 +70,7 @@ class CheckpointPolicy(Config):
         return (get_args(BlockInternal) if value else ()) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
-    def _kept_once(self) -> "CheckpointPolicy":
+    def _kept_once(self) -> CheckpointPolicy:
         everything = self.disable or self.save_block_internals is True
         named = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         if everything and (self.offload_block_internals or self.nested or self.save_carries == "offload"):
@@ -111,8 +116,6 @@ class DecoderConfig(Config):
 
     hf: ClassVar[HfFamily | NoHfFormat]
     """The family in Hugging Face's format."""
-    module: ClassVar[type[Decoder]] = Decoder
-    """Built from the spec; a family whose wiring differs names a subclass."""
     frozen_params: ClassVar[frozenset[str]] = frozenset()
     """Dotted names of parameters that are never trained."""
 
@@ -170,6 +173,13 @@ class DecoderConfig(Config):
     def spec(self, vocab_size: int) -> DecoderSpec:
         """The model as data."""
 
+    @classmethod
+    def module(cls) -> type[Decoder]:
+        """The class that is built from the spec; a family whose wiring differs gives a subclass."""
+        from lm_trainer.nn.decoder import Decoder
+
+        return Decoder
+
     def build(self, vocab_size: int, *, rngs: nnx.Rngs | None = None, key: jax.Array | None = None) -> Decoder:
         """The model with fresh parameters; call it under `jax.jit` or `nnx.eval_shape`.
 
@@ -181,9 +191,11 @@ class DecoderConfig(Config):
         Raises:
             ValueError: unless exactly one of `rngs` and `key` is given.
         """
+        from flax import nnx
+
         if (rngs is None) == (key is None):
             raise ValueError("give either rngs or key")
-        return self.module(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
+        return self.module()(self.spec(vocab_size), rngs=rngs or nnx.Rngs(key))
 
     def flops_per_token(self, vocab_size: int, context_length: int | None = None) -> int:
         """Operations of a forward pass for one token of sequences of `context_length`, by default `seq_len`, tokens."""

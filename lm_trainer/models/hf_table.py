@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.parallel.sharded_array import host_part
 
 MAX_PROBLEMS = 12
 
@@ -203,6 +202,8 @@ class PendingTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The tensor, cast to `dtype` if there is one."""
+        from lm_trainer.parallel.sharded_array import host_part
+
         del copy  # it may always be written to
         made = self.entry.join([host_part(self.params[part.path], part.index) for part in self.entry.parts])
         return made if dtype is None else made.astype(dtype, copy=False)

@@ -18,7 +18,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.models.base import DecoderConfig
 from lm_trainer.models.hf import param_infos
 from lm_trainer.models.hf_table import FileTensor, HfFamily, HfTensor, ParamInfo, ParamSlice, file_name, file_tensors
-from lm_trainer.nn.lora import LoraConfig
+from lm_trainer.nn.lora_config import LoraConfig
 
 _WEIGHT = ".weight"
 

@@ -1,14 +1,15 @@
 """Whisper (Radford et al. 2022): an encoder that hears a log-mel spectrogram, and a decoder that writes its words."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from lm_trainer.models.base import ActivationName, DecoderConfig
 from lm_trainer.models.hf_table import HfFamily, HfField, HfTensor, linear
-from lm_trainer.nn.encoder_decoder import EncoderDecoder
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
@@ -18,6 +19,9 @@ from lm_trainer.nn.spec import (
     MlpSpec,
     NormSpec,
 )
+
+if TYPE_CHECKING:
+    from lm_trainer.nn.encoder_decoder import EncoderDecoder
 
 _OLD_GENERATION = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
 """Settings of generation that stand in config.json as well."""
@@ -31,7 +35,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _to_hf(config: "WhisperConfig") -> dict[str, Any]:
+def _to_hf(config: WhisperConfig) -> dict[str, Any]:
     given = config.generation_config
     return {
         "max_source_positions": config.num_frames // 2,
@@ -119,7 +123,6 @@ class WhisperConfig(DecoderConfig):
     """The Whisper family, which writes what it hears; the defaults are Whisper tiny (38M parameters)."""
 
     hf: ClassVar[HfFamily] = _HF
-    module: ClassVar[type[EncoderDecoder]] = EncoderDecoder
     frozen_params: ClassVar[frozenset[str]] = frozenset({"encoder.positions"})
 
     type: Literal["whisper"] = "whisper"
@@ -200,6 +203,12 @@ class WhisperConfig(DecoderConfig):
     @property
     def features_shape(self) -> tuple[int, int]:
         return self.num_frames, self.num_mels
+
+    @classmethod
+    def module(cls) -> type[EncoderDecoder]:
+        from lm_trainer.nn.encoder_decoder import EncoderDecoder
+
+        return EncoderDecoder
 
     def spec(self, vocab_size: int) -> DecoderSpec:
         norm = NormSpec()

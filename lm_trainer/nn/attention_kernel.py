@@ -5,9 +5,9 @@ Shape letters: B rows, S queries, T keys, N heads, K key and value heads, H head
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 from jax.typing import DTypeLike
@@ -25,23 +25,18 @@ NO_SECOND_DERIVATIVE = "its gradient has no derivative, which sophia-h takes (so
 RESIDUAL = "attention_kernel"
 """The name, for `jax.checkpoint`, of what a kernel returns and its gradient reads."""
 
-# One for all threads: programs for several devices are traced side by side.
-_twice: list[None] = []
+# Of each thread by itself; JAX counts it into the keys of its caches of traced functions.
+_twice = jax.make_user_context(False)
 
 
-@contextmanager
-def differentiated_twice() -> Iterator[None]:
-    """Has models whose gradient is differentiated choose attention that can be."""
-    _twice.append(None)
-    try:
-        yield
-    finally:
-        _twice.pop()
+def differentiated_twice() -> AbstractContextManager[Any]:
+    """Has models that this thread traces choose attention whose gradient can be differentiated."""
+    return _twice(True)
 
 
 def is_differentiated_twice() -> bool:
     """True inside of `differentiated_twice`."""
-    return bool(_twice)
+    return _twice.value
 
 
 class AttentionInputs(NamedTuple):

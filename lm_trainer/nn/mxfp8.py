@@ -60,7 +60,7 @@ def to_mxfp8(x_RK: jax.Array) -> Mxfp8:
     return Mxfp8(codes_RB32.reshape(len(x_RK), -1), scales_RB)
 
 
-def product(x_RK: jax.Array, y_NK: jax.Array, platform: str) -> jax.Array:
+def product(x_RK: jax.Array, y_NK: jax.Array) -> jax.Array:
     """The products of all rows of x with all rows of y, [R, N] in the dtype of x, from operands in MXFP8.
 
     NVIDIA GPUs from Blackwell on have instructions for it. Elsewhere the same numbers are multiplied in bfloat16, or
@@ -69,12 +69,11 @@ def product(x_RK: jax.Array, y_NK: jax.Array, platform: str) -> jax.Array:
     Args:
         x_RK: floats.
         y_NK: floats.
-        platform: as `target_platform` has it. An argument, because JAX keeps traces by those.
     """
     x, y = to_mxfp8(x_RK), to_mxfp8(y_NK)
     # Scales are no float16.
     dtype = jnp.bfloat16 if x_RK.dtype == jnp.bfloat16 else jnp.float32
-    if platform == "gpu":
+    if target_platform() == "gpu":
         batches = (array[None] for array in (x.codes_RK, y.codes_RK, x.scales_RB, y.scales_RB))
         found_RN = jax.nn.scaled_matmul(*batches, preferred_element_type=dtype)[0]
     else:
@@ -117,26 +116,26 @@ class Mxfp8Matmul:
         """
         if why := blocks_not_whole(*w_IO.shape):
             raise UserError(f"trainer.quantization: on each device {why}")
-        return checkpoint_name(_matmul(x_MI, w_IO, self.backward, target_platform()), RESIDUAL)
+        return checkpoint_name(_matmul(x_MI, w_IO, self.backward), RESIDUAL)
 
 
 _Operands = tuple[jax.Array, jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(x_MI: jax.Array, w_IO: jax.Array, backward: bool, platform: str) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x_MI: jax.Array, w_IO: jax.Array, backward: bool) -> jax.Array:
     del backward
-    return product(x_MI, w_IO.T, platform)
+    return product(x_MI, w_IO.T)
 
 
-def _forward(x_MI: jax.Array, w_IO: jax.Array, backward: bool, platform: str) -> tuple[jax.Array, _Operands]:
-    return _matmul(x_MI, w_IO, backward, platform), (x_MI, w_IO)
+def _forward(x_MI: jax.Array, w_IO: jax.Array, backward: bool) -> tuple[jax.Array, _Operands]:
+    return _matmul(x_MI, w_IO, backward), (x_MI, w_IO)
 
 
-def _backward(backward: bool, platform: str, operands: _Operands, g_MO: jax.Array) -> _Operands:
+def _backward(backward: bool, operands: _Operands, g_MO: jax.Array) -> _Operands:
     x_MI, w_IO = operands
     if backward:
-        return product(g_MO, w_IO, platform), product(x_MI.T, g_MO.T, platform)
+        return product(g_MO, w_IO), product(x_MI.T, g_MO.T)
     return jnp.matmul(g_MO, w_IO.T), jnp.matmul(x_MI.T, g_MO)
 
 

@@ -10,17 +10,18 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
 from pydantic import Field, model_validator
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.errors import UserError
-from lm_trainer.nn.linear import Linear, MatmulFn
-from lm_trainer.nn.mxfp8 import Mxfp8Matmul, blocks_not_whole
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+    from lm_trainer.nn.linear import MatmulFn
 
 
 class QuantizationConfig(Config):
@@ -91,6 +92,8 @@ class Int8Config(ChannelwiseConfig):
     type: Literal["int8"] = "int8"
 
     def dtypes(self) -> tuple[Any, Any]:
+        import jax.numpy as jnp
+
         return jnp.int8, jnp.int8 if self.backward else None
 
 
@@ -100,6 +103,8 @@ class Fp8Config(ChannelwiseConfig):
     type: Literal["fp8"] = "fp8"
 
     def dtypes(self) -> tuple[Any, Any]:
+        import jax.numpy as jnp
+
         return jnp.float8_e4m3fn, jnp.float8_e5m2 if self.backward else None
 
 
@@ -111,9 +116,13 @@ class Mxfp8Config(QuantizationConfig):
     """Quantize the incoming gradients as well, so that the products of the backward pass are in 8 bits too."""
 
     def matmul(self) -> MatmulFn:
+        from lm_trainer.nn.mxfp8 import Mxfp8Matmul
+
         return Mxfp8Matmul(self.backward)
 
     def why_not(self, inputs: int, outputs: int) -> str | None:
+        from lm_trainer.nn.mxfp8 import blocks_not_whole
+
         return blocks_not_whole(inputs, outputs)
 
 
@@ -126,6 +135,10 @@ def quantize(model: nnx.Module, config: QuantizationConfig) -> None:
     Raises:
         UserError: when it selects none, or one whose size its format does not take.
     """
+    from flax import nnx
+
+    from lm_trainer.nn.linear import Linear
+
     places = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, Linear)}
     chosen = [place for place in places if config.selects(place)]
     if not chosen:

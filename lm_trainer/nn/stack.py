@@ -17,14 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lm_trainer.nn import mxfp8
 from lm_trainer.nn.attention import ForwardContext
-from lm_trainer.nn.attention_kernel import RESIDUAL, is_differentiated_twice
+from lm_trainer.nn.attention_kernel import RESIDUAL
 from lm_trainer.nn.block import Block
 from lm_trainer.nn.cache import KvCache
 from lm_trainer.nn.init import Initializer, build_stacked
 from lm_trainer.nn.moe import RouterStats, zero_router_stats
 from lm_trainer.nn.read import gathers, keeps_all_but_gathered
 from lm_trainer.nn.spec import DecoderSpec, OffloadPolicy, Remat
-from lm_trainer.parallel.target_platform import target_platform
 
 # Their kernels are products as well, which would otherwise all run twice.
 _KERNELS = jax.checkpoint_policies.save_only_these_names(RESIDUAL, mxfp8.RESIDUAL)
@@ -158,18 +157,11 @@ def _apply(block: Block, carry: _Carry, context: ForwardContext, layer: jax.Arra
     return x_BSD, cache, total if stats is None else jax.tree.map(jnp.add, total, stats)
 
 
-@functools.cache
-def _apply_on(platform: str, twice: bool) -> Callable[..., _Carry]:
-    """`_apply`, a function for each case in which attention is traced otherwise, since JAX keeps traces by function."""
-    del platform, twice
-    return functools.partial(_apply)
-
-
 def _rematerialised(remat: Remat, *, in_loop: bool) -> Callable[..., _Carry]:
     if remat == "none" and not gathers():
         return _apply
     # A function of its own where parameters are gathered: JAX would take a trace of `_apply` that gathers none.
-    apply = functools.partial(_apply) if gathers() else _apply_on(target_platform(), is_differentiated_twice())
+    apply = functools.partial(_apply) if gathers() else _apply
     match remat:
         case "none":
             policy = keeps_all_but_gathered

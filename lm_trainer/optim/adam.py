@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, PositiveFloat, field_validator
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.clip import clip_update_rms
 from lm_trainer.optim.decay import decay_weights
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class AdamConfig(OptimizerConfig):
@@ -49,6 +50,10 @@ class AdamConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the first moment over the root of the second, both corrected for their start at 0."""
+        import optax
+
+        from lm_trainer.optim.clip import clip_update_rms
+
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon, nesterov=self.nesterov)
         if self.update_rms_clipping is None:
             return adam

@@ -12,15 +12,16 @@ Second moments keep the rank of their parameter, with 1 for the dimensions of a 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Param, Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 _HEADS = ("heads", "kv_heads")
 
@@ -47,6 +48,8 @@ class AdamMiniConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the average gradient over the root of its block's second moment, both without their bias to 0."""
+        import optax
+
         blocks = {name: block_axes(param) for name, param in params.items() if param.role != "vector"}
         mini = _scale_by_blocks(blocks, params, self.beta1, self.beta2, self.epsilon)
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
@@ -83,6 +86,10 @@ def _scale_by_blocks(
     blocks: dict[str, tuple[int, ...]], params: Params, beta1: float, beta2: float, epsilon: float
 ) -> optax.GradientTransformation:
     """Adam with the mean square over each block in place of the square; `blocks`: the axes inside of a block."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
     shapes = {name: [1 if i in axes else n for i, n in enumerate(params[name].shape)] for name, axes in blocks.items()}
 
     def init(weights: Any) -> MiniState:

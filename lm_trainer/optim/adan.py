@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 
 class AdanConfig(OptimizerConfig):
@@ -39,6 +40,9 @@ class AdanConfig(OptimizerConfig):
         """Returns (m + beta2 v) / (sqrt(n) + epsilon): averages of gradients g, of their changes d, and of the squares
         of g + beta2 d.
         """
+        import jax.numpy as jnp
+        import optax
+
         del params
 
         def init(like: Any) -> AdanState:
@@ -48,6 +52,10 @@ class AdanConfig(OptimizerConfig):
         return optax.GradientTransformation(init, self._update)  # pyright: ignore[reportArgumentType]
 
     def _update(self, updates: Any, state: AdanState, params: Any = None) -> tuple[Any, AdanState]:
+        import jax
+        import jax.numpy as jnp
+        import optax
+
         del params
         first = state.t == 0
         # The gradient before the first one is taken to be the same.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class AdoptConfig(OptimizerConfig):
@@ -31,6 +33,8 @@ class AdoptConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the average of gradient / max(sqrt(v), epsilon), v being that of the step before."""
+        import optax
+
         del params
         return optax.contrib.scale_by_adopt(
             b1=self.beta1, b2=self.beta2, eps=self.epsilon, use_clipping=self.use_clipping

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import jax
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from lm_trainer.core.config import Config
+
+if TYPE_CHECKING:
+    import jax
 
 
 class AveragingConfig(Config):
@@ -51,6 +53,8 @@ class EmaDecaySqrtConfig(AveragingConfig):
 
 def ema_update(averaged: dict[str, jax.Array], params: dict[str, jax.Array], rate: jax.Array) -> dict[str, jax.Array]:
     """Returns a + rate * (w - a) for every parameter, in the dtype of the average; `rate` is a float32 scalar."""
+    import jax
+
     return jax.tree.map(lambda a, p: a + rate.astype(a.dtype) * (p.astype(a.dtype) - a), averaged, params)
 
 

@@ -1,23 +1,25 @@
 """Base class of the optimizers' configurations: weight decay, clipping, skipping of bad steps, and the update rule."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import jax
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, StrictBool, field_validator, model_validator
 
 from lm_trainer.core.errors import UserError
-from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_by_given_norm, clip_update_norm
 from lm_trainer.optim.decay import decay_weights, decays_by_default, matched_names
 from lm_trainer.optim.learning_rate import LearningRateConfig
-from lm_trainer.optim.low_precision import keep_in_bfloat16, keep_in_float8
 from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Params
-from lm_trainer.optim.skip import SkipStepConfig, skip_bad_steps
+from lm_trainer.optim.safeguards import ClipUpdateNormConfig, SkipStepConfig
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 
 class OptimizerConfig(LearningRateConfig, Optimizer):
@@ -111,6 +113,11 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
         Raises:
             UserError: when `weight_decay_modules` names no parameter, and for a number of steps in place of `params`.
         """
+        import optax
+
+        from lm_trainer.optim.low_precision import keep_in_bfloat16, keep_in_float8
+        from lm_trainer.optim.skip import skip_bad_steps
+
         if isinstance(params, int):
             raise UserError(
                 "OptimizerConfig.build takes parameters, as {name: Param(name, shape, axes)}, not a number of steps; "
@@ -140,10 +147,16 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns the first transformation of the gradient: clipping by its global norm."""
+        from lm_trainer.optim.clip import clip_by_given_norm
+
         return clip_by_given_norm(self.max_grad_norm)
 
     def rule(self, params: Params) -> optax.GradientTransformationExtraArgs:
         """Returns the rule from clipped gradients to updates: transform, weight decay, clipping, learning rate."""
+        import optax
+
+        from lm_trainer.optim.clip import clip_update_norm
+
         clip = optax.identity() if self.clip_update_norm is None else clip_update_norm(self.clip_update_norm)
         return optax.chain(self.transform(params), self.decay_rule(params), clip, scale_by_given_learning_rate())
 
@@ -172,6 +185,8 @@ class OptimizerConfig(LearningRateConfig, Optimizer):
 
     def metrics(self, opt_state: Any) -> dict[str, jax.Array]:
         """Reads the scalars for the log from the state that `update` returned; meant to be called under `jit`."""
+        import optax
+
         fields = {name: optax.tree_utils.tree_get(opt_state, name) for name in ("skipped_steps", "update_norm")}
         return {f"optim/{name}": value for name, value in fields.items() if value is not None}
 
@@ -186,6 +201,8 @@ def _bearing_8_bits(kind: type[OptimizerConfig]) -> Iterator[str]:
 
 def scale_by_given_learning_rate() -> optax.GradientTransformationExtraArgs:
     """Multiplies the updates by minus the argument `learning_rate`."""
+    import jax
+    import optax
 
     def update(
         updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any

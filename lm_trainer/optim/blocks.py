@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import jax
+from typing import TYPE_CHECKING
 
 from lm_trainer.optim.params import Param
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclass(frozen=True)

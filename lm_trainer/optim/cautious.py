@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 _LEAST_SHARE = 1e-3
 """Least share of numbers that agree: where fewer do, they are scaled up by its inverse."""
@@ -35,11 +36,15 @@ class CautiousConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns Adam's update where it agrees with the gradient, scaled up by all numbers over those that agree."""
+        import optax
+
         return _cautious(optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon), params)
 
 
 def _cautious(inner: optax.GradientTransformation, known: Params) -> optax.GradientTransformation:
     """Masks the updates of `inner`; each weight, and each layer of a stack, is scaled by its own share."""
+    import jax.numpy as jnp
+    import optax
 
     def masked(name: str, u: jax.Array, g: jax.Array) -> jax.Array:
         axes = tuple(range(known[name].lead, u.ndim))

@@ -7,25 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from pydantic import Field, PositiveFloat
 
-from lm_trainer.core.config import Config
 from lm_trainer.optim.history import History
 from lm_trainer.optim.params import Params
+from lm_trainer.optim.safeguards import ClipUpdateNormConfig
 from lm_trainer.parallel.tree_sum import tree_sum
-
-
-class ClipUpdateNormConfig(Config):
-    """The update (weight decay included, the learning rate not) is scaled down to the global norm mean +
-    `sigma_factor` * standard deviation of the last `rolling_interval_length` updates, as they were before clipping.
-
-    With fewer than half of these steps in the history nothing is clipped.
-    """
-
-    rolling_interval_length: int = Field(default=128, ge=2)
-    """Number of steps in the history."""
-    sigma_factor: PositiveFloat = 3.0
-    """Number of standard deviations above the mean that the norm of an update may be."""
 
 
 class ClipUpdateState(NamedTuple):

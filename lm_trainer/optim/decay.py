@@ -5,15 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import optax
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.optim.module_names import module_spellings
 from lm_trainer.optim.params import Param, Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 ALIASES: Mapping[str, str] = {
     "attention": "attn",
@@ -79,6 +79,8 @@ def decay_weights(
     With `peak`, the strength is multiplied by the argument `learning_rate` over it (Defazio 2025, arXiv 2506.02285,
     algorithm 1).
     """
+    import jax.numpy as jnp
+    import optax
 
     def update(
         updates: Any, state: Any, params: Any = None, /, *, learning_rate: jax.Array, **extra_args: Any

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field
 
 from lm_trainer.core.errors import UserError
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.optimizer import Optimizer
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 
 class OptaxOptimizer(Optimizer):
@@ -39,6 +40,9 @@ class OptaxOptimizer(Optimizer):
 
         Typed random keys are kept in the state as their data, because a checkpoint holds numbers.
         """
+        import jax
+        import optax
+
         del params
         rule = optax.with_extra_args_support(self.transformation)
 
@@ -58,12 +62,18 @@ class OptaxOptimizer(Optimizer):
 
     def metrics(self, opt_state: Any) -> dict[str, jax.Array]:
         """Reads the learning rate that `optax.inject_hyperparams` keeps in the state, if there is just one."""
+        import jax.numpy as jnp
+        import optax
+
         found = [held for _, held in optax.tree_utils.tree_get_all_with_path(opt_state, "hyperparams")]
         rates = [held["learning_rate"] for held in found if "learning_rate" in held]
         return {"optim/learning_rate": rates[0].astype(jnp.float32)} if len(rates) == 1 else {}
 
 
 def _is_key(x: Any) -> bool:
+    import jax
+    import jax.numpy as jnp
+
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -84,6 +94,8 @@ def from_optax(name: str, transformation: optax.GradientTransformation, *, eleme
     Raises:
         UserError: for what is no transformation of optax, or an empty name.
     """
+    import optax
+
     if not isinstance(transformation, optax.GradientTransformation):
         raise UserError(
             f"from_optax: expected a transformation of optax, such as optax.adamw(1e-3), not "

@@ -1,52 +1,18 @@
-"""PSGD with Kronecker factors: the gradient is whitened by a preconditioner that is learnt on the way.
-
-The preconditioner of a block G is P = Q^T Q with Q = Q_in (x) Q_out, so that P G = Q_in^T Q_in G Q_out^T Q_out. Both
-factors are upper triangles, or diagonals where a dimension is too large. They descend on E[tr(P G G^T + P^-1 V V^T)]
-with V random normal numbers, which is least where P G has uncorrelated numbers of variance 1 (Li 2024).
-
-Shape letters: K blocks of one parameter, I inputs of a block, O its outputs, N either of them. A factor `q` is q_KNN
-or, as a diagonal, q_KN. With the defaults, 12 layers of a linear map from 768 to 3072 give
-
-    gradient     (12, 768, 3072)
-    g_KIO        (432, 256, 256)   12 layers of 3 x 12 blocks
-    q_in, q_out  (432, 256, 256)   one pair for each block
-"""
+"""PSGD Kron: a preconditioner of one factor for the inputs of a matrix and one for its outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.blocks import Blocks
-from lm_trainer.optim.clip import clip_update_rms
-from lm_trainer.optim.params import Param, Params
+from lm_trainer.optim.params import Params
 
-_HIGHEST_RMS = 1.1
-"""A whitened momentum has a root mean square of at most about 1; only a factor that lags behind exceeds this."""
-_SEED = 42
-"""Fixed, not the run's seed: the random numbers probe the factors, and any do as well as others."""
+if TYPE_CHECKING:
+    import optax
 _WHOLE_WEIGHTS = "heads and their size count as one dimension, layers and experts as weights of their own"
-
-
-class KronState(NamedTuple):
-    """State of Kron; factors by parameter name, where there are any."""
-
-    count: jax.Array
-    """int32 [], steps so far; random numbers follow from it."""
-    since_update: jax.Array
-    """int32 [], steps since the factors were last updated."""
-    mu: Any
-    """The average of gradients, like the parameters."""
-    inputs: dict[str, jax.Array]
-    """float32 factors of the inputs: upper triangles [K, I, I], or diagonals [K, I]."""
-    outputs: dict[str, jax.Array]
-    """The same of the outputs, [K, O, O] or [K, O]; vectors have none."""
 
 
 class KronConfig(OptimizerConfig):
@@ -95,175 +61,6 @@ class KronConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the preconditioned momentum, with no weight's root mean square above 1.1."""
-        triangles = {name: self._triangles(param) for name, param in params.items()}
-        most = self.block_size if self.partition_grads_into_blocks else None
-        # A diagonal gains nothing from blocks: it has as many numbers as the dimension anyway.
-        blocks = {n: Blocks.of(p, most, inputs=triangles[n][0], outputs=triangles[n][1]) for n, p in params.items()}
-        normalize = _normalize(params) if self.normalize_grads else optax.identity()
+        from lm_trainer.optim.kron_update import scale_by_kron
 
-        def factors(side: int) -> dict[str, jax.Array]:
-            found = {}
-            for name, block in blocks.items():
-                if params[name].role == "vector" and side == 1:
-                    continue
-                size = (block.inputs, block.outputs)[side][1]
-                # Where two factors are multiplied, each brings the root, so that Q is the scale itself.
-                scale = self.preconditioner_init_scale ** (1.0 if params[name].role == "vector" else 0.5)
-                one = jnp.eye(size) if triangles[name][side] else jnp.ones(size)
-                found[name] = jnp.tile(scale * one, (block.count,) + (1,) * one.ndim)
-            return found
-
-        def init(like: Any) -> KronState:
-            zero = jnp.zeros((), jnp.int32)
-            return KronState(zero, zero, optax.tree.zeros_like(like), factors(0), factors(1))
-
-        def update(grads: Any, state: KronState, _: Any = None) -> tuple[Any, KronState]:
-            count, since = state.count + 1, state.since_update + 1
-            mu = optax.tree.update_moment(grads, state.mu, self.beta1, 1)
-            momentum = optax.tree.bias_correction(mu, self.beta1, count)
-            split = {name: blocks[name].split(m) for name, m in momentum.items()}
-            # A count, not a draw at that probability: the work is then as even as it can be.
-            due = since >= 1 / self._frequency(count)
-            # A branch, not a select: between two updates the solves and products below cost nothing.
-            inputs, outputs = jax.lax.cond(
-                due, self._update_factors, lambda _, __, *factors: factors, split, count, state.inputs, state.outputs
-            )
-            whitened = {n: _precondition(inputs.get(n), outputs.get(n), m_KIO) for n, m_KIO in split.items()}
-            updates = {n: blocks[n].join(u_KIO.astype(grads[n].dtype)) for n, u_KIO in whitened.items()}
-            return updates, KronState(count, jnp.where(due, 0, since), mu, inputs, outputs)
-
-        rule = optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
-        return optax.chain(normalize, rule, clip_update_rms(_HIGHEST_RMS, params))
-
-    def _frequency(self, count: jax.Array) -> jax.Array:
-        falling = jnp.exp(-0.001 * (count - self.update_prob_flat_start))
-        return jnp.clip(falling, self.preconditioner_update_probability, 1.0)
-
-    def _triangles(self, param: Param) -> tuple[bool, bool]:
-        """Says of the factors of inputs and outputs whether they are triangular."""
-        if param.role == "vector" or self.memory_save_mode == "all_diag":
-            return False, False
-        _, inputs, outputs = param.matrix_shape
-        fits = (1 < inputs <= self.max_size_triangular, 1 < outputs <= self.max_size_triangular)
-        if self.memory_save_mode == "one_diag":
-            return fits[0] and inputs < outputs, fits[1] and inputs >= outputs
-        return fits
-
-    def _update_factors(
-        self,
-        momentum: dict[str, jax.Array],
-        count: jax.Array,
-        inputs: dict[str, jax.Array],
-        outputs: dict[str, jax.Array],
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Computes the factors after one step towards a preconditioner that whitens the momentum."""
-        key = jax.random.fold_in(jax.random.key(_SEED), count)
-        new_inputs, new_outputs = {}, {}
-        # Sorted, because each parameter's key follows from its place, and a restored state may have another order.
-        for i, (name, m_KIO) in enumerate(sorted(momentum.items())):
-            m_KIO = m_KIO.astype(inputs[name].dtype)
-            v_KIO = jax.random.normal(jax.random.fold_in(key, i), m_KIO.shape, m_KIO.dtype)
-            # Noise of a relative size of 3e-4: where a momentum has low rank, P would grow without bound beside it.
-            damping_K11 = jnp.sqrt(jnp.finfo(jnp.float32).eps) * jnp.mean(jnp.abs(m_KIO), axis=(1, 2), keepdims=True)
-            g_KIO = m_KIO + damping_K11 * v_KIO
-            q_in, q_out = _step_factors(inputs[name], outputs.get(name), g_KIO, v_KIO, self.preconditioner_lr)
-            new_inputs[name] = q_in
-            if q_out is not None:
-                new_outputs[name] = q_out
-        return new_inputs, new_outputs
-
-
-def _normalize(params: Params) -> optax.GradientTransformation:
-    """Divides the gradient of each weight, and of each layer of a stack, by its norm."""
-
-    def update(updates: Any, state: Any, _: Any = None) -> tuple[Any, Any]:
-        def one(name: str, g: jax.Array) -> jax.Array:
-            axes = tuple(range(params[name].lead, g.ndim))
-            return g / (jnp.sqrt(jnp.sum(jnp.square(g), axis=axes, keepdims=True)) + 1e-12)
-
-        return {name: one(name, g) for name, g in updates.items()}, state
-
-    return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]
-
-
-# Every product below has precision="highest": an accelerator's default rounds the operands to bfloat16 or TF32, and the
-# inverse of a factor would magnify that error by its condition number.
-
-
-def _product(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q X for a factor of the inputs, [K, I, O]; None is the identity."""
-    if q is None:
-        return x_KIO
-    return q[..., None] * x_KIO if q.ndim == 2 else jnp.matmul(q, x_KIO, precision="highest")
-
-
-def _transposed(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, -1, -2)
-
-
-def _precondition(q_in: jax.Array | None, q_out: jax.Array | None, g_KIO: jax.Array) -> jax.Array:
-    """Q_in^T Q_in G Q_out^T Q_out, [K, I, O]."""
-    # Each round multiplies from the left and transposes: after two, outputs are behind inputs again.
-    for q in (q_in, q_out):
-        half = _product(q, g_KIO)
-        back = q if q is None or q.ndim == 2 else _transposed(q)
-        g_KIO = _transposed(_product(back, half))
-    return g_KIO
-
-
-def _inverse_transposed(q: jax.Array | None, x_KIO: jax.Array) -> jax.Array:
-    """Q^-T X for a factor of the inputs, [K, I, O], by substitution: no inverse is formed."""
-    if q is None:
-        return x_KIO
-    if q.ndim == 2:
-        return x_KIO / q[..., None]
-    return jax.lax.linalg.triangular_solve(q, x_KIO, left_side=True, lower=False, transpose_a=True)
-
-
-def _step_factors(
-    q_in: jax.Array, q_out: jax.Array | None, g_KIO: jax.Array, v_KIO: jax.Array, rate: float
-) -> tuple[jax.Array, jax.Array | None]:
-    """One step on E[tr(P G G^T + P^-1 V V^T)] for both factors, within their group (Li 2018, arXiv 1809.10232)."""
-    a_KIO = _transposed(_product(q_out, _transposed(_product(q_in, g_KIO))))
-    b_KIO = _transposed(_inverse_transposed(q_out, _transposed(_inverse_transposed(q_in, v_KIO))))
-    new_in = _step_factor(q_in, a_KIO, b_KIO, rate)
-    if q_out is None:
-        return new_in, None
-    new_out = _step_factor(q_out, _transposed(a_KIO), _transposed(b_KIO), rate)
-    # Only the product of the two matters: kept at one size, none of them overflows.
-    sizes = [jnp.max(jnp.abs(q), axis=tuple(range(1, q.ndim)), keepdims=True) for q in (new_in, new_out)]
-    ratio_K = jnp.sqrt(sizes[1].reshape(-1) / sizes[0].reshape(-1))
-    return new_in * ratio_K.reshape(sizes[0].shape), new_out / ratio_K.reshape(sizes[1].shape)
-
-
-def _step_factor(q: jax.Array, a_KNM: jax.Array, b_KNM: jax.Array, rate: float) -> jax.Array:
-    """Q - rate / |A A^T + B B^T| * triu(A A^T - B B^T) Q, with A = Q_in G Q_out^T and B = Q_in^-T V Q_out^-1 for the
-    factor of the inputs, their transposes for that of the outputs. N is the side of the factor, M the other one.
-
-    The step multiplies Q by an upper triangle whose diagonal the norm keeps above 0, so that Q always has an inverse.
-    """
-    tiny = jnp.finfo(q.dtype).tiny  # a block without gradient has a norm of 0
-    if q.ndim == 2:
-        aa_KN, bb_KN = jnp.sum(a_KNM * a_KNM, axis=-1), jnp.sum(b_KNM * b_KNM, axis=-1)
-        size_K1 = jnp.max(jnp.abs(aa_KN + bb_KN), axis=-1, keepdims=True) + tiny
-        return q - rate / size_K1 * (aa_KN - bb_KN) * q
-    aa_KNN = jnp.matmul(a_KNM, _transposed(a_KNM), precision="highest")
-    bb_KNN = jnp.matmul(b_KNM, _transposed(b_KNM), precision="highest")
-    size_K11 = jax.vmap(_spectral_norm)(aa_KNN + bb_KNN)[:, None, None] + tiny
-    return q - rate / size_K11 * jnp.matmul(jnp.triu(aa_KNN - bb_KNN), q, precision="highest")
-
-
-def _spectral_norm(x_NN: jax.Array) -> jax.Array:
-    """A lower bound for the norm of a symmetric matrix, [], at most a factor of sqrt(2) too low in practice.
-
-    One power iteration from the column with the largest norm: an eigenvalue decomposition would cost more than the
-    rest of the update, and the step only needs the size.
-    """
-    # The largest number is taken out first, so that no square overflows or vanishes.
-    largest = jnp.max(jnp.abs(x_NN))
-    scaled_NN = x_NN / jnp.where(largest > 0, largest, 1)
-    column_N = scaled_NN[:, jnp.argmax(jnp.sum(scaled_NN * scaled_NN, axis=0))]
-    image_N = jnp.matmul(column_N, scaled_NN, precision="highest")
-    norm = jnp.linalg.norm(image_N)
-    unit_N = image_N / jnp.where(norm > 0, norm, 1)
-    return largest * jnp.linalg.norm(jnp.matmul(unit_N, scaled_NN, precision="highest"))
+        return scale_by_kron(self, params)

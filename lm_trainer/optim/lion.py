@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class LionConfig(OptimizerConfig):
@@ -28,5 +30,7 @@ class LionConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the sign of beta1 * momentum + (1 - beta1) * gradient."""
+        import optax
+
         del params
         return optax.scale_by_lion(b1=self.beta1, b2=self.beta2)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.clip import global_norm
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class MarsConfig(OptimizerConfig):
@@ -46,10 +45,14 @@ class MarsConfig(OptimizerConfig):
 
     def clip_rule(self) -> optax.GradientTransformation:
         """Returns no clipping: the corrected gradient is clipped, in `transform`."""
+        import optax
+
         return optax.identity()
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns Adam's update from corrected gradients."""
+        import optax
+
         del params
         adam = optax.scale_by_adam(b1=self.beta1, b2=self.beta2, eps=self.epsilon)
         return optax.chain(_correct(self.gamma * self.beta1 / (1 - self.beta1), self.max_grad_norm), adam)
@@ -64,6 +67,11 @@ class CorrectionState(NamedTuple):
 
 def _correct(strength: float, max_norm: float | None) -> optax.GradientTransformation:
     """Adds `strength` times the change of the gradient, then scales the sum down to the global norm `max_norm`."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from lm_trainer.optim.clip import global_norm
 
     def init(params: Any) -> CorrectionState:
         return CorrectionState(jax.tree.map(jnp.zeros_like, params))

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.matrices import (
-    orthogonalised_momentum,
-    other_rate,
-    rms_factors,
-    scale_each,
-    split_by_role,
-    width_factors,
-)
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class MuonConfig(OptimizerConfig):
@@ -60,6 +54,16 @@ class MuonConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the orthogonalised momentum of matrices, scaled by their shape, and Adam's update of all else."""
+        import optax
+
+        from lm_trainer.optim.matrices import (
+            orthogonalised_momentum,
+            rms_factors,
+            scale_each,
+            split_by_role,
+            width_factors,
+        )
+
         momentum = orthogonalised_momentum(
             params,
             momentum=self.momentum,
@@ -75,5 +79,9 @@ class MuonConfig(OptimizerConfig):
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
         """Adds the weight decay, then turns the learning rate into `adam_lr` for all but the matrices."""
+        import optax
+
+        from lm_trainer.optim.matrices import other_rate
+
         # After the decay, so that it is multiplied by the learning rate of its own parameter too.
         return optax.chain(super().decay_rule(params), other_rate(params, self.adam_lr / self.learning_rate))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal
-
-import jax
-import optax
+from typing import TYPE_CHECKING, Any, Literal
 
 from lm_trainer.core.config import Config
 from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.optim.params import Params
 from lm_trainer.optim.schedule import Schedule
+
+if TYPE_CHECKING:
+    import jax
+    import optax
 
 
 class Optimizer(Config):

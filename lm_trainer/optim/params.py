@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 Role = Literal["matrix", "embedding", "head", "vector"]
 

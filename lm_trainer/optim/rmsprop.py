@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class RmsPropConfig(OptimizerConfig):
@@ -31,6 +33,8 @@ class RmsPropConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns the average of gradient / (sqrt(v) + epsilon)."""
+        import optax
+
         del params
         return optax.chain(
             optax.scale_by_rms(decay=self.beta2, eps=self.epsilon, eps_in_sqrt=False, bias_correction=True),

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-import optax
-from optax.contrib import ScheduleFreeState
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from lm_trainer.optim.base import OptimizerConfig
 from lm_trainer.optim.decay_shape import DecayShape
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import jax
+    import optax
+    from optax.contrib import ScheduleFreeState
 
 
 class ScheduleFreeConfig(OptimizerConfig):
@@ -41,11 +42,18 @@ class ScheduleFreeConfig(OptimizerConfig):
 
     def transform(self, params: Params) -> optax.GradientTransformation:
         """Returns Adam's update without momentum: its place is taken by the distance of y from z."""
+        import optax
+
         del params
         return optax.scale_by_rms(decay=self.beta2, eps=self.epsilon, eps_in_sqrt=False, bias_correction=True)
 
     def rule(self, params: Params) -> optax.GradientTransformationExtraArgs:
         """Returns the update of y, which follows from a step of the base optimizer on z."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+        from optax.contrib import ScheduleFreeState
+
         base = super().rule(params)
 
         def init(weights: Any) -> ScheduleFreeState:
@@ -72,5 +80,8 @@ class ScheduleFreeConfig(OptimizerConfig):
 
     def eval_params(self, params: Any, opt_state: Any) -> Any:
         """Returns the average x = (y - (1 - beta1) z) / beta1."""
+        import jax
+        import optax
+
         z = optax.tree_utils.tree_get(opt_state, "z")
         return jax.tree.map(lambda y, z: ((y - (1 - self.beta1) * z) / self.beta1).astype(y.dtype), params, z)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import optax
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from lm_trainer.optim.base import OptimizerConfig
-from lm_trainer.optim.matrices import orthogonalised_momentum, other_rate, scale_each, split_by_role, width_factors
 from lm_trainer.optim.params import Params
+
+if TYPE_CHECKING:
+    import optax
 
 
 class ScionConfig(OptimizerConfig):
@@ -44,6 +45,10 @@ class ScionConfig(OptimizerConfig):
         """Returns the orthogonalised average of gradients times sqrt(max(1, outputs / inputs)) for matrices, and the
         sign of the average for all else.
         """
+        import optax
+
+        from lm_trainer.optim.matrices import orthogonalised_momentum, scale_each, split_by_role, width_factors
+
         # Both are the point of a norm's unit ball farthest along the gradient, U V^T for the spectral norm.
         spectral = orthogonalised_momentum(
             params, momentum=self.momentum, nesterov=False, steps=self.backend_steps, epsilon=self.scion_epsilon
@@ -53,4 +58,8 @@ class ScionConfig(OptimizerConfig):
 
     def decay_rule(self, params: Params) -> optax.GradientTransformation:
         """Adds the weight decay, then takes `scion_to_signum_lr` of the learning rate for all but the matrices."""
+        import optax
+
+        from lm_trainer.optim.matrices import other_rate
+
         return optax.chain(super().decay_rule(params), other_rate(params, self.scion_to_signum_lr))

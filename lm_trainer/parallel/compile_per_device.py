@@ -21,6 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from lm_trainer.parallel.processes import is_lead, wait_for_all
+from lm_trainer.parallel.target_platform import compiling_for, target_platform
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ def compile_on_each(
         by_all_processes: each process of the run calls this at the same point, for sets of its own. It may then wait
             for the others.
     """
+    compiled_for = target_platform()
+
+    def compile_in_thread(index: int) -> jax.stages.Compiled:
+        with compiling_for(compiled_for):
+            return compile_on(index)
+
     others = range(1, len(device_sets))
     platform = device_sets[0][0].platform
     if others and platform == "cpu":
@@ -47,14 +54,14 @@ def compile_on_each(
         return [first, *_load_on(first, device_sets[0], [device_sets[i] for i in others])]
     if platform == "tpu" and not all(map(_at_origin, device_sets)):
         with _without_cache(), ThreadPoolExecutor() as pool:
-            return [*pool.map(compile_on, range(len(device_sets)))]
+            return [*pool.map(compile_in_thread, range(len(device_sets)))]
     # A GPU's compiler chooses kernels by timing them, and may choose otherwise each time. Therefore the first program
     # of the first process is finished before all others begin: they find it in the compilation cache, which serves all
     # GPUs of a kind and all processes that see its directory, and so run the kernels that were chosen for it.
     with _after_the_first_process(device_sets) if by_all_processes and platform == "gpu" else nullcontext():
         first = compile_on(0)
     with ThreadPoolExecutor() as pool:
-        return [first, *pool.map(compile_on, others)]
+        return [first, *pool.map(compile_in_thread, others)]
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from lm_trainer.core.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 BATCH_AXES = ("replica_dcn", "replica", "data")
 """The mesh axes over which the microbatches of a batch are distributed, outermost (slowest network) first."""
@@ -50,6 +52,8 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
     Raises:
         UserError: when the devices cannot be divided so.
     """
+    from jax.sharding import AxisType, Mesh
+
     sizes = _axis_sizes(shape, len(devices))
     grid = np.asarray(devices, dtype=object).reshape(sizes)
     # Auto axes: XLA partitions what runs outside of `shard_map`. With explicit axes JAX asks for the shardings of
@@ -59,6 +63,8 @@ def build_mesh(shape: MeshShape, devices: Sequence[Any]) -> Mesh:
 
 def build_abstract_mesh(shape: MeshShape, count: int) -> AbstractMesh:
     """The sizes of the mesh that `count` devices would have; otherwise as `build_mesh`."""
+    from jax.sharding import AbstractMesh, AxisType
+
     return AbstractMesh(_axis_sizes(shape, count), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -119,6 +125,8 @@ def partition_spec(path: str, axes: Sequence[str | None], rules: AxisRules) -> P
     Raises:
         UserError: when two dimensions would be sharded over the same mesh axis; `path` names the array.
     """
+    from jax.sharding import PartitionSpec
+
     owner: dict[str, str] = {}
     entries = []
     for name in axes:

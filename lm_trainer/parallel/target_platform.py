@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
-# One for all threads: programs for several devices are compiled side by side.
-_target: list[str] = []
+# Of each thread by itself. JAX counts it into the keys of its caches of traced functions: what was traced for one
+# platform is traced again for another.
+_platform = jax.make_user_context(None)
 
 
 def target_platform() -> str:
     """`cpu`, `gpu` or `tpu`: where the program that is being traced is to run."""
-    return _target[-1] if _target else jax.default_backend()
+    return _platform.value or jax.default_backend()
 
 
-@contextmanager
-def compiling_for(platform: str) -> Iterator[None]:
-    """Has models choose kernels as on `platform`, while programs are compiled for devices that are elsewhere."""
-    _target.append(platform)
-    try:
-        yield
-    finally:
-        _target.pop()
+def compiling_for(platform: str) -> AbstractContextManager[Any]:
+    """Has models choose kernels as on `platform`, while this thread compiles for devices that are elsewhere.
+
+    A thread that is started meanwhile has to enter it again, as those of `compile_on_each` do.
+    """
+    return _platform(platform)

@@ -14,9 +14,10 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 Item = TypeVar("Item")
 
@@ -160,6 +161,8 @@ def sum_slices(x: jax.Array) -> jax.Array:
 
     The halves that `tree_sum` adds are written and read again at each level of the tree.
     """
+    import jax
+
     tree = TreeSum[jax.Array](len(x), operator.add)
     for i in range(len(x)):
         tree.push(x[i])

@@ -76,7 +76,7 @@ def estimate_microbatches(
         UserError: when the devices cannot be divided as the mesh is configured, or a sharding rule does not fit.
     """
     config = with_gather(config, vocab_size)
-    trainer, model = config.trainer.resolve(), model or trace_model(config, vocab_size)
+    trainer, model = config.trainer.step_plan, model or trace_model(config, vocab_size)
     mesh = trainer.abstract_mesh(group.count)
     tx, sharding = shard_state(trainer, config.optimizer, model, mesh)
     averaged = config.trainer.model_averaging is not None

@@ -13,7 +13,7 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.plan.memory import StepMemory
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.memory import ProgramBytes
-from lm_trainer.step.model_parallel import check_rows
+from lm_trainer.step.model_parallel_limits import check_rows
 
 Programs = Mapping[str, ProgramBytes]
 
@@ -43,7 +43,7 @@ class Fit:
 
 def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int]:
     """The values of `per_device_parallelism` with which these devices can share every batch of the run."""
-    plans = trainer.resolve().microbatches.values
+    plans = trainer.step_plan.microbatches.values
     sizes, own = [plan.batch_size for plan in plans], {plan.rows for plan in plans}
     common = math.gcd(*sizes)
     divisors = {r for k in range(1, math.isqrt(common) + 1) if common % k == 0 for r in (k, common // k)}
@@ -54,7 +54,7 @@ def possible_rows(trainer: TrainerConfig, mesh: Mesh | AbstractMesh) -> list[int
 
 def _can_share(trainer: TrainerConfig, rows: int, mesh: Mesh | AbstractMesh) -> bool:
     try:
-        plan = trainer.model_copy(update={"per_device_parallelism": rows}).resolve()
+        plan = trainer.model_copy(update={"per_device_parallelism": rows}).step_plan
         plan.check_shares(mesh)
         for each in plan.microbatches.values:
             check_rows(each.rows, mesh.shape)

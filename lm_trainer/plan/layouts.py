@@ -16,7 +16,7 @@ from lm_trainer.run.gather import with_gather
 from lm_trainer.run.model import keeps_inside_layers
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.model_parallel import check_length, check_model
+from lm_trainer.step.model_parallel_limits import check_length, check_model
 
 _AXES = ("pipeline", "context", "expert", "model")
 """The mesh axes whose sizes are searched, each under `trainer.<axis>_axis_size`."""
@@ -83,7 +83,7 @@ def _layout(config: RunConfig, before: dict[str, Any], settings: Mapping[str, An
 
 
 def _largest(config: RunConfig) -> MicrobatchPlan:
-    return max(config.trainer.resolve().microbatches.values, key=lambda plan: (plan.rows, plan.count))
+    return max(config.trainer.step_plan.microbatches.values, key=lambda plan: (plan.rows, plan.count))
 
 
 def _meshes(config: RunConfig, vocab_size: int, count: int) -> Iterator[dict[str, Any]]:
@@ -120,12 +120,12 @@ def _sizes(count: int, axes: int) -> Iterator[tuple[int, ...]]:
 def _steps(config: RunConfig, mesh: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
     """All settings of a step on a mesh."""
     trainer = config.trainer.model_copy(update={key.split(".")[1]: value for key, value in mesh.items()})
-    abstract = trainer.resolve().abstract_mesh(count)
+    abstract = trainer.step_plan.abstract_mesh(count)
     least = config.trainer.elastic_shards if "elastic_shards" in config.trainer.model_fields_set else 1
     gathers = ("model", "layer") if trainer.bitwise else ("auto",)
     for rows in possible_rows(trainer, abstract):
         chosen = trainer.model_copy(update={"per_device_parallelism": rows})
-        plans = chosen.resolve().microbatches.values
+        plans = chosen.step_plan.microbatches.values
         if min(plan.count for plan in plans) < least:
             continue
         common = {**mesh, "trainer.per_device_parallelism": rows}

@@ -120,7 +120,7 @@ class StepMemory:
         trainer = self.config.trainer
         if rows is not None:
             trainer = trainer.model_copy(update={"per_device_parallelism": rows})
-        return max(trainer.resolve().microbatches.values, key=taken_memory)
+        return max(trainer.step_plan.microbatches.values, key=taken_memory)
 
     def plan(self, programs: Mapping[str, ProgramBytes], rows: int | None = None) -> MemoryPlan:
         """The memory of a step with these programs, which `compile(rows)` gave."""

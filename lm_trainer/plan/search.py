@@ -238,7 +238,7 @@ class _Pricing:
         return Candidate(layout, {axis: n for axis, n in mesh.shape.items() if n > 1}, cost, memory, limit)
 
     def _mesh(self, config: RunConfig) -> Any:
-        return config.trainer.resolve().abstract_mesh(self._group.count)
+        return config.trainer.step_plan.abstract_mesh(self._group.count)
 
     def _backend(self, config: RunConfig) -> str:
         return attention_backend(config, self._vocab_size, device_platform(self._group.kind))
@@ -247,7 +247,7 @@ class _Pricing:
         """Numbers in the parameters as a device computes with them."""
         sizes = tuple(mesh.shape.values())
         if sizes not in self._params:
-            _, sharding = shard_state(config.trainer.resolve(), config.optimizer, self._model, mesh)
+            _, sharding = shard_state(config.trainer.step_plan, config.optimizer, self._model, mesh)
             places = {name: NamedSharding(mesh, each.compute) for name, each in sharding.params.items()}
             parts = (places[name].shard_shape(x.shape) for name, x in self._model.shapes.items())
             self._params[sizes] = sum(map(math.prod, parts))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from lm_trainer.nn.ring_layout import RingLayout
 from lm_trainer.nn.spec import (
     AttentionSpec,
     BlockSpec,
@@ -126,6 +125,8 @@ def ring_share(spec: DecoderSpec, seq_len: int, devices: int) -> float:
         seq_len: positions of a row.
         devices: that share them.
     """
+    from lm_trainer.nn.ring_layout import RingLayout
+
     computed, heads = 0, sum(block.attention.num_heads for block in spec.blocks)
     for block in spec.blocks:
         layout = RingLayout.of(block.attention, seq_len // devices, devices)

@@ -18,7 +18,8 @@ from lm_trainer.run.batches import DataWait
 from lm_trainer.run.directory import locked
 from lm_trainer.run.evaluations import Evaluations, named_sets
 from lm_trainer.run.metrics import evaluation_metrics
-from lm_trainer.step.norms import Target, Watcher
+from lm_trainer.step.norms import Watcher
+from lm_trainer.step.watch import Target
 from lm_trainer.trackers import Progress
 from lm_trainer.trackers.json_lines import HISTOGRAMS, METRICS, parse
 from lm_trainer.trackers.jsonl import encode

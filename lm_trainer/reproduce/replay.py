@@ -18,8 +18,9 @@ from lm_trainer.reproduce.record import RunRecord
 from lm_trainer.reproduce.rerun import Rerun, rerun
 from lm_trainer.reproduce.tokens import HardToken, hardest, token_losses
 from lm_trainer.step.model_def import Params
-from lm_trainer.step.norms import WatchConfig, Watcher
+from lm_trainer.step.norms import Watcher
 from lm_trainer.step.state import TrainState, to_host
+from lm_trainer.step.watch import WatchConfig
 from lm_trainer.trackers import Progress
 
 

@@ -30,7 +30,7 @@ from lm_trainer.run.saved_state import saved_arrays
 from lm_trainer.run.train import PreparedRun, prepare
 from lm_trainer.run.trainer_config import TrainerConfig
 from lm_trainer.step.base import Observer
-from lm_trainer.step.norms import WatchConfig
+from lm_trainer.step.watch import WatchConfig
 from lm_trainer.trackers import Progress
 
 

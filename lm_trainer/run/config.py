@@ -17,13 +17,13 @@ from lm_trainer.core.piecewise import TokenSchedule
 from lm_trainer.data import DataConfig
 from lm_trainer.harness.config import HarnessConfig
 from lm_trainer.models import AnyModel, Gpt2Config
-from lm_trainer.nn.lora import AnyAdapter
+from lm_trainer.nn.lora_config import AnyAdapter
 from lm_trainer.optim import AdamConfig, AnyOptimizer
 from lm_trainer.optim.schedule import Schedule
 from lm_trainer.run.earlier_runs import without_newer_defaults
 from lm_trainer.run.refused_keys import REFUSED_AT_THE_TOP
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.model_parallel import check_length, check_model_parallel, model_parallel_axes
+from lm_trainer.step.model_parallel_limits import check_length, check_model_parallel, model_parallel_axes
 
 
 class RunConfig(Config):
@@ -113,7 +113,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _microbatches_fit_mesh(self) -> RunConfig:
-        plan = self.trainer.resolve()
+        plan = self.trainer.step_plan
         sizes = plan.mesh_shape._asdict()
         # Which model it is, is not known yet where config.json tells.
         if self.use_hf_model_config or not model_parallel_axes(sizes):

@@ -26,7 +26,7 @@ def choose_gather(trainer: TrainerConfig, num_params: int, *, layers: bool) -> T
         num_params: of the model.
         layers: the loss can be computed one layer at a time.
     """
-    if trainer.gather != "auto" or not trainer.bitwise:
+    if not trainer.gathers_by_size:
         return trainer
     # A pipeline takes microbatches through the whole model.
     by_layer = layers and trainer.pipeline_axis_size == 1 and num_params >= LARGE

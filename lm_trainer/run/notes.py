@@ -59,7 +59,7 @@ def _uneven_shares(trainer: TrainerConfig, mesh: Mesh) -> Iterator[str]:
     """Yields what a number of devices costs that is no power of two, or does not divide the batch."""
     if not trainer.bitwise:
         return
-    shares = max((plan.shares(mesh) for plan in trainer.resolve().microbatches.values), key=lambda each: each.count)
+    shares = max((plan.shares(mesh) for plan in trainer.step_plan.microbatches.values), key=lambda each: each.count)
     places = shares.most * shares.shards
     if places > shares.count:
         yield (
@@ -114,7 +114,7 @@ def determinism_note(trainer: TrainerConfig, mesh: Mesh) -> str | None:
     if not axes:
         return None
     # Devices along an axis that shards nothing compute the same, and nobody notices but the bill.
-    if "model" in axes and not any("model" in over for over in trainer.resolve().compute_rules.values()):
+    if "model" in axes and not any("model" in over for over in trainer.step_plan.compute_rules.values()):
         return (
             f"model_axis_size={mesh.shape['model']} cuts no computation, so that the devices along it all compute the "
             f"same: name what they are to share as tensor_parallel_axes, such as [heads, mlp, vocab]"

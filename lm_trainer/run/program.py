@@ -40,7 +40,7 @@ from lm_trainer.step.fast import FastStep
 from lm_trainer.step.gradient import CurvatureFn, LossFn
 from lm_trainer.step.hutchinson import Hutchinson
 from lm_trainer.step.model_def import ModelDef, Params
-from lm_trainer.step.model_parallel import check_model_parallel, model_parallel_axes
+from lm_trainer.step.model_parallel_limits import check_model_parallel, model_parallel_axes
 from lm_trainer.step.split_loss import SplitLoss
 from lm_trainer.step.state import TrainState, fresh_params, fresh_state, state_from_params
 from lm_trainer.step.state_sharding import StateSharding, plan_state_sharding
@@ -194,7 +194,7 @@ def plan_program(  # noqa: PLR0913 - the parts of a run that one may bring onese
     """
     num_params = sum(math.prod(x.shape) for x in model.shapes.values())
     trainer = choose_gather(trainer, num_params, layers=_in_layers(loss, model))
-    plan = trainer.resolve()
+    plan = trainer.step_plan
     mesh = plan.mesh(devices or trainer.devices())
     _check_model_parallel(plan, optimizer, model, mesh)
     tx, sharding = shard_state(plan, optimizer, model, mesh)
@@ -340,7 +340,7 @@ def check_devices(trainer: TrainerConfig) -> None:
     Raises:
         UserError: as `plan_program`.
     """
-    plan = trainer.resolve()
+    plan = trainer.step_plan
     mesh = trainer.device_mesh
     if trainer.require_accelerator and mesh.devices.flat[0].platform == "cpu":
         raise UserError("trainer.require_accelerator is set, but JAX sees no accelerator, only CPUs")

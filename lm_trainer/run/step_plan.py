@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from jax.sharding import AbstractMesh, Mesh
+from typing import TYPE_CHECKING, Any
 
 from lm_trainer.core.piecewise import BatchSchedule, Piecewise
 from lm_trainer.core.precision import Policy
 from lm_trainer.parallel.mesh import AxisRules, MeshShape, build_abstract_mesh, build_mesh
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
 
 
 @dataclass(frozen=True)

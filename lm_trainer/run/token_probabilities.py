@@ -24,7 +24,7 @@ from lm_trainer.run.program import Program, loss_in_stages
 from lm_trainer.step.evaluate import Evaluator
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
 from lm_trainer.step.model_def import Params
-from lm_trainer.step.model_parallel import ROW_AXES
+from lm_trainer.step.model_parallel_limits import ROW_AXES
 from lm_trainer.trackers.base import Composite
 from lm_trainer.trackers.token_page import PAGE, Scored, TokenFile, token_page
 

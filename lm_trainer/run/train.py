@@ -195,7 +195,7 @@ def _place_state(
     if vocab_size < data.tokenizer.vocab_size:
         data.limit_ids(vocab_size)
     config, loads = with_gather(config, vocab_size), attempt.config
-    if loads.gather == "auto" and config.trainer.gathers_layers:
+    if loads.gathers_by_size and config.trainer.gathers_layers:
         attempt.progress.note(
             "one layer is gathered at a time, because of the size of the model (trainer.gather: auto)"
         )
@@ -226,7 +226,7 @@ def _place_state(
 
 
 def _describe(config: RunConfig, vocab_size: int, model: ModelDef, data: Data, progress: Progress) -> None:
-    plan = config.trainer.resolve().microbatches.at(0)
+    plan = config.trainer.step_plan.microbatches.at(0)
     so_far = "" if data.complete else " so far"
     progress.note(
         "each line: the loss of the step's own batch in nats a token, the learning rate, the norm of the gradient, the "

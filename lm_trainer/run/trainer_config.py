@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import jax
-from jax.sharding import Mesh
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig
@@ -17,7 +16,7 @@ from lm_trainer.core.numeric import Numeric, Operational, numeric_part
 from lm_trainer.core.piecewise import BatchSchedule, BatchSizes, Piecewise, piecewise_int
 from lm_trainer.core.precision import Policy, PrecisionPolicy
 from lm_trainer.core.runtime import COMPILATION_CACHES, check_settings
-from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.health.alerts import AlertsConfig
 from lm_trainer.health.watchdog import WatchdogConfig
 from lm_trainer.nn.quantize import AnyQuantization
@@ -38,8 +37,11 @@ from lm_trainer.run.numeric_parts import numeric_settings, over_model_axis
 from lm_trainer.run.run_id import run_id_problem
 from lm_trainer.run.step_plan import StepPlan
 from lm_trainer.step.microbatch_plan import MicrobatchPlan
-from lm_trainer.step.norms import WatchConfig
+from lm_trainer.step.watch import WatchConfig
 from lm_trainer.trackers import AnyTracker, TensorboardConfig
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Resources = dict[Name, str | tuple[str, ...]]
 JsonValue = str | int | float | bool | None
@@ -290,7 +292,7 @@ class TrainerConfig(Config):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainerConfig:
-        self.resolve()
+        _ = self.step_plan  # raises for a batch that cannot be cut, and for a rule that is none
         if not self.bitwise:
             unused = {"microbatches_per_gather": None, "gather": "auto"}
             if found := [key for key, default in unused.items() if getattr(self, key) != default]:
@@ -317,9 +319,14 @@ class TrainerConfig(Config):
         return self.determinism == "elastic"
 
     @property
+    def gathers_by_size(self) -> bool:
+        """True if the size of the model is to decide what a step gathers at a time."""
+        return self.gather == "auto" and self.bitwise
+
+    @property
     def gathers_layers(self) -> bool:
         """True if a step gathers one layer at a time; raises `RuntimeError` before `lm_trainer.run.gather` chose."""
-        if self.gather == "auto" and self.bitwise:
+        if self.gathers_by_size:
             raise RuntimeError("trainer.gather is auto, and the size of the model has not been looked at")
         return self.gather == "layer"
 
@@ -328,18 +335,12 @@ class TrainerConfig(Config):
         """The size of the global batch at each step."""
         return BatchSchedule(piecewise_int(self.train_batch_size))
 
-    def resolve(self) -> StepPlan:
-        """Resolves the keys that decide the shape of a step into one value.
-
-        Raises:
-            ValueError: when a batch cannot be split into equal microbatches.
-        """
+    @cached_property
+    def step_plan(self) -> StepPlan:
+        """The keys that decide the shape of a step, resolved into one value."""
         sizes = piecewise_int(self.train_batch_size)
-        pad = self.allow_nondivisible_batch_size
-        plans = tuple(
-            MicrobatchPlan.make(size, self.per_device_parallelism, self.elastic_shards, pad=pad)
-            for size in sizes.values
-        )
+        cut = {"rows": self.per_device_parallelism, "elastic_shards": self.elastic_shards}
+        plans = tuple(MicrobatchPlan.make(size, **cut, pad=self.allow_nondivisible_batch_size) for size in sizes.values)
         # Evaluation has as many microbatches as the largest batch, so that every mesh that can train can evaluate.
         largest = max(plans, key=lambda plan: plan.count)
         rows = largest.rows if self.per_device_eval_parallelism == -1 else self.per_device_eval_parallelism
@@ -359,12 +360,12 @@ class TrainerConfig(Config):
     @property
     def microbatch_size(self) -> int:
         """Rows in a microbatch at the first step, on however many devices."""
-        return self.resolve().microbatches.at(0).rows
+        return self.step_plan.microbatches.at(0).rows
 
     @property
     def eval_batch_size(self) -> int:
         """Rows in a batch of evaluation."""
-        return self.resolve().evaluation.batch_size
+        return self.step_plan.evaluation.batch_size
 
     @property
     def compute_axis_mapping(self) -> AxisRules:
@@ -382,6 +383,8 @@ class TrainerConfig(Config):
         Raises:
             UserError: when some processes would have none.
         """
+        import jax
+
         found = jax.devices()
         if self.max_devices is not None and self.max_devices < len(found) and jax.process_count() > 1:
             raise UserError(
@@ -393,7 +396,7 @@ class TrainerConfig(Config):
     @property
     def device_mesh(self) -> Mesh:
         """The devices of the run, laid out; raises `UserError` where they cannot be."""
-        return self.resolve().mesh(self.devices())
+        return self.step_plan.mesh(self.devices())
 
     @property
     def data_axis_size(self) -> int:
@@ -423,8 +426,7 @@ class TrainerConfig(Config):
 
     def _cut_axes(self) -> dict[str, tuple[str, ...]]:
         """The logical axes that `pipeline_axis_size` and `expert_axis_size` shard, with their mesh axes."""
-        sizes = self._mesh_shape()._asdict()
-        return {logical: (axis,) for logical, axis in _CUT_BY.items() if sizes[axis] > 1}
+        return {logical: (axis,) for logical, axis in _CUT_BY.items() if getattr(self._mesh_shape(), axis) > 1}
 
     def _tensor_parallel_rules(self) -> dict[str, tuple[str, ...]]:
         """`tensor_parallel_axes` as rules; none over a single device."""
@@ -444,5 +446,4 @@ class TrainerConfig(Config):
         shared = parse_rules(self.axis_resources, key="axis_resources")
         own = parse_rules(self.parameter_axis_resources, key="parameter_axis_resources", options=MESH_AXES)
         axes = (self.fsdp_axis,) if isinstance(self.fsdp_axis, str) else self.fsdp_axis or ()
-        # Later entries win, as in `_compute_rules`.
         return {**tensor, **shared, **dict.fromkeys(axes, ("data",)), **own, **self._cut_axes()}

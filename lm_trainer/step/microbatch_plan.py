@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import jax
-from jax.sharding import AbstractMesh, Mesh
-
-from lm_trainer.core.batch import Batch
 from lm_trainer.core.errors import UserError
 from lm_trainer.parallel.mesh import batch_shards
 from lm_trainer.parallel.tree_sum import Shares
+
+if TYPE_CHECKING:
+    from jax.sharding import AbstractMesh, Mesh
+
+    from lm_trainer.core.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class MicrobatchPlan:
 
     def rows_like(self, batch: Batch) -> Batch:
         """The shapes of a microbatch with rows like those of `batch`, which may have any number of them."""
+        import jax
+
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.rows, *x.shape[1:]), x.dtype), batch)
 
     def per_shard(self, mesh: Mesh | AbstractMesh) -> int:

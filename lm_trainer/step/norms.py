@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from pydantic import NonNegativeInt, field_validator
 
-from lm_trainer.core.config import Config
 from lm_trainer.core.histogram import histogram
 from lm_trainer.core.tree import leaf_name
 from lm_trainer.parallel.cpu_sync import wait_on_cpu
@@ -24,37 +22,7 @@ from lm_trainer.parallel.sharding import ParamSharding
 from lm_trainer.step.model_def import Params
 from lm_trainer.step.state import TrainState
 from lm_trainer.step.state_sharding import StateSharding
-
-Target = Literal["grads", "params", "updates", "opt_state"]
-
-
-class WatchConfig(Config):
-    """Norms and histograms of the inside of a step, logged beside the loss and the norm of the gradient."""
-
-    watch_targets: tuple[Target, ...] = ("grads", "params")
-    """`grads`: the gradient of the mean loss, before clipping; `params`: the parameters after the step; `updates`: what
-    the step added to them; `opt_state`: the moments of the optimizer. A list, or one text with commas."""
-    include_norms: bool = True
-    """Log the norm of each target as a whole: `grads/norm/total`."""
-    include_per_parameter_norms: bool = True
-    """Log the norm of each parameter: `grads/norm/NAME`."""
-    include_histograms: bool = False
-    """Log a histogram of each parameter, 64 bins: `grads/histogram/NAME`."""
-    split_scan_layers: bool = True
-    """Log each layer apart where those of all layers are one parameter: `NAME/0`, `NAME/1`, ..."""
-    interval: NonNegativeInt = 10
-    """Steps between two looks; 0: never."""
-
-    @field_validator("watch_targets", mode="before")
-    @classmethod
-    def _split_at_commas(cls, value: Any) -> Any:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-    @property
-    def enabled(self) -> bool:
-        """True if there is anything to log."""
-        wanted = self.include_norms or self.include_per_parameter_norms or self.include_histograms
-        return bool(self.interval and self.watch_targets and wanted)
+from lm_trainer.step.watch import Target, WatchConfig
 
 
 class Watched(NamedTuple):

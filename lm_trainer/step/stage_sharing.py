@@ -15,15 +15,8 @@ from lm_trainer.core.batch import Batch
 from lm_trainer.nn.stages import Stream
 from lm_trainer.parallel.collectives import group_sum
 from lm_trainer.step.gradient import Sums
-from lm_trainer.step.model_parallel import (
-    ROWS_AND_POSITIONS,
-    check_length,
-    check_rows,
-    manual_axes,
-    manual_specs,
-    model_parallel_axes,
-    sum_over_group,
-)
+from lm_trainer.step.model_parallel import ROWS_AND_POSITIONS, manual_axes, manual_specs, sum_over_group
+from lm_trainer.step.model_parallel_limits import check_length, check_rows, model_parallel_axes
 from lm_trainer.step.stage import Stage
 
 

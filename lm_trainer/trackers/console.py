@@ -11,18 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as RichProgress
-
 from lm_trainer.core.terminal import for_terminal
 
 _MODULES = logging.getLogger("lm_trainer.nn")
 """Modules of a model log here the choices that they make by themselves."""
 _ALL = logging.getLogger("lm_trainer")
 _MAX_LINE_STEPS = 1000
-# Short steps would notice the time that drawing takes.
-_DRAW_SECONDS = 0.25
 
 
 class Progress:
@@ -57,7 +51,10 @@ class Progress:
         self._first: tuple[int, float] | None = None
         self._encoding = getattr(out, "encoding", None) or "utf-8"
         if _wants_live(out) if live is None else live:
-            self._view: _View = _Bar(out, total_steps, clock)
+            # With rich, which only a terminal needs.
+            from lm_trainer.trackers.bar import Bar
+
+            self._view: _View = Bar(out, total_steps, clock)
         else:
             self._view = _Lines(out, total_steps, line_steps or _round_steps(total_steps), line_seconds, clock)
         self._open = True
@@ -174,54 +171,6 @@ class _Lines:
 
     def close(self) -> None:
         pass
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Raises, where rich would end the process."""
-        raise BrokenPipeError
-
-
-class _Bar:
-    """A bar at the bottom of the terminal, above which notes scroll by; drawn by the caller's thread alone."""
-
-    def __init__(self, stream: TextIO, total: int, clock: Callable[[], float]):
-        self._total, self._clock, self._drawn = total, clock, -math.inf
-        self._console = _Console(file=stream, force_terminal=True)
-        self._bar = RichProgress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            console=self._console,
-            expand=True,
-            # No thread of its own, which would draw while another library writes to the terminal.
-            auto_refresh=False,
-        )
-        self._task = self._bar.add_task("starting", total=total, status="")
-
-    def note(self, text: str) -> None:
-        self._bar.start()
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def phase(self, text: str) -> None:
-        self._bar.update(self._task, description=f"{text} ...", status="")
-        self._draw(now=True)
-
-    def log(self, step: int, metrics: Mapping[str, float], seconds_left: float | None) -> None:
-        shown = describe(metrics, names=("train/loss", "throughput/tokens_per_second", "throughput/mfu"))
-        status = " | ".join([*shown, f"eta {duration(seconds_left)}"])
-        self._bar.update(self._task, completed=step, description="training", status=status)
-        self._draw(now=step == self._total)
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _draw(self, *, now: bool) -> None:
-        self._bar.start()
-        if now or self._clock() - self._drawn >= _DRAW_SECONDS:
-            self._drawn = self._clock()
-            self._bar.refresh()
 
 
 _FORMATS: Mapping[str, Callable[[float], str]] = {

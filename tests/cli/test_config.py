@@ -5,12 +5,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from cli import light_imports
 from cli.main import app
 from lm_trainer.config.loader import load
 from lm_trainer.run.config import RunConfig
@@ -95,7 +93,6 @@ def test_an_attention_that_cannot_be_had_is_found_before_the_run(config: str) ->
     assert (done.exit_code, "the platform is cpu" in done.stderr) == (2, True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [["check"], pytest.param(["show", "--decays"], marks=pytest.mark.slow)])
 def test_configurations_are_read_without_jax_unless_it_is_needed(config: str, command: list[str]) -> None:
     program = """
@@ -105,43 +102,47 @@ from cli.main import main
 try:
     main()
 finally:
-    print(sorted({"jax", "jax._src", "numpy._core"} & set(sys.modules)), file=sys.stderr)
+    print(*sorted({"flax", "grain", "jax", "optax", "orbax", "scipy"} & sys.modules.keys()), file=sys.stderr)
 """
     Path("main.py").write_text(program)
     arguments = [sys.executable, "main.py", command[0], config, *command[1:]]
     done = subprocess.run(arguments, env=lmt_environment(), capture_output=True, text=True, check=True)
-    # The stand-ins for packages have their names, but nothing below them.
-    needed = "['jax', 'jax._src', 'numpy._core']" if command[1:] else "['jax']"
-    assert done.stderr.splitlines() == [needed]
-    here = lmt("config", command[0], config, *command[1:])
-    assert done.stdout == here.stdout
+    assert ("jax" in done.stderr.split()) == bool(command[1:])
+    assert bool(done.stderr.split()) == bool(command[1:])
+    assert done.stdout == lmt("config", command[0], config, *command[1:]).stdout
+
+
+MISTAKES = [
+    *("optimizer.learning_rate=fast", "optimizer.type=adamm", "model.hiden_dim=3", "trainer.seed=-1"),
+    *("data.source.type=jsn", "trainer.tracker={type: wandbb}", "data.format={type: chatt}"),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["run.yaml", "/dev/stdin"])
-def test_a_second_attempt_reads_and_writes_nothing_twice(in_tmp_path: Path, file: str) -> None:
-    text = "optimizer: {weight_decay_modules: [embeddings]}\ntrainer: {tracker: {type: tensorboard, logdir: x}}\n"
-    Path("run.yaml").write_text(text)
-    program = [sys.executable, "-c", "from cli.main import main; main()", "config", "check", "--no-files", file]
+def test_no_configuration_and_no_mistake_needs_jax() -> None:
+    program = """
+import sys
+from cli.main import app
+for arguments in sys.argv[1:]:
+    try:
+        app(["config", "check", *arguments.split("|")])
+    except SystemExit as ended:
+        print(ended.code)
+print("jax" in sys.modules)
+"""
+    shipped = [path.name for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("ladder_")]
+    calls = [*shipped, *(f"gpt2_nano.yaml|{mistake}" for mistake in MISTAKES), "no.yaml"]
     done = subprocess.run(
-        [*program, "trainer.tracker.type=wandb"],
-        input=text,
+        [sys.executable, "-c", program, *calls],
+        cwd=ROOT / "configs",
         env=lmt_environment(),
         capture_output=True,
         text=True,
-        check=False,
+        check=True,
     )
-    assert (done.returncode, done.stdout) == (0, f"{file}: ok\n")
-    assert done.stderr.count("note:") == 1
-
-
-def test_stand_ins_answer_nothing_that_they_cannot_know() -> None:
-    made: Any = light_imports._StandIn("jax.numpy.pi")
-    for asked in (bool, tuple, lambda each: 1 in each, lambda each: each == 1, lambda each: isinstance(1, each)):
-        with pytest.raises((light_imports.NeededError, TypeError)):
-            asked(made)
-    assert light_imports._StandIn("flax.nnx.Module")
-    assert made in {made: 1}
+    codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
+    assert codes == ["0"] * len(shipped) + ["2"] * (len(MISTAKES) + 1)
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_check_lists_every_problem_and_exits_with_2(config: str) -> None:
@@ -256,7 +257,7 @@ def test_every_default_of_a_run_is_written_and_read_back(in_tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path) -> None:
+def test_keys_complete_in_the_shell_without_the_configuration(run_lmt: RunLmt, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
 
     def complete(shell: str, word: str, **environment: str) -> list[str]:
@@ -279,16 +280,16 @@ def test_keys_complete_in_the_shell_without_jax(run_lmt: RunLmt, tmp_path: Path)
     (saved,) = cache.rglob("*.json")
     keys = json.loads(saved.read_text(encoding="utf-8"))["keys"]
     assert {"trainer.num_train_steps", "data.train_urls", "optimizer.learning_rate"} <= set(keys)
-    # From now on the answer comes from the cache, even where JAX cannot be imported.
+    # From now on the answer comes from the cache, even where no configuration can be imported.
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "jax.py").write_text("raise ImportError", encoding="utf-8")
-    without_jax = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), str(ROOT)])}
-    assert complete("bash", "trainer.se", **without_jax) == ["trainer.seed="]
-    assert complete("fish", "trainer.se", **without_jax) == ["trainer.seed="]
-    assert "trainer.seed=" in complete("zsh", "trainer.se", **without_jax)[0]
-    # A cache that cannot be read, and no JAX: no keys, but no noise in the terminal either.
+    (tmp_path / "broken" / "pydantic.py").write_text("raise ImportError", encoding="utf-8")
+    without_classes = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "broken"), str(ROOT)])}
+    assert complete("bash", "trainer.se", **without_classes) == ["trainer.seed="]
+    assert complete("fish", "trainer.se", **without_classes) == ["trainer.seed="]
+    assert "trainer.seed=" in complete("zsh", "trainer.se", **without_classes)[0]
+    # A cache that cannot be read, and no configuration: no keys, but no noise in the terminal either.
     saved.write_text("{", encoding="utf-8")
-    assert not any(complete("bash", "trainer.se", **without_jax))
+    assert not any(complete("bash", "trainer.se", **without_classes))
 
 
 def test_a_large_run_as_it_is_commonly_written(in_tmp_path: Path) -> None:

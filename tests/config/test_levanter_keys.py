@@ -128,7 +128,7 @@ class TestRulesWithoutEffect:
     )
     def test_they_are_taken_with_a_note(self, settings: str, note: str, tmp_path: Path) -> None:
         trainer = read(tmp_path, f"trainer: {{{settings}}}").trainer
-        plan = trainer.resolve()
+        plan = trainer.step_plan
         assert plan.compute_rules["batch"] == BATCH_AXES
         assert not any("model" in over for over in plan.compute_rules.values())
         mesh = build_mesh(plan.mesh_shape, jax.devices()[:1])
@@ -137,7 +137,7 @@ class TestRulesWithoutEffect:
 
     def test_over_several_devices_they_have_one(self, tmp_path: Path) -> None:
         trainer = read(tmp_path, "trainer: {tensor_parallel_axes: [mlp], model_axis_size: 2}").trainer
-        assert trainer.resolve().compute_rules["mlp"] == ("model",)
+        assert trainer.step_plan.compute_rules["mlp"] == ("model",)
 
 
 def mixture(*names: str) -> str:
@@ -175,8 +175,8 @@ def test_names_that_make_no_directory_of_their_own(names: Any, problem: str, tmp
 )
 def test_a_batch_is_cut_into_a_power_of_two_of_microbatches(batch: str, shards: int, tmp_path: Path) -> None:
     config = read(tmp_path, f"trainer: {{train_batch_size: {batch}}}")
-    assert config.trainer.resolve().microbatches.at(0).count == shards
-    mesh = build_mesh(config.trainer.resolve().mesh_shape, jax.devices()[:1])
+    assert config.trainer.step_plan.microbatches.at(0).count == shards
+    mesh = build_mesh(config.trainer.step_plan.mesh_shape, jax.devices()[:1])
     notes = list(configuration_warnings(config.trainer, mesh))
     assert [f"elastic_shards is {shards}" in note for note in notes] == [True] * (shards != 8)
     # Written out in full, as every run keeps it, it means the same.
@@ -255,4 +255,4 @@ def test_a_batch_is_no_multiple_of_the_devices(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1:29: trainer\.train_batch_size: -1 would be .* with 4 and 8 of them, 32"):
         read(tmp_path, "trainer: {train_batch_size: -1, per_device_parallelism: 4}")
     trainer = read(tmp_path, "trainer: {train_batch_size: 32, per_device_parallelism: 4}").trainer
-    assert trainer.resolve().microbatches.at(0).count == 8
+    assert trainer.step_plan.microbatches.at(0).count == 8

@@ -50,7 +50,7 @@ def test_what_an_example_says_is_what_is_read(written: Written) -> None:
     assert whole.data.train_urls == ["gs://my_bucket/openwebtext-sharded/openwebtext_train.{1..128}-of-128.jsonl.gz"]
     assert whole.optimizer.learning_rate == 6e-4
     assert (whole.trainer.mp.param, whole.trainer.mp.compute) == ("float32", "bfloat16")
-    assert whole.trainer.resolve().microbatches.at(0).rows == 4
+    assert whole.trainer.step_plan.microbatches.at(0).rows == 4
     assert read(written("an included file")).data == whole.data
     assert read(written("the compilation cache")).trainer.jax_config["jax_persistent_cache_min_compile_time_secs"] == 5
 

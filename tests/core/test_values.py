@@ -17,7 +17,7 @@ from lm_trainer.core.errors import ConfigError
 from lm_trainer.core.precision import Policy, PrecisionPolicy, format_policy, parse_policy
 from lm_trainer.models import Gpt2Config
 from lm_trainer.optim import AdamConfig
-from lm_trainer.optim.skip import SkipStepConfig
+from lm_trainer.optim.safeguards import SkipStepConfig
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.trainer_config import TrainerConfig
 

@@ -18,7 +18,8 @@ from lm_trainer.export.adapter import AdapterModel, write_adapter
 from lm_trainer.export.huggingface import ExportOptions
 from lm_trainer.export.weights import Weights
 from lm_trainer.models import DecoderConfig, hf
-from lm_trainer.nn.lora import LoraConfig, is_adapter_param
+from lm_trainer.nn.lora import is_adapter_param
+from lm_trainer.nn.lora_config import LoraConfig
 from lm_trainer.optim import AdamConfig
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.model import loss_function, trace_model

@@ -11,7 +11,8 @@ from flax import nnx
 from lm_trainer.generate.layout import for_decoding
 from lm_trainer.nn.decoder import Decoder
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.lora import LoraConfig, attach_lora
+from lm_trainer.nn.lora import attach_lora
+from lm_trainer.nn.lora_config import LoraConfig
 from tests.compiling import quick_jit
 from tests.models.common import TINY, VOCAB
 

@@ -111,7 +111,7 @@ def graphdef(config: AnyModel) -> nnx.GraphDef[Decoder]:
 
 def params(config: AnyModel) -> dict[str, Any]:
     """Fresh parameters, made under jit."""
-    return _params(config.module, config.spec(VOCAB))
+    return _params(config.module(), config.spec(VOCAB))
 
 
 @functools.cache

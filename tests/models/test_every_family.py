@@ -42,7 +42,7 @@ def run(model: Decoder, tokens: Any, positions: Any, segments: Any) -> jax.Array
 
 def logits(config: AnyModel, tokens: np.ndarray, positions: np.ndarray, segments: np.ndarray) -> np.ndarray:
     """Logits of two rows of the longest sequence, always in these shapes, so that a family is compiled once."""
-    return np.asarray(_logits(config.module, config.spec(VOCAB))(params(config), tokens, positions, segments))
+    return np.asarray(_logits(config.module(), config.spec(VOCAB))(params(config), tokens, positions, segments))
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def training_rows() -> Batch:
 
 
 def loss_and_grads(config: AnyModel, *, block: int | None = None, weights: Any = None) -> Any:
-    return _loss_and_grads(config.module, config.spec(VOCAB), block=block)(weights or params(config), training_rows())
+    return _loss_and_grads(config.module(), config.spec(VOCAB), block=block)(weights or params(config), training_rows())
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from lm_trainer.core.tree import named_leaves
 from lm_trainer.models import hf
 from lm_trainer.models.hf_table import HfFamily
 from lm_trainer.models.peft import adapter_to_peft, module_names
-from lm_trainer.nn.lora import LoraConfig, attach_lora, is_adapter_param, merge_lora
+from lm_trainer.nn.lora import attach_lora, is_adapter_param, merge_lora
+from lm_trainer.nn.lora_config import LoraConfig
 from tests.models.common import TINY, VOCAB
 
 FAMILIES = [name for name, config in TINY.items() if isinstance(config.hf, HfFamily)]

@@ -15,7 +15,8 @@ from lm_trainer.core.errors import UserError
 from lm_trainer.core.tree import from_named_leaves, named_leaves
 from lm_trainer.models.peft import module_names
 from lm_trainer.nn.linear import Linear
-from lm_trainer.nn.lora import Lora, LoraConfig, attach_lora, merge_lora
+from lm_trainer.nn.lora import Lora, attach_lora, merge_lora
+from lm_trainer.nn.lora_config import LoraConfig
 from tests.compiling import quick_jit
 from tests.models.common import SEQ, TINY, VOCAB, change, positions, tokens
 

@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from lm_trainer.optim import AdamConfig, LionConfig
-from lm_trainer.optim.clip import ClipUpdateNormConfig, clip_update_norm
+from lm_trainer.optim.clip import clip_update_norm
+from lm_trainer.optim.safeguards import ClipUpdateNormConfig
 from tests.optim.common import FEW, Arrays, Run, differs, gradients, norm
 
 

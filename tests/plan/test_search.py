@@ -195,7 +195,7 @@ def test_estimates_are_near_what_xla_plans(model: dict[str, Any], trainer: dict[
     memory = StepMemory(config, VOCAB, devices, "gpu")
     planned = memory.plan(memory.compile()).peak
     plan = memory.largest_step()
-    axes = dict(config.trainer.resolve().abstract_mesh(4).shape)
+    axes = dict(config.trainer.step_plan.abstract_mesh(4).shape)
     temporary = estimate_temporary(config, VOCAB, 4, plan.rows * config.model.seq_len, axes=axes)
     found = estimate_microbatches(config, VOCAB, group, plan, temporary)
     assert found.bytes == pytest.approx(planned.bytes, rel=0.25)

@@ -165,9 +165,19 @@ def test_the_axes_of_the_mesh(trainer: dict[str, Any], sizes: dict[str, int]) ->
 )
 def test_how_a_batch_is_cut(trainer: dict[str, Any], plan: tuple[int, int], rows_of_evaluation: int) -> None:
     run = config(**trainer)
-    assert run.trainer.resolve().microbatches.at(0) == MicrobatchPlan(trainer["train_batch_size"], *plan)
+    assert run.trainer.step_plan.microbatches.at(0) == MicrobatchPlan(trainer["train_batch_size"], *plan)
     program = build_program(run, VOCAB, jax.devices()[:1])
     assert (program.evaluate.batch_size, program.step.plans.at(0).count) == (rows_of_evaluation, plan[0])
+
+
+def test_a_plan_is_resolved_once_and_a_changed_copy_has_its_own() -> None:
+    trainer = TrainerConfig(train_batch_size=32)
+    assert trainer.step_plan is trainer.step_plan
+    copy = trainer.model_copy(update={"per_device_parallelism": 2, "axis_resources": {"mlp": "model"}})
+    assert copy.step_plan.microbatches.at(0) == MicrobatchPlan(32, 16, 2)
+    assert copy.step_plan.compute_rules["mlp"] == ("model",)
+    assert trainer == TrainerConfig(train_batch_size=32)
+    assert "step_plan" not in trainer.model_dump()
 
 
 @pytest.mark.parametrize(

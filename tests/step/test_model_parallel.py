@@ -235,7 +235,7 @@ def test_what_cannot_be_cut_is_refused(model: dict[str, Any], trainer: dict[str,
 )
 def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> None:
     config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, **trainer}}).trainer
-    text = determinism_note(config, config.resolve().mesh(jax.devices()))
+    text = determinism_note(config, config.step_plan.mesh(jax.devices()))
     assert (text is None) if said is None else re.search(said, text or "")
 
 
@@ -253,7 +253,7 @@ def test_what_is_promised_instead(trainer: dict[str, Any], said: str | None) -> 
 def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[str, Any], said: list[str]) -> None:
     settings = {"train_batch_size": 8, **trainer}
     config = RunConfig.model_validate({"model": GPT2, "trainer": settings}).trainer
-    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices()[:devices])))
+    found = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:devices])))
     assert len(found) == len(said)
     assert all(re.search(pattern, text) for pattern, text in zip(said, found, strict=True))
 
@@ -269,5 +269,5 @@ def test_the_price_of_a_number_of_devices_is_said(devices: int, trainer: dict[st
 )
 def test_precisions_that_lose_numbers_are_named(mp: str, said: str | None) -> None:
     config = RunConfig.model_validate({"model": GPT2, "trainer": {**WHOLE, "mp": mp}}).trainer
-    found = list(configuration_warnings(config, config.resolve().mesh(jax.devices()[:1])))
+    found = list(configuration_warnings(config, config.step_plan.mesh(jax.devices()[:1])))
     assert (found == []) if said is None else said in found[0]

@@ -22,8 +22,9 @@ from lm_trainer.parallel.sharding import plan_shardings
 from lm_trainer.run.config import RunConfig
 from lm_trainer.run.program import build_program
 from lm_trainer.run.trainer_config import TrainerConfig
-from lm_trainer.step.norms import WatchConfig, Watched, Watcher
+from lm_trainer.step.norms import Watched, Watcher
 from lm_trainer.step.state import TrainState
+from lm_trainer.step.watch import WatchConfig
 
 LAYERS = 3
 AXES = {

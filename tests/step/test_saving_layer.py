@@ -92,7 +92,7 @@ def test_the_derivative_computes_no_product_of_the_layer_again() -> None:
 
 def activations(config: RunConfig) -> int:
     """Bytes of activations of layers that one device holds, by the plan."""
-    plan, no_temporary = config.trainer.resolve().microbatches.at(0), {LAYER: 0, LEAVE: 0}
+    plan, no_temporary = config.trainer.step_plan.microbatches.at(0), {LAYER: 0, LEAVE: 0}
     phase = estimate_microbatches(config, VOCAB, DeviceGroup(8, "cpu"), plan, no_temporary)
     return phase.parts["activations of layers"]
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import scipy.fft
-import scipy.sparse
+
+if TYPE_CHECKING:
+    import scipy.sparse
 
 SAMPLING_RATE = 16_000
 """Samples a second, of all audio that is transformed."""
@@ -46,6 +47,8 @@ class LogMel:
 
     def __call__(self, samples_T: np.ndarray) -> np.ndarray:
         """Returns float32 [F, M] of samples in [-1, 1], at most `num_samples`."""
+        import scipy.fft
+
         padded = np.zeros(max(self.num_samples, len(samples_T)))
         padded[: len(samples_T)] = samples_T
         padded = np.pad(padded, _WINDOW // 2, mode="reflect")
@@ -72,6 +75,8 @@ def _window() -> np.ndarray:
 @lru_cache(maxsize=8)
 def _filters(num_mels: int) -> scipy.sparse.csr_array:
     """Triangles [M, K] over the frequencies, each of the same area (Slaney's norm)."""
+    import scipy.sparse
+
     corners = _hertz(np.linspace(0.0, float(_mels(np.array([SAMPLING_RATE / 2]))[0]), num_mels + 2))
     frequencies = np.linspace(0, SAMPLING_RATE / 2, 1 + _WINDOW // 2)
     slopes = corners[:, None] - frequencies[None]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from lm_trainer.core.errors import MachineError
 from lm_trainer.core.key_values import reason_of
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 _CACHE_BYTES = 256 << 20
 """Decoded chunks of compressed arrays that are kept: neighbouring rows lie in the same ones."""
@@ -83,10 +85,14 @@ class _Bytes:
 
 @lru_cache(maxsize=1)
 def _context() -> ts.Context:
+    import tensorstore as ts
+
     return ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
 
 def _open_array(path: str, kind: str) -> Any:
+    import tensorstore as ts
+
     spec = {"driver": kind, "kvstore": {"driver": "file", "path": f"{path}/"}}
     return ts.open(spec, open=True, read=True, context=_context()).result()
 

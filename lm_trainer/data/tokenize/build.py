@@ -21,7 +21,8 @@ from lm_trainer.data.tokenize.lock import BuilderLock
 from lm_trainer.data.tokenize.manifest import check_manifest, claim, make_manifest
 from lm_trainer.data.tokenize.process_pool import run_in_processes
 from lm_trainer.data.tokenize.progress import BuildCallbacks, ProgressMeter, Stopped
-from lm_trainer.data.tokenize.ray_backend import RayConfig, run_on_ray
+from lm_trainer.data.tokenize.ray_backend import run_on_ray
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.shard_reader import ShardJob
 from lm_trainer.data.tokenize.shard_writer import write_shard
 from lm_trainer.data.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from lm_trainer.data.tokenize.build import Build, BuildOptions
 from lm_trainer.data.tokenize.cache_spec import CacheSpec, find_caches
 from lm_trainer.data.tokenize.finished_cache import FinishedCache
 from lm_trainer.data.tokenize.progress import OnProgress
-from lm_trainer.data.tokenize.ray_backend import RayConfig
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.ready_rows import ReadyRows
 from lm_trainer.data.tokenize.tokenizer_setup import find_tokenizer, keep_beside, prepare_tokenizer
 from lm_trainer.data.tokenizer import HfTokenizer

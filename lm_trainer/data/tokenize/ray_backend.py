@@ -5,26 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lm_trainer.core.config import Config
 from lm_trainer.core.errors import MachineError, UserError
 from lm_trainer.core.ray_cluster import QUIET, join_cluster
 from lm_trainer.core.runtime import keep_freed_memory
 from lm_trainer.data.tokenize.process_pool import THREAD_VARIABLES
+from lm_trainer.data.tokenize.ray_config import RayConfig
 from lm_trainer.data.tokenize.shard_reader import ShardJob
 from lm_trainer.data.tokenize.shard_writer import write_shard
 
 _TICK_SECONDS = 0.2
-
-
-class RayConfig(Config):
-    """A Ray cluster to tokenise on. Its machines must see the sources and the cache directory by the same names."""
-
-    address: str | None = None
-    """The address of a running cluster, such as `auto` for the one of this machine or `ray://host:10001`."""
-    start_workers: bool = True
-    """Lets a cluster that is started here work with this machine's cores; otherwise start workers yourself."""
-    auto_start_cluster: bool = True
-    """Starts a cluster on this machine when Ray is asked for without an address."""
 
 
 def run_on_ray(jobs: Sequence[ShardJob], config: RayConfig, tick: Callable[[], None]) -> None:

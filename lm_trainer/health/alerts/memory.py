@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 from pydantic import Field
 
 from lm_trainer.health.alerts.base import AlertKind, Check
@@ -18,6 +17,8 @@ class DeviceMemory(AlertKind):
     """Share of what JAX may use, at its highest."""
 
     def open(self) -> Check:
+        import jax
+
         told = False
 
         def check(metrics: Mapping[str, float]) -> str | None:

@@ -1,0 +1,16 @@
+"""Keys of a Ray cluster to tokenise on."""
+
+from __future__ import annotations
+
+from lm_trainer.core.config import Config
+
+
+class RayConfig(Config):
+    """A Ray cluster to tokenise on. Its machines must see the sources and the cache directory by the same names."""
+
+    address: str | None = None
+    """The address of a running cluster, such as `auto` for the one of this machine or `ray://host:10001`."""
+    start_workers: bool = True
+    """Lets a cluster that is started here work with this machine's cores; otherwise start workers yourself."""
+    auto_start_cluster: bool = True
+    """Starts a cluster on this machine when Ray is asked for without an address."""

@@ -1,0 +1,82 @@
+"""Keys of low-rank adapters (Hu et al. 2021, arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+
+from lm_trainer.core.config import Config
+
+
+class LoraConfig(Config):
+    """Low-rank adapters: beside each chosen linear layer W of a frozen model, x W + scale * (x A) B with only A and B
+    trained. The scale is alpha / rank. B starts at zero, so training starts at the model itself.
+    """
+
+    refused_keys: ClassVar[Mapping[str, str]] = {
+        "r": "written in full; use `rank`",
+        "lora_alpha": "use `alpha`",
+        "lora_dropout": "use `dropout`",
+        "targets": "use `target_modules`",
+        "bias": "biases stay frozen; remove it",
+        "modules_to_save": "what is not adapted stays frozen; remove it",
+        "layers_to_transform": "layers are adapted together; remove it",
+        "fan_in_fan_out": "follows from the model; remove it",
+    }
+
+    type: Literal["lora"] = "lora"
+    rank: PositiveInt = 8
+    """Columns of A and rows of B."""
+    alpha: PositiveFloat = 8.0
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what enters an adapter; what enters the frozen layer stays whole."""
+    target_modules: str | tuple[str, ...] | None = None
+    """Linear layers that get an adapter; null or `all-linear`: all of the blocks. A list of names, such as `[q_proj,
+    v_proj]` or `[attention.*]`: whole components from the end of a layer's name here or in `transformers`, `*` for
+    anything. A string: a regular expression for the whole of either name."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that the size of updates does not shrink as the rank grows
+    (Kalajdzievski 2023, arXiv 2312.03732)."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _can_match(cls, value: Any) -> Any:
+        if value is not None and (not value or "" in tuple(value)):
+            raise ValueError("names nothing; write a list such as [q_proj, v_proj], or null for all linear layers")
+        if isinstance(value, str):
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(
+                    f"not a regular expression: {error}; write one such as '.*self_attn.*', or a list of names"
+                ) from error
+        return value
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """The patterns of `target_modules`, each of which must match a layer; None: every layer is chosen."""
+        if self.target_modules in (None, "all-linear"):
+            return None
+        return (self.target_modules,) if isinstance(self.target_modules, str) else self.target_modules
+
+    def matches(self, pattern: str, name: str) -> bool:
+        """Returns true if `pattern`, one of `patterns`, matches the module of this dotted name."""
+        if isinstance(self.target_modules, str):
+            return re.fullmatch(pattern, name) is not None
+        parts = name.split(".")
+        return any(fnmatch.fnmatchcase(".".join(parts[i:]), pattern) for i in range(len(parts)))
+
+
+AnyAdapter = LoraConfig
+"""Whatever may stand under `adapter:`."""

@@ -1,0 +1,137 @@
+"""Adafactor: second moments of matrices as the product of a row and a column, so that they take hardly any memory.
+
+Shape letters: L stacked matrices of one parameter, I inputs, O outputs. 12 layers of a linear map from 768 to 3072 are
+g_LIO (12, 768, 3072), with rows_LI (12, 768) and columns_LO (12, 3072): 46 thousand numbers in place of 28 million.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lm_trainer.optim.adafactor import AdafactorConfig
+from lm_trainer.optim.clip import clip_update_rms
+from lm_trainer.optim.params import Params
+
+
+def scale_by_adafactor(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
+    """Returns the gradient over the root of its factored second moment, clipped and scaled to the weight."""
+    parts: list[optax.GradientTransformation] = [_normalise(config, params)]
+    if config.clipping_threshold is not None:
+        parts.append(clip_update_rms(config.clipping_threshold, params))
+    if config.multiply_by_parameter_scale:
+        parts.append(_scale_to_weights(params))
+    if config.beta1:
+        parts.append(optax.ema(config.beta1, debias=False))
+    return optax.chain(*parts)
+
+
+def _normalise(config: AdafactorConfig, params: Params) -> optax.GradientTransformation:
+    least = config.min_dim_size_to_factor
+    factored = {
+        name: param for name, param in params.items() if param.role != "vector" and min(param.matrix_shape[1:]) >= least
+    }
+    labels = {name: "factored" if name in factored else "whole" for name in params}
+    return optax.partition(
+        {
+            "factored": _scale_by_factors(factored, config.decay_rate, config.epsilon),
+            "whole": _scale_by_squares(config.decay_rate, config.epsilon),
+        },
+        labels,
+    )
+
+
+def _decay(count: jax.Array, rate: float) -> jax.Array:
+    """The decay at step `count`, from 1. It is 0 at first, so that no correction for the start at 0 is needed."""
+    return 1 - count.astype(jnp.float32) ** -rate
+
+
+class SquaresState(NamedTuple):
+    """State of the parameters that are not factored."""
+
+    count: jax.Array
+    """int32 [], steps so far."""
+    nu: Any
+    """The average of squared gradients, like the parameters."""
+
+
+def _scale_by_squares(decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    """Algorithm 5 for vectors and small matrices: a second moment for each number."""
+
+    def init(weights: Any) -> SquaresState:
+        return SquaresState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, weights))
+
+    def update(updates: Any, state: SquaresState, _: Any = None) -> tuple[Any, SquaresState]:
+        count = state.count + 1
+        decay = _decay(count, decay_rate)
+        nu = jax.tree.map(
+            lambda v, g: (decay * v + (1 - decay) * (jnp.square(g) + epsilon)).astype(v.dtype), state.nu, updates
+        )
+        return jax.tree.map(lambda g, v: g * jax.lax.rsqrt(v), updates, nu), SquaresState(count, nu)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+class FactorState(NamedTuple):
+    """State of the factored parameters."""
+
+    count: jax.Array
+    """int32 [], steps so far."""
+    rows: dict[str, jax.Array]
+    """float32 [L, I]: the mean over the outputs."""
+    columns: dict[str, jax.Array]
+    """float32 [L, O]: the mean over the inputs."""
+
+
+def _scale_by_factors(params: Params, decay_rate: float, epsilon: float) -> optax.GradientTransformation:
+    """Algorithm 4, with means in place of sums.
+
+    Not `optax.scale_by_factored_rms`: that factors the two largest dimensions of an array, which for a stack of layers
+    with heads are not those of one matrix, and in the gradient's dtype.
+    """
+    shapes = {name: param.matrix_shape for name, param in params.items()}
+
+    def init(_: Any) -> FactorState:
+        return FactorState(
+            jnp.zeros((), jnp.int32),
+            {name: jnp.zeros((n, rows), jnp.float32) for name, (n, rows, _) in shapes.items()},
+            {name: jnp.zeros((n, columns), jnp.float32) for name, (n, _, columns) in shapes.items()},
+        )
+
+    def update(updates: Any, state: FactorState, _: Any = None) -> tuple[Any, FactorState]:
+        count = state.count + 1
+        decay = _decay(count, decay_rate)
+        rows, columns, scaled = {}, {}, dict(updates)
+        for name, param in params.items():
+            g_LIO = param.to_matrices(updates[name]).astype(jnp.float32)
+            squares_LIO = jnp.square(g_LIO) + epsilon
+            rows[name] = decay * state.rows[name] + (1 - decay) * jnp.mean(squares_LIO, axis=2)
+            columns[name] = decay * state.columns[name] + (1 - decay) * jnp.mean(squares_LIO, axis=1)
+            # The product is divided by the mean in the rows: as a factor of its own it would leave float32's range.
+            shares_LI = rows[name] / jnp.mean(rows[name], axis=1, keepdims=True)
+            scaled_LIO = g_LIO * jax.lax.rsqrt(shares_LI)[:, :, None] * jax.lax.rsqrt(columns[name])[:, None, :]
+            scaled[name] = param.from_matrices(scaled_LIO).astype(updates[name].dtype)
+        return scaled, FactorState(count, rows, columns)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _scale_to_weights(params: Params) -> optax.GradientTransformation:
+    """Multiplies by max(1e-3, root mean square of the weight), for each layer of a stack (algorithm 4, alpha).
+
+    The least of 1e-3 lets a weight that starts at 0 leave it.
+    """
+
+    def update(updates: Any, state: Any, weights: Any = None) -> tuple[Any, Any]:
+        def scaled(name: str, u: jax.Array) -> jax.Array:
+            axes = tuple(range(params[name].lead, u.ndim))
+            squares = jnp.square(weights[name].astype(jnp.float32))
+            rms = jnp.sqrt(jnp.mean(squares, axis=axes, keepdims=True))
+            return u * jnp.maximum(rms, 1e-3).astype(u.dtype)
+
+        return {name: scaled(name, u) for name, u in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)  # pyright: ignore[reportArgumentType]

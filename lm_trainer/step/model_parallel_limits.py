@@ -1,0 +1,89 @@
+"""Limits of cutting one microbatch over several devices: which models, rows and lengths the axes of a group take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from lm_trainer.core.errors import UserError
+from lm_trainer.nn.spec import DecoderSpec
+from lm_trainer.parallel.mesh import MODEL_PARALLEL_AXES
+
+ROW_AXES = ("pipeline", "expert")
+"""The axes of a group that the rows of a microbatch are cut over where nothing else of it is."""
+
+
+def model_parallel_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes that cut a microbatch on a mesh of these sizes."""
+    return tuple(axis for axis in MODEL_PARALLEL_AXES if sizes[axis] > 1)
+
+
+def check_length(length: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when rows of `length` positions cannot be cut over the context axis."""
+    if length % sizes["context"]:
+        raise UserError(
+            f"rows of {length} positions cannot be cut into context_axis_size={sizes['context']} pieces; choose a "
+            f"divisor of model.seq_len"
+        )
+
+
+def check_rows(rows: int, sizes: Mapping[str, int]) -> None:
+    """Raises UserError when the `rows` of a microbatch cannot be shared by the axes that cut rows."""
+    cuts = {f"{axis}_axis_size": sizes[axis] for axis in ROW_AXES if sizes[axis] > 1}
+    if rows % math.prod(cuts.values()):
+        raise UserError(
+            f"a microbatch of {rows} rows cannot be shared by "
+            f"{' x '.join(f'{key}={size}' for key, size in cuts.items())} devices; set "
+            f"trainer.per_device_parallelism to a multiple of {math.prod(cuts.values())}"
+        )
+
+
+def check_model_parallel(spec: DecoderSpec | None, rows: Iterable[int], sizes: Mapping[str, int]) -> None:
+    """Finds what the axes of a group cannot do with a model or with the rows of a microbatch; raises as `check_model`.
+
+    Args:
+        spec: of the model; None for one that is no `Decoder`.
+        rows: of the microbatches that there are.
+        sizes: of the axes of the mesh.
+    """
+    check_model(spec, sizes)
+    for count in rows:
+        check_rows(count, sizes)
+
+
+def check_model(spec: DecoderSpec | None, sizes: Mapping[str, int]) -> None:
+    """Finds what the axes of a group cannot do with a model.
+
+    Args:
+        spec: of the model; None for one that is no `Decoder`.
+        sizes: of the axes of the mesh.
+
+    Raises:
+        UserError: names the axis and what hinders it.
+    """
+    axes = model_parallel_axes(sizes)
+    if not axes:
+        return
+    if spec is None:
+        raise UserError(f"{axes[0]}_axis_size needs a decoder of lm_trainer, not a model of your own; set it to 1")
+    if spec.encoder is not None and (wrong := [axis for axis in axes if axis in ("context", "pipeline")]):
+        raise UserError(
+            f"{wrong[0]}_axis_size cannot cut a model with an encoder, to all of whose positions every layer attends; "
+            f"set it to 1, and cut its weights by model_axis_size or its batch by the data axis instead"
+        )
+    if "expert" in axes and not spec.num_routers:
+        raise UserError("expert_axis_size needs a model with experts, such as mixtral; set it to 1")
+    if "pipeline" not in axes:
+        return
+    if spec.num_routers:
+        raise UserError(
+            "pipeline_axis_size cannot cut a model with experts, because what its routers count is of whole "
+            "microbatches; set it to 1, and expert_axis_size instead"
+        )
+    stages, layers = sizes["pipeline"], len(spec.blocks)
+    if layers % (spec.period * stages):
+        pattern = f", which repeat every {spec.period} layers," if spec.period > 1 else ""
+        raise UserError(
+            f"{layers} layers{pattern} cannot be cut into pipeline_axis_size={stages} equal stages; choose a "
+            f"divisor of {layers // spec.period}"
+        )
