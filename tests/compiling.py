@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import zstandard
 
@@ -90,12 +91,31 @@ def _write(path: Path, content: bytes) -> None:
         written.replace(path)
 
 
-def keep_serialized_programs() -> None:
-    """Keeps what is compiled without JAX's cache in the directory of that cache as well."""
+class _Writer:
+    """JAX's writer of its cache, which writes in the first process of a run alone.
+
+    On CPUs no process can read what another has written: each compiles for devices of its own.
+    """
+
+    write: Callable[..., None] | None = None
+
+    @classmethod
+    def write_in_any_process(cls, *args: Any) -> None:
+        from jax._src import distributed
+
+        assert cls.write is not None
+        with mock.patch.object(distributed.global_state, "process_id", 0):
+            cls.write(*args)
+
+
+def keep_all_programs() -> None:
+    """Keeps in the directory of JAX's cache what is compiled without it, and in processes other than the first."""
     from jax._src import compiler
     from jax.experimental import serialize_executable
 
     if _Serialized.compile is None:
+        _Writer.write = compiler._cache_write
+        compiler._cache_write = _Writer.write_in_any_process
         _Serialized.compile = compiler.backend_compile_and_load
         compiler.backend_compile_and_load = _Serialized.compile_and_load
         pickler = serialize_executable._JaxPjrtPickler
@@ -115,7 +135,7 @@ def compile_quickly(quick: bool) -> None:
         _unoptimised()  # which compiles by itself
         _Compiler.given = compiler.get_compile_options
         compiler.get_compile_options = _Compiler.options
-        keep_serialized_programs()
+        keep_all_programs()
     if _Compiler.quick != quick:
         _Compiler.quick = quick
         jax.clear_caches()
