@@ -90,22 +90,22 @@ runpy.run_module("lm_trainer", run_name="__main__", alter_sys=True)
 """An interpreter for `python -m lm_trainer` that keeps what it compiles."""
 
 
-def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
-    """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
+def keeping_lmt(directory: Path, *args: str | Path) -> list[str]:
+    """The command line of `lmt` that starts other processes, which keep what they compile in the cache of tests."""
     python = directory / "python"
     python.write_text(KEEPING)
     python.chmod(0o755)
     # `supervise` begins each process with the interpreter that there is when it is imported.
     supervised = "import sys, lm_trainer.launch.supervise; from cli.main import main"
     program = f"{supervised}; sys.executable = {str(python)!r}; main()"
-    arguments = ("launch", "local", str(config), "-n", "2", "--devices-per-process", "1")
+    return [sys.executable, "-c", program, *map(str, args)]
+
+
+def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
+    """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
+    command = keeping_lmt(directory, "launch", "local", config, "-n", "2", "--devices-per-process", "1")
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        cwd=directory,
-        env=lmt_environment(),
-        start_new_session=True,
-        stdout=output,
-        stderr=output,
+        command, cwd=directory, env=lmt_environment(), start_new_session=True, stdout=output, stderr=output
     )
 
 
