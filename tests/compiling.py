@@ -45,35 +45,48 @@ class _Compiler:
 
 
 class _Serialized:
-    """Programs that are compiled past JAX's own cache, kept on disk beside it.
+    """Programs that are compiled past JAX's own cache, kept there all the same.
 
     On a CPU, what was read from JAX's cache cannot be serialized again, so `compile_on_each` does without it. Here the
-    serialized form is what is kept, and what is handed out when the program that was made of it is serialized.
+    serialized form is what is kept, and what is handed out when the program that was made of it is serialized. What
+    one device has compiled is so read where there are several, and the other way round.
     """
 
     compile: Callable[..., Any] | None = None
+    look_up: Callable[..., Any] | None = None
     identify: Callable[..., Any] | None = None
+    directory: Path | None = None
+    """Where JAX keeps programs, also while it does without them."""
     read: deque[tuple[Any, bytes]] = deque(maxlen=8)
     """The programs that were read last, each with its serialized form."""
+
+    @classmethod
+    def read_from_cache(cls, *args: Any) -> Any:
+        import jax
+
+        assert cls.look_up is not None
+        if (directory := jax.config.values["jax_compilation_cache_dir"]) is not None:
+            cls.directory = Path(directory)
+        return cls.look_up(*args)
 
     @classmethod
     def compile_and_load(cls, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         import jax
         import numpy as np
-        from jax._src import cache_key
+        from jax._src import cache_key, compilation_cache
 
         assert cls.compile is not None
         cached = jax.config.values["jax_compilation_cache_dir"] is not None
-        if cached or host_callbacks or backend.platform != "cpu":
+        if cached or host_callbacks or backend.platform != "cpu" or cls.directory is None:
             return cls.compile(backend, module, devices, options, host_callbacks)
-        key = cache_key.get(module, np.array(list(devices)), options, backend)
-        path = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "serialized" / key
-        if content := read_program(path):
+        path = cls.directory / f"{cache_key.get(module, np.array(list(devices)), options, backend)}-cache"
+        if entry := read_program(path):
+            content, _ = compilation_cache.extract_executable_and_time(entry)
             program = backend.deserialize_executable(content, devices, options)
             cls.read.append((program, content))
             return program
         program = cls.compile(backend, module, devices, options, host_callbacks)
-        _write(path, program.serialize())
+        _write(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
         return program
 
     @classmethod
@@ -116,6 +129,8 @@ def keep_all_programs() -> None:
     if _Serialized.compile is None:
         _Writer.write = compiler._cache_write
         compiler._cache_write = _Writer.write_in_any_process
+        _Serialized.look_up = compiler._cache_read
+        compiler._cache_read = _Serialized.read_from_cache
         _Serialized.compile = compiler.backend_compile_and_load
         compiler.backend_compile_and_load = _Serialized.compile_and_load
         pickler = serialize_executable._JaxPjrtPickler
