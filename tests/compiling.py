@@ -56,7 +56,7 @@ class _Serialized:
     look_up: Callable[..., Any] | None = None
     identify: Callable[..., Any] | None = None
     directory: Path | None = None
-    """Where JAX keeps programs, also while it does without them."""
+    """JAX's cache, also while JAX does without it."""
     read: deque[tuple[Any, bytes]] = deque(maxlen=8)
     """The programs that were read last, each with its serialized form."""
 
