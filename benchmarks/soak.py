@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from soak_faults import CI, FATAL, KEPT, MILD, Lap
+from soak_faults import CI, FATAL, KEPT, MILD, Lap, WarmLmt, environment
 
 TIERS: dict[str, dict[str, Any]] = {
     "ci": {"steps": 120, "interruptions": len(CI), "devices": (1, 2), "rows": 4},
@@ -67,8 +67,6 @@ def config(directory: Path, steps: int, rows: int) -> dict[str, Any]:
             "tracker": [],
             "log_jaxprs": False,
             "log_xla_hlo": False,
-            "jax_compilation_cache_dir": str(directory / "compiled"),
-            "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
             "checkpointer": {"save_interval": "500ms", "keep": [{"every": KEPT}]},
         },
         "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},
@@ -86,6 +84,7 @@ class Soak:
         self.devices, self.tier, self.seed = chosen["devices"], tier, seed
         self.wanted = chosen["interruptions"] if interruptions is None else interruptions
         self.config = self.out / "run.yaml"
+        self.server = WarmLmt(environment(1, self.out / "compiled"))
         if not self.config.exists():
             self.config.write_text(json.dumps(config(self.out, chosen["steps"], chosen["rows"]), indent=1))
         self.state: dict[str, Any] = {"tier": tier, "seed": seed, "lap": 1, "interruptions": [], "laps": []}
@@ -98,12 +97,12 @@ class Soak:
         draft.replace(self.file)
 
     def lap(self) -> Lap:
-        return Lap(self.out / f"lap-{self.state['lap']}", self.config)
+        return Lap(self.out / f"lap-{self.state['lap']}", self.config, self.server)
 
     def reference(self) -> dict[str, Any]:
         """The result and the time of an undisturbed run."""
         if "reference" not in self.state:
-            lap = Lap(self.out / "reference", self.config)
+            lap = Lap(self.out / "reference", self.config, self.server)
             shutil.rmtree(lap.directory, ignore_errors=True)
             attempt = lap.start(devices=1)
             code = attempt.wait()
@@ -247,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     soak = Soak(chosen.out, chosen.tier, chosen.seed, chosen.interruptions)
     problems = soak.run()
+    soak.server.close()
     text = table(soak.state)
     print(text)
     for problem in problems:

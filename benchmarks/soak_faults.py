@@ -23,6 +23,10 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.warm_lmt import WarmLmt  # noqa: E402
+
 PATIENCE = 900.0
 """Seconds after which an attempt that neither ends nor comes to the moment is a failure."""
 KEPT = 40
@@ -30,33 +34,41 @@ KEPT = 40
 COMPARED = ("train/loss", "optim/grad_norm", "eval/loss")
 
 
-def environment(devices: int) -> dict[str, str]:
+def environment(devices: int, compiled: Path) -> dict[str, str]:
+    """The variables of a process.
+
+    Args:
+        devices: emulated ones.
+        compiled: the directory of compiled programs, where the environment names none.
+    """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "LMT_PROGRESS": "plain"}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        **os.environ,
+        "PYTHONPATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "LMT_PROGRESS": "plain",
+    }
 
 
 class Attempt:
-    """One process that trains."""
+    """One process that trains: a fork of one that has imported JAX."""
 
     def __init__(self, lap: Lap, devices: int, most_bytes: int | None):
         self.lap = lap
         self.output = lap.directory / f"output-{time.time_ns()}.txt"
-        command = [sys.executable, "-c", "from cli.main import main; main()", "train", str(lap.config)]
-
-        def limit() -> None:
-            if most_bytes is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
-
         with self.output.open("wb") as stream:
-            self.process = subprocess.Popen(
-                command,
+            self.process = lap.server.start(
+                ["train", str(lap.config)],
                 cwd=lap.directory,
-                env=environment(devices),
+                env=environment(devices, lap.config.parent / "compiled"),
                 stdout=stream,
-                stderr=subprocess.STDOUT,
-                preexec_fn=limit,
+                stderr=stream,
             )
+        if most_bytes is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
         self._began_at: int | None = None
         self._first_step = 0
         self._samples: list[tuple[int, int, int]] = []
@@ -126,8 +138,8 @@ class Attempt:
 class Lap:
     """A run from its first step to its last, however many attempts that takes."""
 
-    def __init__(self, directory: Path, config: Path):
-        self.directory, self.config = directory, config
+    def __init__(self, directory: Path, config: Path, server: WarmLmt):
+        self.directory, self.config, self.server = directory, config, server
         self.logs, self.checkpoints = directory / "logs" / "run", directory / "checkpoints" / "run"
         self.metrics = self.logs / "metrics.jsonl"
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import zstandard
 
@@ -44,35 +45,48 @@ class _Compiler:
 
 
 class _Serialized:
-    """Programs that are compiled past JAX's own cache, kept on disk beside it.
+    """Programs that are compiled past JAX's own cache, kept there all the same.
 
     On a CPU, what was read from JAX's cache cannot be serialized again, so `compile_on_each` does without it. Here the
-    serialized form is what is kept, and what is handed out when the program that was made of it is serialized.
+    serialized form is what is kept, and what is handed out when the program that was made of it is serialized. What
+    one device has compiled is so read where there are several, and the other way round.
     """
 
     compile: Callable[..., Any] | None = None
+    look_up: Callable[..., Any] | None = None
     identify: Callable[..., Any] | None = None
+    directory: Path | None = None
+    """JAX's cache, also while JAX does without it."""
     read: deque[tuple[Any, bytes]] = deque(maxlen=8)
     """The programs that were read last, each with its serialized form."""
+
+    @classmethod
+    def read_from_cache(cls, *args: Any) -> Any:
+        import jax
+
+        assert cls.look_up is not None
+        if (directory := jax.config.values["jax_compilation_cache_dir"]) is not None:
+            cls.directory = Path(directory)
+        return cls.look_up(*args)
 
     @classmethod
     def compile_and_load(cls, backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         import jax
         import numpy as np
-        from jax._src import cache_key
+        from jax._src import cache_key, compilation_cache
 
         assert cls.compile is not None
         cached = jax.config.values["jax_compilation_cache_dir"] is not None
-        if cached or host_callbacks or backend.platform != "cpu":
+        if cached or host_callbacks or backend.platform != "cpu" or cls.directory is None:
             return cls.compile(backend, module, devices, options, host_callbacks)
-        key = cache_key.get(module, np.array(list(devices)), options, backend)
-        path = Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "serialized" / key
-        if content := read_program(path):
+        path = cls.directory / f"{cache_key.get(module, np.array(list(devices)), options, backend)}-cache"
+        if entry := read_program(path):
+            content, _ = compilation_cache.extract_executable_and_time(entry)
             program = backend.deserialize_executable(content, devices, options)
             cls.read.append((program, content))
             return program
         program = cls.compile(backend, module, devices, options, host_callbacks)
-        _write(path, program.serialize())
+        _write(path, compilation_cache.combine_executable_and_time(program.serialize(), 0))
         return program
 
     @classmethod
@@ -90,12 +104,33 @@ def _write(path: Path, content: bytes) -> None:
         written.replace(path)
 
 
-def keep_serialized_programs() -> None:
-    """Keeps what is compiled without JAX's cache in the directory of that cache as well."""
+class _Writer:
+    """JAX's writer of its cache, which writes in the first process of a run alone.
+
+    On CPUs no process can read what another has written: each compiles for devices of its own.
+    """
+
+    write: Callable[..., None] | None = None
+
+    @classmethod
+    def write_in_any_process(cls, *args: Any) -> None:
+        from jax._src import distributed
+
+        assert cls.write is not None
+        with mock.patch.object(distributed.global_state, "process_id", 0):
+            cls.write(*args)
+
+
+def keep_all_programs() -> None:
+    """Keeps in the directory of JAX's cache what is compiled without it, and in processes other than the first."""
     from jax._src import compiler
     from jax.experimental import serialize_executable
 
     if _Serialized.compile is None:
+        _Writer.write = compiler._cache_write
+        compiler._cache_write = _Writer.write_in_any_process
+        _Serialized.look_up = compiler._cache_read
+        compiler._cache_read = _Serialized.read_from_cache
         _Serialized.compile = compiler.backend_compile_and_load
         compiler.backend_compile_and_load = _Serialized.compile_and_load
         pickler = serialize_executable._JaxPjrtPickler
@@ -115,7 +150,7 @@ def compile_quickly(quick: bool) -> None:
         _unoptimised()  # which compiles by itself
         _Compiler.given = compiler.get_compile_options
         compiler.get_compile_options = _Compiler.options
-        keep_serialized_programs()
+        keep_all_programs()
     if _Compiler.quick != quick:
         _Compiler.quick = quick
         jax.clear_caches()

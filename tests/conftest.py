@@ -52,6 +52,9 @@ os.environ.update(
         "XLA_FLAGS": _xla_flags(DEVICES),
         # Thousands of programs of tests compile within milliseconds each, which are a third of the time of all.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # Of GPUs alone. Their directory would be a part of the key of each program, so that those which are compiled
+        # past the cache, and those of a cache that has moved, would have other keys.
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         # The Python lines of each operation, which no test reads, would be a third of the time of lowering.
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         # Arrays of different ranks in one operation are mostly a forgotten axis, which broadcasting would hide.

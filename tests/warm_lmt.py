@@ -212,9 +212,9 @@ def main() -> None:
 
     import lm_trainer.run.train  # noqa: F401
     from cli.main import main as lmt
-    from tests.compiling import keep_serialized_programs
+    from tests.compiling import keep_all_programs
 
-    keep_serialized_programs()
+    keep_all_programs()
     gc.freeze()  # or a collection in a fork would copy all pages
     request = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if request is not None:

@@ -11,7 +11,8 @@ Eight terms on one device, on two, on four and on three add up in the same order
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -110,17 +111,16 @@ class Shares:
     @property
     def most_held(self) -> int:
         """The most items that exist at once in a shard that adds up its terms: partial sums and the new item."""
-        return max(len(sums) + 1 for shard in range(self.shards) for sums in self._sums(shard)[:-1])
+        return _most_held(self)
 
-    def _sums(self, shard: int) -> list[list[tuple[range, None]]]:
-        """The sums that a `TreeSum` holds before each term of a shard, and at last."""
+    def trees(self, shard: int) -> Iterator[TreeSum[None]]:
+        """Yields the `TreeSum` of a shard, which is always the same one, before each of its terms and at last."""
         terms = self.terms(shard)
         tree = TreeSum[None](self.count, lambda _, __: None, terms.start)
-        held = [[*tree.parts()]]
+        yield tree
         for _ in terms:
             tree.push(None)
-            held.append([*tree.parts()])
-        return held
+            yield tree
 
     def add(self, sums: Sequence[Sequence[Item]], add: Callable[[Item, Item], Item]) -> Item:
         """The sum of all terms.
@@ -139,7 +139,15 @@ class Shares:
 # Every step asks for it, with an object of its own.
 @cache
 def _parts(shares: Shares) -> list[list[range]]:
-    return [[terms for terms, _ in shares._sums(shard)[-1]] for shard in range(shares.shards)]
+    ended = [deque(shares.trees(shard), maxlen=1).pop() for shard in range(shares.shards)]
+    return [[terms for terms, _ in tree.parts()] for tree in ended]
+
+
+# A plan asks for it again and again, and there may be a hundred thousand terms.
+@cache
+def _most_held(shares: Shares) -> int:
+    before_terms = (zip(shares.terms(shard), shares.trees(shard), strict=False) for shard in range(shares.shards))
+    return max(len(tree.parts()) + 1 for of_shard in before_terms for _, tree in of_shard)
 
 
 def tree_sum(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import os
 import socket
 import urllib.request
 from collections.abc import Iterator
+from http.server import HTTPServer
 from unittest import mock
 
 BUCKET = "a-bucket"
@@ -40,7 +41,9 @@ def gcs() -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET)
-    server.start()
+    # A client connects for all arrays at once; one that finds no place in the queue tries again after a second.
+    with mock.patch.object(HTTPServer, "request_queue_size", 128):
+        server.start()
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -15,6 +15,7 @@ import pytest
 
 from lm_trainer.checkpoint.policy import CheckpointerConfig, KeepEvery
 from lm_trainer.checkpoint.store import CheckpointStore, committed_steps
+from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
 from lm_trainer.core.errors import EXIT_CONFIG, MachineError, Preempted, UserError
 from lm_trainer.data.cache.kvstore import KvStore
@@ -133,11 +134,14 @@ def test_a_lost_answer_to_the_last_object_of_a_save_changes_nothing(behind: Buck
         (only(refuse(403), "DELETE"), "cannot delete .*permit"),
         (refuse(403, "RequestTimeTooSkewed"), "the clock of this machine is wrong; set it"),
         (refuse(301), "another region; set AWS_REGION"),
-        pytest.param(delay(30), "has not answered within 10 s", marks=pytest.mark.slow),
+        pytest.param(delay(30), "has not answered within 2 s", marks=pytest.mark.slow),
         (refuse(503), "SlowDown"),
     ],
 )
-def test_what_is_wrong_with_a_bucket_is_said_at_the_start(behind: Bucket, proxy: Proxy, fault: Fault, why: str) -> None:
+def test_what_is_wrong_with_a_bucket_is_said_at_the_start(
+    behind: Bucket, proxy: Proxy, fault: Fault, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "_PROBE_SECONDS", 2.0)
     proxy.fault = fault
     with pytest.raises(UserError, match=f"{why}.*base_path") as raised:
         CheckpointStore(behind, NEVER)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from lm_trainer.checkpoint import in_bucket
+from lm_trainer.core import bucket
 from lm_trainer.core.bucket import Bucket
-from tests.conftest import Running, StartLmt
+from lm_trainer.run import copy
+from tests.conftest import Outcome, Running, StartLmt, run_here
 from tests.object_storage.proxy import PASSING, Proxy, refuse, sometimes
 from tests.object_storage.servers import environment
 
@@ -37,13 +43,20 @@ class Runs(NamedTuple):
         return self.start_lmt("train", config, *overrides, cwd=here, env=env, devices=2, output=output)
 
     def said(self, machine: str) -> str:
-        """Returns all that the attempts on a machine have printed."""
+        """Returns all that the processes on a machine have printed."""
         return (self.directory / f"{machine}.out").read_text()
 
+    def run(self, machine: str, *overrides: str) -> Outcome:
+        """Runs to the end in this process, where pauses between requests are short."""
+        here = self.directory / machine
+        here.mkdir(exist_ok=True)
+        with contextlib.chdir(here):
+            return run_here("train", self.directory / "run.yaml", "trainer.jax_compilation_cache_dir=null", *overrides)
+
     def complete(self, machine: str, *overrides: str) -> str:
-        code, said = self.start(machine, *overrides).wait(timeout=600), self.said(machine)
-        assert code == 0, said[-3000:]
-        return said
+        done = self.run(machine, *overrides)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
 
     def metrics(self, machine: str) -> list[dict[str, Any]]:
         text = (self.directory / machine / "logs" / "run" / "metrics.jsonl").read_text()
@@ -61,7 +74,14 @@ def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> R
     text = " ".join(f"{word} {word * word}" for word in range(4000))
     (tmp_path / "train.txt").write_text(text)
     config = {
-        "model": {"type": "gpt2", "seq_len": 32, "hidden_dim": 32, "num_layers": 2, "num_heads": 2},
+        "model": {
+            "type": "gpt2",
+            "seq_len": 32,
+            "hidden_dim": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "scan_layers": True,
+        },  # fewer arrays
         "data": {"tokenizer": "bytes", "num_workers": 0, "train_urls": [str(tmp_path / "train.txt")]},
         "trainer": {
             "id": "run",
@@ -72,7 +92,6 @@ def runs(behind: Bucket, proxy: Proxy, start_lmt: StartLmt, tmp_path: Path) -> R
             "tracker": [],
             "log_jaxprs": False,
             "log_xla_hlo": False,
-            "cpu_threads": 1,
             "jax_compilation_cache_dir": str(tmp_path / "compiled"),
             "jax_config": {"jax_persistent_cache_min_compile_time_secs": 0},
             "checkpointer": {"base_path": str(behind.parent), "save_interval": "50ms", "keep": [{"every": 10}]},
@@ -128,25 +147,45 @@ def test_a_run_killed_in_every_phase_goes_on_in_empty_directories_to_the_same_nu
     assert not any(b"a-secret-key" in (runs.base.read(name) or b"") for name in there if "arrays/" not in name)
 
 
-def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_step(runs: Runs, proxy: Proxy) -> None:
-    saved = newly(proxy, "PUT", "/steps/", 1)
-    process = runs.start("a", "trainer.num_train_steps=100000")
-    while process.poll() is None and not saved():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=100) == 75, runs.said("a")[-2000:]
-    assert "everything is saved" in runs.said("a")
+@contextlib.contextmanager
+def once(moment: Callable[[], bool], act: Callable[[], None]) -> Iterator[None]:
+    """Does something as soon as it is the moment, while this process is busy inside."""
+    over = threading.Event()
 
-    saved = newly(proxy, "PUT", "/steps/", 1)
-    process = runs.start("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
-    while process.poll() is None and not saved():
-        time.sleep(0.01)
-    proxy.fault = refuse(503)
-    code, said = process.wait(timeout=100), runs.said("b")
+    def wait() -> None:
+        while not moment():
+            if over.wait(0.005):
+                return
+        act()
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        yield
+    finally:
+        over.set()
+        waiting.join()
+
+
+def test_a_stop_signal_saves_and_a_server_that_fails_ends_the_run_at_the_next_step(
+    runs: Runs, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with once(newly(proxy, "PUT", "/steps/", 1), lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        stopped = runs.run("a", "trainer.num_train_steps=100000")
+    assert stopped.returncode == 75, stopped.stderr[-2000:]
+    assert "everything is saved" in stopped.stderr
+
+    # What is only tried, so that no more is lost than must be, is given up sooner.
+    monkeypatch.setattr(in_bucket, "_DELETE_SECONDS", 1.0)
+    monkeypatch.setattr(bucket, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(copy, "_LAST_SECONDS", 1.0)
+    monkeypatch.setattr(copy, "_EVERY", 1000.0)
+    with once(newly(proxy, "PUT", "/steps/", 1), lambda: setattr(proxy, "fault", refuse(503))):
+        failed = runs.run("b", "trainer.num_train_steps=100000", "trainer.checkpointer.retry_for=3s")
     proxy.fault = None
-    assert code == 1, said[-2000:]
-    assert "a checkpoint could not be written" in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert failed.returncode == 1, failed.stderr[-2000:]
+    assert "a checkpoint could not be written" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
 
 
 def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) -> None:
@@ -155,9 +194,11 @@ def test_another_run_and_a_second_process_are_refused(runs: Runs, proxy: Proxy) 
     first = runs.start("a", *flat)
     while first.poll() is None and not saved():
         time.sleep(0.01)
-    assert runs.start("b", *flat).wait(timeout=100) == 2, runs.said("b")
-    assert "is in use by process" in runs.said("b")
+    second = runs.run("b", *flat)
+    assert second.returncode == 2, second.stderr
+    assert "is in use by process" in second.stderr
     first.kill()
     first.wait()
-    assert runs.start("c", *flat, "trainer.id=other").wait(timeout=100) == 2
-    assert "holds the checkpoints of the run run" in runs.said("c")
+    other = runs.run("c", *flat, "trainer.id=other")
+    assert other.returncode == 2, other.stderr
+    assert "holds the checkpoints of the run run" in other.stderr

@@ -33,6 +33,7 @@ BASE: Plain = {
         "steps_per_eval": 25,
         "max_eval_batches": 2,
         "sample_tokens": 0,
+        "token_probabilities": 0,
         "checkpointer": {"save_interval": "1h", "keep": [{"every": 20}]},
     },
     "optimizer": {"learning_rate": 3e-3, "warmup": 0.1},

@@ -17,7 +17,7 @@ from lm_trainer.run.train import train
 from lm_trainer.trackers import Progress
 from tests.models.test_whisper import make
 
-CLIPS, STEPS = 20, 120
+CLIPS, STEPS = 8, 80
 MODEL: dict[str, Any] = {
     "vocab_size": EOS_ID + 1,
     "d_model": 48,

@@ -17,11 +17,11 @@ from typing import IO, Any
 
 import pytest
 
-from tests.conftest import StartLmt, lmt_command, lmt_environment
+from tests.conftest import StartLmt, lmt_environment
 from tests.run.conftest import MakeConfig
 
 SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
-STEPS = 12
+STEPS = 48
 
 
 def free_port() -> int:
@@ -30,27 +30,44 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+Group = Callable[..., list[tuple[int, str]]]
 Train = Callable[..., None]
 
 
 @pytest.fixture
-def train(start_lmt: StartLmt) -> Train:
-    """`train(config, directory, processes=1, devices=1, overrides=())`: a run of several processes, to its end."""
+def run_group(start_lmt: StartLmt) -> Group:
+    """`run_group(config, directory, processes=2, devices=1, overrides=())`: one run of several processes, to its end.
 
-    def run(config: Path, directory: Path, *, processes: int, devices: int, overrides: tuple[str, ...] = ()) -> None:
+    Returns the exit code of each, and what it printed.
+    """
+
+    def run(
+        config: Path, directory: Path, *, processes: int, devices: int, overrides: tuple[str, ...] = ()
+    ) -> list[tuple[int, str]]:
         directory.mkdir(exist_ok=True)
         port = free_port()
-        running = []
-        for index in range(processes):
+        outputs, running = [directory / f"out.{index}" for index in range(processes)], []
+        for index, output in enumerate(outputs):
             together = (
                 f"trainer.distributed.coordinator_address=127.0.0.1:{port}",
                 f"trainer.distributed.num_processes={processes}",
                 f"trainer.distributed.process_id={index}",
             )
-            settings, output = (*overrides, *(together if processes > 1 else ())), directory / f"out.{index}"
+            settings = (*overrides, *(together if processes > 1 else ()))
             running.append(start_lmt("train", config, *settings, cwd=directory, devices=devices, output=output))
         codes = [process.wait(timeout=600) for process in running]
-        assert codes == [0] * processes, "\n".join((directory / f"out.{i}").read_text() for i in range(processes))
+        return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+    return run
+
+
+@pytest.fixture
+def train(run_group: Group) -> Train:
+    """`train(config, directory, processes=1, devices=1, overrides=())`: as `run_group`, for a run that succeeds."""
+
+    def run(config: Path, directory: Path, **settings: Any) -> None:
+        ended = run_group(config, directory, **settings)
+        assert [code for code, _ in ended] == [0] * len(ended), "\n".join(text for _, text in ended)
 
     return run
 
@@ -61,46 +78,35 @@ def numbers(directory: Path) -> list[tuple[Any, ...]]:
     return [tuple(line[key] for key in keys if key in line) for line in lines]
 
 
-@SLOW
-@pytest.mark.optimised
-def test_two_processes_are_one_run(make_config: MakeConfig, train: Train, tmp_path: Path) -> None:
-    watch = {"interval": 5, "include_per_parameter_norms": False, "watch_targets": ["params"]}
-    config = make_config(
-        trainer={
-            "num_train_steps": STEPS,
-            "steps_per_eval": 6,
-            "watch": watch,
-            "checkpointer": {"keep": [{"every": 4}]},
-        }
-    )
-    train(config, tmp_path / "one", processes=1, devices=1)
-    train(config, tmp_path / "two", processes=2, devices=1)
-    reference = numbers(tmp_path / "one")
-    assert len(reference) >= STEPS + 2
-    assert numbers(tmp_path / "two") == reference
-    assert (tmp_path / "two" / "out.1").read_bytes().count(b"step ") == 0, "only the first process speaks"
+KEEPING = f"""#!{sys.executable}
+import runpy, sys
 
-    for step in (8, 12):
-        (tmp_path / "two" / "checkpoints" / "run" / str(step)).rename(tmp_path / f"gone.{step}")
-    train(config, tmp_path / "two", processes=1, devices=2)
-    assert "resumed at step 4" in (tmp_path / "two" / "out.0").read_text()
-    assert numbers(tmp_path / "two") == reference
+from tests.compiling import keep_all_programs
+
+keep_all_programs()
+del sys.argv[:2]
+runpy.run_module("lm_trainer", run_name="__main__", alter_sys=True)
+"""
+"""An interpreter for `python -m lm_trainer` that keeps what it compiles."""
+
+
+def keeping_lmt(directory: Path, *args: str | Path) -> list[str]:
+    """The command line of `lmt` that starts other processes, which keep what they compile in the cache of tests."""
+    python = directory / "python"
+    python.write_text(KEEPING)
+    python.chmod(0o755)
+    # `supervise` begins each process with the interpreter that there is when it is imported.
+    supervised = "import sys, lm_trainer.launch.supervise; from cli.main import main"
+    program = f"{supervised}; sys.executable = {str(python)!r}; main()"
+    return [sys.executable, "-c", program, *map(str, args)]
 
 
 def start_launcher(config: Path, directory: Path, output: IO[Any] | int) -> subprocess.Popen[bytes]:
     """Starts two processes by `lmt launch local`, which a signal to this session does not reach."""
-    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "1")
+    command = keeping_lmt(directory, "launch", "local", config, "-n", "2", "--devices-per-process", "1")
     return subprocess.Popen(
         command, cwd=directory, env=lmt_environment(), start_new_session=True, stdout=output, stderr=output
     )
-
-
-def launch(config: Path, directory: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """Two processes by `lmt launch local`, and where their output goes."""
-    directory.mkdir(exist_ok=True)
-    output = directory / f"out-{time.monotonic_ns()}.txt"
-    with output.open("wb") as stream:
-        return start_launcher(config, directory, stream), output
 
 
 def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
@@ -113,45 +119,61 @@ def of_process(launcher: subprocess.Popen[bytes], index: int) -> int:
 @SLOW
 @pytest.mark.optimised
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process to kill in /proc")
-def test_a_killed_process_is_named_ends_the_run_and_the_next_start_resumes(
+def test_two_processes_are_one_run_though_one_is_killed_and_one_alone_ends_it(
     make_config: MakeConfig, train: Train, tmp_path: Path
 ) -> None:
+    """The killed one is named and ends the run, which two processes go on with, and then one with two devices."""
+    watch = {"interval": 5, "include_per_parameter_norms": False, "watch_targets": ["params"]}
     keep = {"save_interval": "1h", "keep": [{"every": 8}]}
-    config = make_config(trainer={"num_train_steps": 160, "steps_per_eval": 80, "checkpointer": keep})
+    config = make_config(
+        trainer={"num_train_steps": STEPS, "steps_per_eval": STEPS // 2, "watch": watch, "checkpointer": keep}
+    )
     train(config, tmp_path / "one", processes=1, devices=1)
+    reference = numbers(tmp_path / "one")
+    assert len(reference) >= STEPS + 2
 
-    killed = tmp_path / "killed"
-    launcher, output = launch(config, killed)
-    metrics = killed / "logs" / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
-        assert launcher.poll() is None, output.read_text()
-        time.sleep(0.001)
-    os.kill(of_process(launcher, 1), signal.SIGKILL)
-    assert launcher.wait(timeout=120) == 128 + signal.SIGKILL
-    printed = output.read_text()
+    two = tmp_path / "two"
+    two.mkdir()
+    metrics, checkpoints = two / "logs" / "run" / "metrics.jsonl", two / "checkpoints" / "run"
+    with (two / "out.killed").open("w+b") as output:
+        launcher = start_launcher(config, two, output)
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 20):
+            assert launcher.poll() is None, (two / "out.killed").read_text()
+            time.sleep(0.001)
+        os.kill(of_process(launcher, 1), signal.SIGKILL)
+        assert launcher.wait(timeout=120) == 128 + signal.SIGKILL
+    printed = (two / "out.killed").read_text()
     assert re.search(r"^process 1 of 2 \(pid \d+\) was killed by SIGKILL$", printed, re.MULTILINE), printed
     named = r"^\[0\] error: process 1 of 2 \(.+, pid \d+\) is gone: it was killed, or its machine was lost"
     assert re.search(named, printed, re.MULTILINE), printed
     assert "sending" not in printed, "the other one ends by itself"
 
-    launcher, output = launch(config, killed)
-    assert launcher.wait(timeout=600) == 0, output.read_text()
-    assert re.search(r"^\[0\] resumed at step \d+ of 160$", output.read_text(), re.MULTILINE), output.read_text()
-    assert numbers(killed) == numbers(tmp_path / "one")
+    train(config, two, processes=2, devices=1)
+    printed = (two / "out.0").read_text()
+    assert re.search(rf"^resumed at step \d+ of {STEPS}$", printed, re.MULTILINE), printed
+    assert (two / "out.1").read_bytes().count(b"step ") == 0, "only the first process speaks"
+    assert numbers(two) == reference
+
+    for step in (STEPS, STEPS - 8):
+        (checkpoints / str(step)).rename(tmp_path / f"gone.{step}")
+    train(config, two, processes=1, devices=2)
+    assert f"resumed at step {STEPS - 16} of {STEPS}" in (two / "out.0").read_text()
+    assert numbers(two) == reference
 
 
 @SLOW
-def test_a_process_that_fails_alone_tells_the_others_why(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_process_that_fails_alone_tells_the_others_why(
+    make_config: MakeConfig, run_group: Group, tmp_path: Path
+) -> None:
     """Here the first, at a run directory that is in use, where the other would wait for it."""
     config = make_config(trainer={"num_train_steps": 4})
     (tmp_path / "logs" / "run").mkdir(parents=True)
     with (tmp_path / "logs" / "run" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        launcher, output = launch(config, tmp_path)
-        assert launcher.wait(timeout=120) == 2, output.read_text()
-    printed = output.read_text()
-    assert re.search(r"^\[0\] error: .*is in use by", printed, re.MULTILINE), printed
-    assert re.search(r"^\[1\] error: process 0 of 2 \(.+\) stopped: .*is in use by", printed, re.MULTILINE), printed
+        (first, said), (second, told) = run_group(config, tmp_path, processes=2, devices=1)
+    assert (first, second) == (2, 2), said + told
+    assert re.search(r"^error: .*is in use by", said, re.MULTILINE), said
+    assert re.search(r"^error: process 0 of 2 \(.+\) stopped: .*is in use by", told, re.MULTILINE), told
 
 
 @pytest.mark.optimised
@@ -188,15 +210,11 @@ def test_turns_of_microbatches_are_the_same_in_two_processes(
 
 
 @SLOW
-def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_group_that_no_process_holds_is_refused(make_config: MakeConfig, run_group: Group, tmp_path: Path) -> None:
     config, overrides = make_config(trainer={"num_train_steps": 4}), ("trainer.context_axis_size=4",)
-    (tmp_path / "three").mkdir()
-    command = lmt_command("launch", "local", config, "-n", "2", "--devices-per-process", "6", *overrides)
-    done = subprocess.run(
-        command, cwd=tmp_path / "three", env=lmt_environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in done.stdout
+    for code, printed in run_group(config, tmp_path / "three", processes=2, devices=6, overrides=overrides):
+        assert code == 2
+        assert "context_axis_size=4 is a group of 4 devices, which processes of 6 devices cannot hold" in printed
 
 
 @pytest.mark.optimised

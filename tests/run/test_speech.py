@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,16 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
     assert hearing[-1] < 0.5 * np.log(4)
 
 
+@functools.cache
+def _trained_alone(config: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    return train(build_program(RunConfig.model_validate_json(config), VOCAB, jax.devices()[:1]), rows(ROWS))
+
+
+def trained_alone(make_config: MakeConfig) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses and weights of the tiny run on one device."""
+    return _trained_alone(write(make_config).model_dump_json())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "trainer",
@@ -91,7 +102,7 @@ def test_a_model_learns_to_write_what_it_hears(make_config: MakeConfig, in_tmp_p
 def test_other_ways_to_share_the_work_agree_up_to_rounding(
     make_config: MakeConfig, in_tmp_path: Path, trainer: dict[str, Any]
 ) -> None:
-    wanted, weights = train(build_program(write(make_config), VOCAB, jax.devices()[:1]), rows(ROWS))
+    wanted, weights = trained_alone(make_config)
     found, others = train(build_program(write(make_config, **trainer), VOCAB, jax.devices()[:4]), rows(ROWS))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
     for name, x in others.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import StartLmt, lmt_environment
+from tests.conftest import lmt_environment
 from tests.run.conftest import MakeConfig, write_config
 from tests.run.test_processes import numbers, of_process, start_launcher
 from tests.warm_lmt import WarmLmt
@@ -85,7 +85,7 @@ def to_second(launcher: subprocess.Popen[bytes], number: int) -> None:
 def undisturbed(
     warm_lmt: WarmLmt, text_files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[Any, ...]]:
-    """The losses of the run that nothing stops."""
+    """The losses of the run that nothing stops, in one process."""
     directory = tmp_path_factory.mktemp("undisturbed")
     write_config(directory / "run.yaml", text_files, {"trainer": TRAINER})
     done = warm_lmt.run(["train", "run.yaml"], cwd=directory, env=lmt_environment(), timeout=300)
@@ -93,40 +93,57 @@ def undisturbed(
     return losses(directory)
 
 
-@pytest.mark.optimised
-@pytest.mark.parametrize(
-    ("number", "send"),
-    [
+def recorded(directory: Path) -> list[int]:
+    """The steps of which metrics are written."""
+    lines = (directory / "logs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return [row["step"] for row in map(json.loads, lines) if "train/loss" in row]
+
+
+def test_any_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
+    launch: Launch, undisturbed: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    """One run, which each start brings some steps further, until one does not heed SIGHUP and ends it."""
+    step = 0
+    for number, send in (
         (signal.SIGTERM, to_launcher),
         (signal.SIGTERM, to_first),
         (signal.SIGTERM, to_second),
         (signal.SIGINT, to_launcher),
         (signal.SIGHUP, to_launcher),
-    ],
-)
-def test_a_stop_signal_saves_in_all_processes_and_the_next_start_goes_on(
-    launch: Launch,
-    start_lmt: StartLmt,
-    undisturbed: list[tuple[Any, ...]],
-    tmp_path: Path,
-    number: signal.Signals,
-    send: Callable[[subprocess.Popen[bytes], int], None],
-) -> None:
-    launcher = launch()
-    wait_for_steps(launcher, tmp_path, 10)
-    send(launcher, number)
-    assert launcher.wait(timeout=120) == 75, printed(tmp_path)
-    (step,) = [step for step in saved_steps(tmp_path) if step % 20] or saved_steps(tmp_path)[-1:]
-    assert 10 <= step < STEPS
-    told = re.findall(rf"^\[\d\] stopped by (.+) after step {step}; everything is saved", printed(tmp_path), re.M)
-    assert len(told) == 2, printed(tmp_path)
-    assert number.name in told
-    lines = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
-    assert max(line["step"] for line in lines) == step, "no metric of a saved step is lost"
+    ):
+        (tmp_path / "out").write_text("")
+        terminal = None
+        if number == signal.SIGHUP:
+            # As where a terminal is closed, to which no process can write any more.
+            terminal, theirs = pty.openpty()
+            launcher = launch(theirs)
+            os.close(theirs)
+        else:
+            launcher = launch()
+        wait_for_steps(launcher, tmp_path, step + 5)
+        if terminal is not None:
+            os.close(terminal)
+        send(launcher, number)
+        assert launcher.wait(timeout=120) == 75, printed(tmp_path)
+        begun, step = step, saved_steps(tmp_path)[-1]
+        assert begun + 5 <= step < STEPS
+        assert recorded(tmp_path) == [*range(1, step + 1)], "no metric of a saved step is lost"
+        if terminal is None:
+            pattern = rf"^\[\d\] stopped by (.+) after step {step}; everything is saved"
+            told = re.findall(pattern, printed(tmp_path), re.MULTILINE)
+            assert len(told) == 2, printed(tmp_path)
+            assert number.name in told
+            assert not begun or f"resumed at step {begun} of {STEPS}" in printed(tmp_path)
 
-    # Another number of processes goes on.
-    process = start_lmt("train", tmp_path / "run.yaml", output=tmp_path / "out")
-    assert process.wait(timeout=300) == 0, printed(tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
+    try:
+        launcher = launch()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for_steps(launcher, tmp_path, step + 5)
+    launcher.send_signal(signal.SIGHUP)
+    to_first(launcher, signal.SIGHUP)
+    assert launcher.wait(timeout=120) == 0, printed(tmp_path)
     assert f"resumed at step {step} of {STEPS}" in printed(tmp_path)
     assert losses(tmp_path) == undisturbed
 
@@ -159,26 +176,3 @@ def test_a_second_signal_ends_all_at_once(launch: Launch, tmp_path: Path) -> Non
     launcher.send_signal(signal.SIGTERM)
     os.kill(stopped, signal.SIGCONT)
     assert launcher.wait(timeout=60) == 128 + signal.SIGTERM, printed(tmp_path)
-
-
-def test_a_terminal_that_is_closed_loses_nothing(launch: Launch, tmp_path: Path) -> None:
-    terminal, theirs = pty.openpty()
-    launcher = launch(theirs, num_train_steps=100_000)
-    os.close(theirs)
-    wait_for_steps(launcher, tmp_path, 5)
-    os.close(terminal)
-    launcher.send_signal(signal.SIGHUP)
-    assert launcher.wait(timeout=60) == 75
-    assert saved_steps(tmp_path)[-1] >= 5
-
-
-def test_nohup_is_heeded(launch: Launch, tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        launcher = launch(num_train_steps=60)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    wait_for_steps(launcher, tmp_path, 5)
-    launcher.send_signal(signal.SIGHUP)
-    to_first(launcher, signal.SIGHUP)
-    assert launcher.wait(timeout=120) == 0, printed(tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import Lmt, RunLmt, lmt_command, lmt_environment
 from tests.launch.slurm_cluster import MISSING, NODES, SlurmCluster, wait_for
 from tests.run.conftest import MakeConfig
+from tests.run.test_processes import keeping_lmt
 from tests.run.test_stop_signals import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -64,7 +65,7 @@ class Job:
 
 def submit(slurm: SlurmCluster, config: Path, *options: str) -> Job:
     """Submits a run by the user's own command."""
-    command = lmt_command("launch", "slurm", config, *options, "--submit")
+    command = keeping_lmt(config.parent, "launch", "slurm", config, *options, "--submit")
     environment = lmt_environment(env=slurm.environment)
     done = subprocess.run(
         command, cwd=config.parent, env=environment, capture_output=True, text=True, timeout=120, check=False
